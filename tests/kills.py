@@ -1,4 +1,4 @@
-"""Run a config in processes of its own, SIGKILL all of them at chosen moments, and tell what the run left."""
+"""Run a config in processes of its own, SIGKILL all or some of them at chosen moments, and tell what the run left."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import psutil
@@ -21,12 +21,34 @@ from memfit.rundir import RunDir
 
 Events = Sequence[Mapping[str, Any]]
 Moment = Callable[[RunDir], bool]
+Victims = Literal["all", "supervisor", "jobs"]
 
 _RUN = "import sys, memfit; sys.exit(memfit.run(sys.argv[1], overrides=sys.argv[2:]).exit_code)"
+#: The same for a study.
+TUNE = "import sys, memfit.tuning as m; sys.exit(m.tune(sys.argv[1], overrides=sys.argv[2:]).exit_code)"
 _VARIABLE = "TEST_KILLS_ID"
 _LIMIT_SECONDS = 240.0  # whole runs beside other tests on two cores
 #: Columns of a table that differ from run to run.
 _MEASURED = ["seconds", "peak_private_bytes"]
+
+
+class Kill(NamedTuple):
+    """When to kill which processes: ``jobs`` are all watchers and what they watch, without the supervisor."""
+
+    moment: Moment
+    victims: Victims = "all"
+
+
+def later(moment: Moment, seconds: float) -> Moment:
+    """The moment so many seconds after another one."""
+    seen: list[float] = []
+
+    def is_over(run: RunDir) -> bool:
+        if not seen and moment(run):
+            seen.append(time.monotonic())
+        return bool(seen) and time.monotonic() >= seen[0] + seconds
+
+    return is_over
 
 
 def completed(job: str) -> Moment:
@@ -47,29 +69,43 @@ def printed(job: str, text: str) -> Moment:
     return lambda run: (run.path / path).exists() and text in (run.path / path).read_text()
 
 
-def run(folder: Path, config: str = "config.yaml", *overrides: str, kill_at: Sequence[Moment] = ()) -> RunDir:
-    """Run a config in its folder. At each moment all processes of the run are killed, and it is started again.
+def run(
+    folder: Path,
+    config: str = "config.yaml",
+    *overrides: str,
+    kill_at: Sequence[Moment | Kill] = (),
+    program: str = _RUN,
+) -> RunDir:
+    """Run a config in its folder. At each moment processes of the run are killed, and it is started again.
 
     Args:
         folder: The current folder of the run; its runs lie in ``runs``.
         config: The config, relative to the folder.
         overrides: Settings.
-        kill_at: The moments, each awaited by a start of its own.
+        kill_at: The moments, one after the other; a moment alone kills all processes. When the jobs alone were killed,
+            their supervisor goes on.
+        program: What runs the config.
 
     Returns:
         The run, after a last start that was left alone.
     """
-    for moment in kill_at:
-        process, token = _start(folder, config, overrides)
+    words, token = [sys.executable, "-c", program, config, *overrides], uuid.uuid4().hex
+    process = _start(folder, words, token)
+    for kill in (one if isinstance(one, Kill) else Kill(one) for one in kill_at):
         end = time.monotonic() + _LIMIT_SECONDS
-        while not any(moment(found) for found in _runs(folder)):
+        while not any(kill.moment(found) for found in _runs(folder)):
             assert process.poll() is None, "the run ended before it was to be killed"
             assert time.monotonic() < end, "the moment to kill the run did not come"
-            time.sleep(0.05)
-        _kill(token)
+            time.sleep(0.02)
+        if kill.victims == "jobs":
+            _kill_jobs(token)
+            continue
+        process.kill()
         process.wait()
-    process, _ = _start(folder, config, overrides)
-    assert process.wait(_LIMIT_SECONDS) == 0
+        if kill.victims == "all":
+            _kill(token)
+        process = _start(folder, words, token)
+    assert process.wait(_LIMIT_SECONDS) == 0, (folder / "supervisor.log").read_text()[-2000:]
     (found,) = _runs(folder)
     return found
 
@@ -78,12 +114,10 @@ def _runs(folder: Path) -> list[RunDir]:
     return [RunDir(path.parent) for path in folder.glob("runs/*/run_*/run.json")]
 
 
-def _start(folder: Path, config: str, overrides: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
-    token = uuid.uuid4().hex
-    words = [sys.executable, "-c", _RUN, config, *overrides]
+def _start(folder: Path, words: Sequence[str], token: str) -> subprocess.Popen[bytes]:
     env = os.environ | {_VARIABLE: token}
     with open(folder / "supervisor.log", "ab") as log:
-        return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True), token
+        return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def _kill(token: str) -> None:
@@ -92,6 +126,17 @@ def _kill(token: str) -> None:
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _kill_jobs(token: str) -> None:
+    """Kill the watchers that inherited the token, each before its job, so that it writes no outcome."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if _has_token(process, token) and "shim" in process.cmdline():
+                below = process.children(recursive=True)
+                for one in (process, *below):
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
 
 
 def _has_token(process: psutil.Process, token: str) -> bool:

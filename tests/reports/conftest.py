@@ -8,6 +8,7 @@ import pytest
 
 from memfit.memory import Footprint, PhasePeak
 from memfit.rundir import RunDir, write_json
+from memfit.tuning import Trial, TuneSettings
 
 #: 2026-11-21 09:00:00 in the time zone of the tests (UTC+1).
 START = 1795248000.0
@@ -135,3 +136,29 @@ def finished(made):
     })  # fmt: skip
     write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
     return made
+
+
+@pytest.fixture
+def study(made):
+    """Makes the run a study that maximizes ``rank_ic``, and writes the records of its trials."""
+    header = {"schema_version": 2, "experiment": "demo", "kind": "tune", "fingerprint": "0123abcd" * 8}
+    write_json(made.path / "run.json", header)
+    (made.path / "trials").mkdir()
+    space = [{"name": "params.layers", "low": 1, "high": 8}, {"name": "params.batch", "choices": [32, 64, 128]}]
+
+    def begin(**tune):
+        given = {"space": space, "objective": "fold.rank_ic", "direction": "maximize", "n_trials": 40} | tune
+        settings = TuneSettings.model_validate(given).model_dump(mode="json")
+        limits = {"host": 8 * GIB, "device": None}
+        found = {"schema_version": 1, "name": "demo", "settings": settings, "limits": limits, "basis": "0"}
+        write_json(made.path / "study.json", found)
+        return made.run
+
+    def trial(number, state="completed", value=None, *, params=(2, 64), seconds=60.0, **fields):
+        name = fields.pop("name", f"trial_{number:04d}" if number is not None else "canary_1")
+        drawn = {"params.layers": params[0], "params.batch": params[1]} if params else {}
+        measured = {"seconds": seconds, "peaks": {"fold": 270 * MIB} if params else {}} | fields.pop("measured", {})
+        found = Trial(name, number, state, drawn, value=value, measured=measured, **fields)
+        write_json(made.path / "trials" / f"{name}.json", found.to_dict())
+
+    return SimpleNamespace(run=made.run, path=made.path, made=made, begin=begin, trial=trial)

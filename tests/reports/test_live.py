@@ -345,3 +345,69 @@ def test_a_terminal_is_given_back_when_nothing_was_shown():
     shown = Shown(terminal=True)
     shown.live.close()
     assert shown.lines == []
+
+
+def test_a_study_shows_the_ends_of_its_trials_and_how_far_it_is(study):
+    shown, run, made = Shown(), study.begin(), study.made
+    study.trial(0, value=0.01, intermediate={2: 0.01})
+    tick = shown.live.show(run)
+    job = "trial_0001.fold_1"
+    made.stage(1, "fold", "running", job)
+    made.admit(1, job, 1)
+    made.event(2, "epoch", job, epoch=1, num_epochs=2, text=f"{job} epoch 1/2")
+    made.job(job)
+    made.end(60, job)
+    study.trial(1, value=0.0341)
+    made.event(60, "trial", name="trial_0001", state="completed", text="trial_0001 completed: rank_ic 0.0341")
+    study.trial(2, "pruned", 0.001, num_seen=1, intermediate={2: 0.001})
+    made.event(61, "trial", name="trial_0002", state="pruned", text="trial_0002 pruned")
+    tick()
+    shown.live.close()
+    assert shown.lines[:2] == [
+        f"Run {run.path}",
+        "trials 1 of 40: 1 completed; best rank_ic 0.0100 (trial_0000); about 19m 30s left",
+    ]
+    assert [line.partition("  ")[2] for line in shown.lines[2:]] == [
+        "trial_0001 completed: rank_ic 0.0341 (best)",
+        "trial_0002 pruned at epoch 2: rank_ic 0.0010, below the median 0.0100",
+    ]
+
+
+def test_quiet_prints_the_trials_of_a_study_that_failed(study):
+    file = io.StringIO()
+    live, run = LiveRun(Console(file=file, width=80), quiet=True), study.begin()
+    live.show(run)
+    for number, state in enumerate(["completed", "pruned", "failed", "infeasible"]):
+        study.trial(number, state, 0.1, cause="no")
+        study.made.event(number, "trial", name=f"trial_{number:04d}", state=state)
+    live.close()
+    assert [line.partition("  ")[2] for line in file.getvalue().splitlines()] == [
+        "trial_0002 failed: no",
+        "trial_0003 infeasible: no",
+    ]
+
+
+def test_above_the_table_of_a_study_stands_how_far_it_is(study):
+    shown, run = Shown(width=100, terminal=True), study.begin(n_trials=2)
+    study.trial(0, value=0.0341)
+    study.trial(1, "running")
+    study.made.event(0, "run", state="started")
+    study.made.stage(1, "fold", "running", "trial_0001.fold_1")
+    study.made.job("trial_0001.fold_1", "running", name="status.json")
+    tick = shown.live.show(run)
+    tick()
+    lines = [line.rstrip() for line in shown.lines]
+    shown.live.close()
+    headline = "trials 1 of 2: 1 completed, 1 running; best rank_ic 0.0341 (trial_0000); about 1m 00s left"
+    assert lines[1] == headline, "where it stands at the start"
+    at = next(at for at, line in enumerate(lines) if headline in line and at > 1)
+    assert lines[at + 1].startswith("job ") and lines[at + 2].startswith("trial_0001.fold_1 ")
+    assert lines[at + 3] == "running 1", "the time left is that of the study"
+
+
+def test_a_job_that_records_a_trial_of_its_own_in_another_run_is_shown_by_its_text(made):
+    shown = Shown()
+    shown.live.show(made.run)
+    made.event(1, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
+    shown.live.close()
+    assert shown.lines[1].endswith("my own trial 1 is over")

@@ -140,7 +140,7 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
         pytest.skip("no Chromium is installed here (apt-get install chromium)")
     from PIL import Image
 
-    from memfit.reports import COLOURS, write_page
+    from memfit.reports import COLOURS
 
     page, picture = write_page(RunDir.open(run), tmp_path / "page.html"), tmp_path / "page.png"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1040,1400", f"--user-data-dir={tmp_path}"]
@@ -152,3 +152,43 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
     bars = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
     assert bars in seen, "the bars of the peaks"
     assert len(seen) > 50, "texts and charts, not an empty page"
+
+
+@pytest.mark.parametrize(("report", "num_points"), [("", 3), ("loss", 2)])
+def test_the_page_of_a_study_draws_its_objective_and_lists_its_trials(study, report: str, num_points: int) -> None:
+    run = study.begin(report=report)
+    refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": "fold takes at least 9.00 GiB"}]
+    study.trial(0, value=0.01)
+    study.trial(1, value=0.0341, refused=refused)
+    study.trial(2, "pruned", 0.001, cause="worse than the median")
+    study.trial(3, "out_of_memory", cause="killed <by> the kernel")
+    study.trial(4, "running")
+    text = write_page(run, study.path / "report.html").read_text()
+    page = _Page(text)
+    assert page.open == page.loads == []
+    said = " ".join(page.text)
+    assert page.text.index("Study") < page.text.index("Memory over time")
+    assert "best 0.0341: trial_0001" in said, "the label of the line"
+    chart = text[text.index("<svg") : text.index("</svg>")]
+    drawn = [part.partition("<title>")[0] for part in chart.split("<text ") if "<title>" in part]
+    assert [part[-1] for part in drawn] == ["●", "●", "▽", "✕"]
+    height = [float(part.partition('y="')[2].partition('"')[0]) for part in drawn]
+    assert height[1] < height[0] < height[2] < height[3]
+    lanes = [lane for lane in ("pruned", "out_of_memory") if f">{lane}</text>" in chart]
+    assert len(lanes) == 4 - num_points, "a trial without a value is in a row of its state"
+    assert chart.count("<polyline") == 1
+    assert "killed <by> the kernel" in page.text
+    region = page.text.index("layers", page.text.index("accepted"))
+    assert page.text[region : region + 3] == ["layers", "8", "2"], "what was refused, and what was accepted"
+
+
+def test_a_trial_that_is_far_off_does_not_flatten_the_chart(study) -> None:
+    run = study.begin(direction="minimize")
+    for number, value in enumerate([0.5, 0.4, 0.45, 1e6]):
+        study.trial(number, value=value)
+    page = _Page(write_page(run, study.path / "report.html").read_text())
+    assert "far off" in page.text and "0.40" in page.text
+
+
+def test_the_page_of_another_run_has_no_study(finished) -> None:
+    assert "Study" not in _Page(write_page(finished.run, finished.path / "report.html").read_text()).text

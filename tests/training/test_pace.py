@@ -70,8 +70,20 @@ def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events
     (event,) = events("epoch")
     assert event["wait_share"] == pytest.approx(entry.wait_share, abs=1e-6)
     assert event["samples_per_second"] == pytest.approx(entry.samples_per_second)
+    assert event["seconds"] == pytest.approx(entry.seconds) == pytest.approx(4 / entry.samples_per_second)
+    assert event["num_threads"] >= 1
+    assert "device_use" not in event  # of a GPU alone
     assert f"waits {entry.wait_share * 100:.1f} %  pads" in event["text"]
     assert not capfd.readouterr().err  # a run shows its events
+
+
+def test_the_use_of_a_gpu_is_the_mean_of_what_its_driver_says(monkeypatch):
+    said = iter([30, 50])
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(said))  # stands in for a GPU
+    pace = Pace(seconds=1.0)
+    for _ in range(3):  # the third time the driver gives no answer
+        pace.look_at(torch.device("cuda:0"))
+    assert pace.figures()["device_use"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("decoder", "expected"), [(True, (4 + 2) / (14 + 8)), (False, 4 / 14)])
@@ -95,7 +107,10 @@ def test_an_epoch_that_was_stopped_counts_all_its_batches_once(tmp_path):
         trainer.fit(batches(), num_epochs=2)
     saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
     assert (saved["within_epoch"]["num_padding"], saved["within_epoch"]["num_positions"]) == (4, 12)
-    assert not {"samples_per_second", "wait_share", "pace"} & {*saved["history"][0], *saved["within_epoch"]}
+    assert not {"samples_per_second", "wait_share", "seconds", "device_use", "pace"} & {
+        *saved["history"][0],
+        *saved["within_epoch"],
+    }
     resumed = make(tmp_path).fit(batches(), num_epochs=2)
     assert resumed.history == whole.history
     assert resumed.history[0].wait_share is None and resumed.history[1].wait_share >= 0

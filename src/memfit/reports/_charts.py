@@ -208,7 +208,8 @@ def draw_points(points: Sequence[Point], steps: Sequence[tuple[int, float]], fra
     values = [point.value for point in points if point.value is not None] or [0.0]
     margin = 0.08 * (max(values) - min(values)) or abs(max(values)) or 1.0
     low, high = min(values) - margin, max(values) + margin
-    left, right, top, bottom = 108, frame.width - _RIGHT, _TOP, frame.height - _BOTTOM
+    left = max(_LEFT, 16 + _LETTER * max(map(len, lanes), default=0))
+    right, top, bottom = frame.width - _RIGHT, _TOP, frame.height - _BOTTOM
     last = max(point.number for point in points)
 
     def x_of(number: float) -> float:
@@ -231,7 +232,8 @@ def draw_points(points: Sequence[Point], steps: Sequence[tuple[int, float]], fra
             f"{x_of(x):.1f},{y_of(value):.1f}" for (at, value), end in zip(steps, ends, strict=True) for x in (at, end)
         ]
         canvas.add(f'<polyline points="{" ".join(path)}" fill="none" stroke="{COLOURS[2]}" stroke-width="2"/>')
-        canvas.text(right, y_of(steps[-1][1]) - 8, label, anchor="end")
+        above = steps[-1][1] > (low + high) / 2  # where no better point can be
+        canvas.text(right, y_of(steps[-1][1]) + (-8 if above else 18), label, anchor="end")
     for point in points:
         y = rows[point.lane] if point.value is None else y_of(point.value)
         where = f'x="{x_of(point.number):.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="{point.colour}"'
@@ -275,7 +277,7 @@ def number_ticks(low: float, high: float) -> list[tuple[str, float]]:
     [('-0.01', -0.01), ('0.00', 0.0), ('0.01', 0.01), ('0.02', 0.02), ('0.03', 0.03)]
     """
     power = math.floor(math.log10((high - low) / _ABOUT_TICKS))
-    step = next(step for n in (1, 2, 5, 10) if (high - low) / (step := n * 10.0**power) <= _ABOUT_TICKS)
+    step = next(step for n in (1, 2, 5, 10) if (high - low) / (step := n * 10.0**power) <= _ABOUT_TICKS + 1)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     numbers = (at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1))
     return [(f"{number:.{digits}f}", round(number, digits)) for number in numbers]

@@ -103,6 +103,8 @@ class LiveRun:
         self._study = StudyView(run) if self.view.kind == "tune" else None
         if not self.quiet:
             say(self.console, f"Run {run.path}")
+            if self._study is not None and (headline := self._study.headline()):
+                say(self.console, headline)
             if self.console.is_terminal:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True)
                 self._live.start()

@@ -51,7 +51,7 @@ p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
-.number{text-align:right;font-variant-numeric:tabular-nums}
+.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
 .legend span{margin-right:1.1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
@@ -143,13 +143,15 @@ def _page(seen: Sequence[_Seen]) -> str:
         words = [str(word) for word in one.run.header.get("template") or ()]
         command = f"<pre>{escape(shlex.join(mask(words)))}</pre>" if words else ""
         body.append(f'<p class="note">{escape(str(one.run.path))}</p>{command}')
-    body += [*map(_facts, seen), "<h2>Memory over time</h2>", *_memory(seen)]
+    body += map(_facts, seen)
+    for one in seen:
+        if "study" in one.summary:
+            body += ["<h2>Study</h2>", *_study(one.summary["study"])]
+    body += ["<h2>Memory over time</h2>", *_memory(seen)]
     if len(seen) > 1:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
         of = f" of {escape(one.name)}" if len(seen) > 1 else ""
-        if "study" in one.summary:
-            body += [f"<h2>Study{of}</h2>", *_study(one.summary["study"])]
         body += [f"<h2>Jobs{of}</h2>", *_jobs(one), *_moments(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
         if deaths := list(_deaths(one)):
             body += [f"<h2>What failed{of}</h2>", *deaths]
@@ -202,7 +204,7 @@ def _comparison(seen: Sequence[_Seen]) -> str:
     return _table(["", *(one.name for one in seen)], rows, num_words=1)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int, what: str = "figures") -> str:
     """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -212,7 +214,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words:
 
     lines = "".join(line(cells, "td") for cells in rows)
     table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
-    return _folded(f"{len(rows)} figures", table) if len(rows) > _MOST_LINES else table
+    return _folded(f"{len(rows)} {what}", table) if len(rows) > _MOST_LINES else table
 
 
 def _folded(title: str, inside: str) -> str:
@@ -223,18 +225,20 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts of a study, its objective by trial, all trials, and the settings that were refused."""
     yield _table(("", ""), list(study_facts(study)), num_words=2)
     yield draw_objective(study)
+    sizes = {"host peak": "peak_bytes", "device peak": "device_peak_bytes"}
+    sizes = {name: key for name, key in sizes.items() if any(one[key] for one in study["trials"])}
+    names = dict.fromkeys(name for one in study["trials"] for name, _ in explain_params(one["params"]))
     rows = []
     for one in study["trials"]:
-        sizes = [format_bytes(one[name]) if one[name] else "-" for name in ("peak_bytes", "device_peak_bytes")]
-        params = ", ".join(f"{name} {value}" for name, value in explain_params(one["params"]))
-        why = "" if one["state"] == "completed" else one["cause"]
-        took = or_dash(one["seconds"], format_duration)
-        rows.append((one["trial"], one["state"], params, why, or_dash(one["value"], format_number), took, *sizes))
-    headings = ("trial", "state", "settings", "why", study["number"], "time", "host peak", "device peak")
-    yield _table(headings, rows, num_words=4)
+        params = dict(explain_params(one["params"]))
+        numbers = [or_dash(one["value"], format_number), or_dash(one["seconds"] or None, format_duration)]
+        numbers += [or_dash(one[key] or None, format_bytes) for key in sizes.values()]
+        rows.append((one["trial"], one["state"], one["cause"], *(params.get(name, "-") for name in names), *numbers))
+    yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3, what="trials")
     if settings := study["refused"]["settings"]:
         words = [
-            (name, explain_region(one["refused"]), explain_region(one["accepted"])) for name, one in settings.items()
+            (name.removeprefix("params."), *(explain_region(one[key]) for key in ("refused", "accepted")))
+            for name, one in settings.items()
         ]
         yield _table(("setting", "refused", "accepted"), words, num_words=3)
     for one in study["differs"]:

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
-    """Follow the records of a study; a record is read again only when its file changed.
+    """Follow the records of a study. A record is read again when its file changed; that of an ended trial never does.
 
     Attributes:
         run: The run directory of the study.
@@ -43,12 +43,12 @@ class StudyView:
     def read(self) -> None:
         """Take in the records that are new or changed."""
         for path in (self.run.path / "trials").glob("[ct]*_*.json"):
+            stamp, known = self._records.get(path.stem, (None, None))
+            if known is not None and known.is_over:
+                continue
             stat = path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_ino)
-            if path.stem not in self._records or self._records[path.stem][0] != stamp:
-                found = read_trial(self.run, path.stem)
-                if found is not None:
-                    self._records[path.stem] = stamp, found
+            if stamp != (now := (stat.st_mtime_ns, stat.st_ino)) and (found := read_trial(self.run, path.stem)):
+                self._records[path.stem] = now, found
         found_all = [trial for _, trial in self._records.values()]
         self.trials = sorted((one for one in found_all if one.number is not None), key=lambda one: one.number or 0)
         self.canaries = sorted((one for one in found_all if one.number is None), key=lambda one: one.epochs or 0)
@@ -97,9 +97,9 @@ class StudyView:
         return None if mean is None else mean * max(1.0, num_left / settings.num_slots)
 
     def counts(self, *, is_live: bool = True) -> dict[str, int]:
-        """Return how many trials are in which state; one that is drawn or was stopped counts by what it does next."""
-        waits = "running" if is_live else "stopped"
-        found = Counter(str(one.state) if one.is_over else waits for one in self.trials)
+        """Return how many trials are in which state; one that has not ended is ``stopped`` if no supervisor runs."""
+        open_state = "running" if is_live else "stopped"
+        found = Counter(str(one.state) if one.is_over else open_state for one in self.trials)
         return {state: found[state] for state in _ORDER if found[state]}
 
     def headline(self) -> str:

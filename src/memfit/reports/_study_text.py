@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from operator import gt, lt
@@ -14,7 +15,7 @@ from rich.console import Console
 from memfit.reports._charts import COLOURS, Frame, Point, draw_points
 from memfit.reports._numbers import format_number, or_dash, plain_table, print_facts, say, short_path
 from memfit.reports._runs import has_supervisor
-from memfit.reports._study import FAILED_TRIALS, explain_counts, summarize_study
+from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir
 from memfit.tuning import ENDED_TRIALS
 from memfit.units import format_bytes, format_duration
@@ -22,6 +23,8 @@ from memfit.units import format_bytes, format_duration
 #: Of more trials, the best so many are printed; so many failures, too.
 _MOST_ROWS = 10
 _SIGNS = {"completed": ("●", COLOURS[0]), "pruned": ("▽", COLOURS[1])}
+#: A value is off the scale if it is so many times as far from the best as the median.
+_FAR_OFF = 6
 _BAD_SIGN = ("✕", "#d03030")
 
 
@@ -54,7 +57,7 @@ def explain_region(region: Mapping[str, Any] | None) -> str:
         return "-"
     if "values" in region:
         return ", ".join(map(str, region["values"]))
-    return " to ".join(f"{region[end]:.4g}" for end in ("low", "high"))
+    return " to ".join(dict.fromkeys(f"{region[end]:.4g}" for end in ("low", "high")))
 
 
 def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -133,7 +136,7 @@ def _print_best(summary: Mapping[str, Any], console: Console) -> None:
     heading = "device peak" if kind == "device_peak_bytes" else "peak"
     table = plain_table("trial", "state", summary["number"], "time", heading, left=("trial", "state"))
     for one in trials:
-        time, peak = or_dash(one["seconds"], format_duration), or_dash(one[kind] or None, format_bytes)
+        time, peak = or_dash(one["seconds"] or None, format_duration), or_dash(one[kind] or None, format_bytes)
         table.add_row(one["trial"], one["state"], or_dash(one["value"], format_number), time, peak)
     console.print("", table, sep="\n")
     if is_cut:
@@ -175,28 +178,36 @@ def _quoted(path: Path) -> str:
     return shlex.quote(short_path(path))
 
 
+def _is_point(trial: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
+    """True if a trial has a value of the objective."""
+    alike = trial["state"] == "pruned" and summary["report"] == summary["number"]
+    return trial["value"] is not None and (trial["state"] == "completed" or alike)
+
+
 def draw_objective(summary: Mapping[str, Any]) -> str:
     """Return a chart of the objective by the number of the trial, as HTML, with the best so far as a line.
 
-    A pruned trial has a point where it reported the objective itself; others have none, for their numbers differ.
+    A trial without a value is in a row below. So is one that is far off, and a pruned one that reported another number.
     """
     points: list[Point] = []
     steps: list[tuple[int, float]] = []
     is_better = gt if summary["direction"] == "maximize" else lt
+    best, values = summary["best"], [one["value"] for one in summary["trials"] if _is_point(one, summary)]
+    reach = _FAR_OFF * abs(best["value"] - statistics.median(values)) if best else 0.0
     for one in summary["trials"]:
-        state, value = one["state"], one["value"]
+        state, value = one["state"], one["value"] if _is_point(one, summary) else None
         if state not in ENDED_TRIALS:
             continue
-        if state in FAILED_TRIALS or (state == "pruned" and summary["report"] != summary["number"]):
-            value = None
+        if value is not None and reach and abs(best["value"] - value) > reach:
+            state, value = "far off", None
         number = int(one["trial"].rpartition("_")[2])
-        text = f"{one['trial']} {state}" + ("" if value is None else f": {format_number(value)}")
-        points.append(Point(number, value, *_SIGNS.get(state, _BAD_SIGN), title=text, lane=state))
-        if state == "completed" and (not steps or is_better(value, steps[-1][1])):
+        text = f"{one['trial']} {one['state']}: {one['cause'] or or_dash(one['value'], format_number)}"
+        points.append(Point(number, value, *_SIGNS.get(one["state"], _BAD_SIGN), title=text, lane=state))
+        if state == "completed" and value is not None and (not steps or is_better(value, steps[-1][1])):
             steps.append((number, value))
     if not points:
         return "<p>No trial has ended yet.</p>"
-    best, number = summary["best"], summary["number"]
+    number = summary["number"]
     label = f"best {format_number(best['value'])}: {best['trial']}" if best else ""
     frame = Frame(f"{number} of each trial of {summary['name']}, and the best so far")
     told = f"{escape(number)} by the number of the trial. ● completed, ▽ pruned (its last report), ✕ failed or refused."

@@ -33,7 +33,7 @@ from memfit.training._oom import classify_oom, release
 from memfit.training._pace import describe, has_decoder
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._records import Direction, FitResult, best_epoch
+from memfit.training._records import MEASURED, Direction, FitResult, best_epoch
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._validation import Evaluate, MeanLoss, attempt_twice, evaluated
 
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_PACE = ("samples_per_second", "wait_share", "pad_share")
-_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *_PACE})
+_PACE = (*MEASURED, "pad_share")
+_RESERVED_NAMES = frozenset(
+    {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *_PACE, "num_threads"}
+)
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ class Fit:
             self._next_step_event = now + _STEP_EVENT_SECONDS
             fields = {**step.where, "num_epochs": self.plan.num_epochs}
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
+            progress.pace.look_at(next(self.trainer.model.parameters()).device)
         if self.trainer.on_step is not None:
             self.trainer.on_step(outcome)
         progress.pace.add(time.perf_counter() - began, waited, batches)
@@ -336,7 +339,7 @@ class Fit:
         memory = self._memory.end()
         pace = {name: value for name in _PACE if (value := getattr(newest, name)) is not None}
         text = f"{text}  {describe(pace)}".rstrip()
-        shown: dict[str, Any] = {**numbers, **pace, "memory": memory}
+        shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
         record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **shown, text=text)
         say(text)
         if leak := self._leaks.end_epoch():

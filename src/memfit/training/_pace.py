@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from memfit.errors import UsageError
 from memfit.training._split import BySample, is_opaque, leaves
@@ -21,6 +24,7 @@ class Pace:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     num_samples: int = 0
+    device_uses: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, wait_seconds: float, batches: Sequence[Any] = ()) -> None:
         """Add a step, or a wait without one."""
@@ -28,12 +32,22 @@ class Pace:
         self.wait_seconds += wait_seconds
         self.num_samples += sum(map(samples_in, batches))
 
+    def look_at(self, device: torch.device) -> None:
+        """Take a sample of how busy a GPU was in the last second or less, by NVML; nothing for a CPU."""
+        if device.type == "cuda":
+            with suppress(Exception):  # a driver without NVML: it raises what it likes
+                self.device_uses.append(torch.cuda.utilization(device) / 100)
+
     def figures(self) -> dict[str, float]:
-        """Return what is known of ``samples_per_second`` and ``wait_share``."""
+        """Return what is known of ``seconds``, ``samples_per_second``, ``wait_share`` and ``device_use``."""
         if not self.seconds:
             return {}
-        found = {"wait_share": self.wait_seconds / self.seconds}
-        return found | ({"samples_per_second": self.num_samples / self.seconds} if self.num_samples else {})
+        found = {"seconds": self.seconds, "wait_share": self.wait_seconds / self.seconds}
+        if self.num_samples:
+            found["samples_per_second"] = self.num_samples / self.seconds
+        if self.device_uses:
+            found["device_use"] = sum(self.device_uses) / len(self.device_uses)
+        return found
 
 
 def samples_in(batch: Any) -> int:
@@ -82,7 +96,7 @@ def describe(figures: Mapping[str, float | None]) -> str:
     words = []
     if (rate := figures.get("samples_per_second")) is not None:
         words.append(f"{rate:,.{0 if rate >= 10 else 2}f} samples/s")
-    for name, word in (("wait_share", "waits"), ("pad_share", "pads")):
+    for name, word in (("wait_share", "waits"), ("pad_share", "pads"), ("device_use", "device busy")):
         if (share := figures.get(name)) is not None:
             words.append(f"{word} {share * 100:.1f} %")
     return "  ".join(words)

@@ -60,6 +60,10 @@ class SkipPolicy:
         return num_skipped <= min(self.max_skipped, max(1.0, self.max_share * num_batches))
 
 
+#: Figures of an epoch that are measured: two equal trainings differ in them.
+MEASURED = ("seconds", "samples_per_second", "wait_share", "device_use")
+
+
 @dataclass(frozen=True)
 class EpochRecord:
     """The result of an epoch.
@@ -75,7 +79,9 @@ class EpochRecord:
         samples_per_second: Over the steps and what they waited for; checkpoints and validation are left out. None if
             the samples of a batch cannot be counted. It is measured, so it is not compared, and no checkpoint has it:
             a resume knows it of the steps that it makes itself.
-        wait_share: The share of this time in which a step waited for its batches, 0 to 1. The same holds for it.
+        seconds: This time. It and the two below are measured as well.
+        wait_share: The share of this time in which a step waited for its batches, 0 to 1.
+        device_use: The mean share of time in which the GPU ran a kernel, 0 to 1, by NVML twice a second; None on a CPU.
     """
 
     epoch: int
@@ -85,7 +91,9 @@ class EpochRecord:
     num_skipped: int = 0
     pad_share: float | None = None
     samples_per_second: float | None = field(default=None, compare=False, repr=False)
+    seconds: float | None = field(default=None, compare=False, repr=False)
     wait_share: float | None = field(default=None, compare=False, repr=False)
+    device_use: float | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

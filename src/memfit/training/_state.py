@@ -16,7 +16,7 @@ from memfit.errors import UsageError
 from memfit.training._checkpoint import CheckpointWarning, Position
 from memfit.training._pace import Pace, padding_in
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._records import EpochRecord, StepOutcome
+from memfit.training._records import MEASURED, EpochRecord, StepOutcome
 
 
 @dataclass
@@ -72,7 +72,8 @@ def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str,
     entries = asdict(progress)
     del entries["pace"]
     for entry in entries["history"]:  # times are in the events: two equal fits have equal checkpoints
-        del entry["samples_per_second"], entry["wait_share"]
+        for name in MEASURED:
+            del entry[name]
     return {
         "memfit_checkpoint": 1,
         "epoch": len(progress.history),

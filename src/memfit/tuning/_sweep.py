@@ -34,6 +34,7 @@ _MOST_DRAWS = 25
 #: Epochs of the canaries: short trials of the config's own settings, before the study.
 CANARY_EPOCHS = (1, 3)
 _LOOK_SECONDS, _LEAST_TIMEOUT_SECONDS = 0.5, 120.0
+_PRUNED = "worse than the median of earlier trials at epoch {}"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 
@@ -118,6 +119,8 @@ class Sweep:
         self._pool = ThreadPoolExecutor(1, "draw")
         self._drawing: dict[int, Future[tuple[Trial, Order | None]]] = {}
         self._active: dict[str, Active] = {}
+        self._left: set[str] = set()  # trials that were stopped: a later start goes on with them
+        self._taken_over: set[str] = set()  # trials whose jobs still run, and which have not begun here
         self._next_look = 0.0
         self.backend: Backend | None = None
         self.error: MemfitError | None = None
@@ -126,7 +129,8 @@ class Sweep:
         self.trials = {trial.number: trial for trial in read_trials(run)}
         canaries = [number for number in CANARY_EPOCHS if self.epochs is not None and number <= self.epochs]
         self.canaries = {f"canary_{number}": number for number in canaries}
-        self._ended_canaries = {name: one for name in self.canaries if (one := read_trial(run, name)) and one.is_over}
+        found = [read_trial(run, name) for name in self.canaries]
+        self._ended_canaries = {one.name: one for one in found if one is not None and not _why_bad(one)}
 
     # The scheduler's side
 
@@ -138,7 +142,9 @@ class Sweep:
         if self.error is None:
             self._draw()
         jobs: list[Job] = []
-        for active in self._active.values():
+        # Before these are handed over, the scheduler does not know what they take.
+        names = [] if self._taken_over and self.error is None else list(self._active)
+        for active in [self._active[name] for name in names]:
             if not active.verdict[0]:
                 jobs += active.graph.next(num_free)
         if time.monotonic() >= self._next_look:
@@ -157,8 +163,14 @@ class Sweep:
         """True if no job will be handed over any more."""
         if self._active or self._drawing:
             return False
-        left = [number for number in range(self.settings.n_trials) if not self._is_over(number)]
-        return self.error is not None or not left
+        if self.error is not None or self._left.intersection(self.canaries):
+            return True
+        return self.canaries.keys() <= self._ended_canaries.keys() and not self._next_numbers()
+
+    @property
+    def has_all(self) -> bool:
+        """True if all trials have ended."""
+        return all(map(self._is_over, range(self.settings.n_trials)))
 
     def num_like(self, job_id: str) -> int:
         """Return how many jobs of the same stage may run at once."""
@@ -174,7 +186,13 @@ class Sweep:
         """Return whether a running job of an earlier supervisor belongs to a trial that is not over."""
         name = job_id.partition(".")[0]
         trial = read_trial(self.run, name)
-        return trial is not None and trial.state == "running"
+        is_asked = (
+            name in self.canaries if trial is None or trial.number is None else trial.number < self.settings.n_trials
+        )
+        if trial is None or trial.state != "running" or not is_asked:
+            return False
+        self._taken_over.add(name)
+        return True
 
     @property
     def all_units(self) -> list[Unit]:
@@ -193,24 +211,31 @@ class Sweep:
     def _is_over(self, number: int) -> bool:
         return number in self.trials and self.trials[number].is_over
 
-    def _seen(self, number: int) -> list[Trial] | None:
-        """Return the trials that a trial may see; None while one of them has not ended."""
-        seen = range(max(0, number - self.settings.num_slots + 1))
-        return [self.trials[one] for one in seen] if all(map(self._is_over, seen)) else None
+    def _seen(self, number: int) -> list[Trial]:
+        """Return the trials that a trial sees; all of them have ended before it begins."""
+        return [self.trials[one] for one in range(number - self.settings.num_slots + 1)]
+
+    def _next_numbers(self) -> list[int]:
+        """Return the trials that may begin now: those that need no more results than are there."""
+        num = self.settings.n_trials
+        first = next((number for number in range(num) if not self._is_over(number)), num)
+        return [
+            number
+            for number in range(first, min(num, first + self.settings.num_slots))
+            if not self._is_over(number)
+            and number not in self._drawing
+            and name_of(number) not in self._left.union(self._active)
+        ]
 
     def _draw(self) -> None:
         """Begin the next canary, or every trial that may begin."""
         for name, epochs in self.canaries.items():
             if name not in self._ended_canaries:
-                if name not in self._active and not self._drawing:
+                if name not in self._left.union(self._active) and not self._drawing:
                     self._drawing[-1] = self._pool.submit(self._make_canary, name, epochs)
                 return
-        for number in range(self.settings.n_trials):
-            seen = self._seen(number)
-            if seen is None:
-                return
-            if not self._is_over(number) and name_of(number) not in self._active and number not in self._drawing:
-                self._drawing[number] = self._pool.submit(self._make_trial, number, seen)
+        for number in self._next_numbers():
+            self._drawing[number] = self._pool.submit(self._make_trial, number, self._seen(number))
 
     def _make_canary(self, name: str, epochs: int) -> tuple[Trial, Order]:
         assert self.settings.epochs is not None
@@ -257,6 +282,7 @@ class Sweep:
         if trial.number is not None:
             self.trials[trial.number] = trial
         self._active[trial.name] = Active(trial, order, graph)
+        self._taken_over.discard(trial.name)
 
     # Pruning, time-outs, ends
 
@@ -279,7 +305,7 @@ class Sweep:
         reported = self._reports.values.get(self._first_unit(active), {})
         pruned = None if active.trial.number is None else self._pruned_at(active, reported)
         if pruned is not None:
-            self._stop(active, "pruned", f"worse than the median of earlier trials at epoch {pruned}")
+            self._stop(active, "pruned", _PRUNED.format(pruned))
         elif (limit := self._time_limit(active)) is not None and (took := self._seconds(active)) > limit:
             why = f"it took {format_duration(took)}, and {format_duration(limit)} were allowed (tune.timeout_factor)"
             self._stop(active, "timeout", why)
@@ -290,7 +316,7 @@ class Sweep:
             return None
         number = active.trial.number or 0
         if active.study is None:
-            active.study = _optuna.make_study(self.settings, self._seen(number) or [], number)
+            active.study = _optuna.make_study(self.settings, self._seen(number), number)
         steps = sorted(reported)
         for place in range(active.num_checked, len(steps)):
             so_far = {step: reported[step] for step in steps[: place + 1]}
@@ -328,7 +354,7 @@ class Sweep:
         return max(_LEAST_TIMEOUT_SECONDS, self.settings.timeout_factor * max(rates) * (active.trial.epochs or 1))
 
     def _conclude(self, active: Active) -> None:
-        """Write how a trial ended; one that was stopped with the whole run goes on later."""
+        """Write how a trial ended; one whose jobs were stopped goes on at a later start."""
         trial, units = active.trial, active.graph.all_units
         active.graph.close()
         state, cause = active.verdict
@@ -336,23 +362,19 @@ class Sweep:
         found: dict[str, Any] = {"measured": self._measure(active)}
         if not state:
             bad = next((unit for unit in units if unit.state in ("failed", "stopped")), None)
-            if bad is None and any(unit.state in ("cancelled", "skipped") for unit in units):
+            if any(unit.state in ("cancelled", "waiting", "ready") for unit in units):
+                self._left.add(trial.name)
                 return
-            state, more = ("completed", {}) if bad is None else self._failure(bad)
-            found |= more
-            if bad is None:
-                state, more = self._value(active)
+            # It is pruned at the same epoch if its jobs ended before this process looked.
+            if trial.number is not None and (at := self._pruned_at(active, reported)) is not None:
+                state, cause = "pruned", _PRUNED.format(at)
+            else:
+                state, more = self._value(active) if bad is None else self._failure(bad)
                 found |= more
-            if (
-                state == "completed"
-                and trial.number is not None
-                and (at := self._pruned_at(active, reported)) is not None
-            ):
-                state, cause = "pruned", f"worse than the median of earlier trials at epoch {at}"
         if state == "pruned":
             last = int(cause.rpartition(" ")[2])
             reported = {step: value for step, value in reported.items() if step <= last}
-            found |= {"value": reported[last], "by_unit": {}}
+            found |= {"value": reported[last] if math.isfinite(reported[last]) else None}
         found = {"cause": cause} | found
         self._end(replace(trial, state=cast(TrialState, state), intermediate=reported, **found))
         self._check_effective(active, found["measured"])
@@ -398,7 +420,10 @@ class Sweep:
         measured: dict[str, Any] = {"seconds": round(self._seconds(active), 3), "ended": time.time()}
         for unit in active.graph.all_units:
             status = read_status(self.run, unit.job_id)
-            peaks[unit.stage.name] = max(peaks[unit.stage.name], status.peak_bytes)
+            # One that went on after a kill may have taken less than its first attempt.
+            earlier = [read_json(one) or {} for one in self.run.job_dir(unit.job_id).glob("outcome_*.json")]
+            took = [status.peak_bytes, *(int(one.get("peak_bytes") or 0) for one in earlier)]
+            peaks[unit.stage.name] = max(peaks[unit.stage.name], *took)
             on_device = status.footprint.bytes_per_device if status.footprint else 0
             devices[unit.stage.name] = max(devices[unit.stage.name], on_device)
             if status.started is not None:
@@ -435,10 +460,9 @@ class Sweep:
         )
         if trial.number is None:
             self._ended_canaries[trial.name] = trial
-            if trial.state != "completed" or len(trial.intermediate) not in (0, trial.epochs):
-                why = trial.cause or f"it reported {len(trial.intermediate)} of {trial.epochs} epochs"
+            if why := _why_bad(trial):
                 self.error = self.error or JobFailedError(
-                    f"{trial.name}, the trial before the search, is {trial.state}: {why}.",
+                    f"{trial.name}, a trial before the search, {why}.",
                     rule="a search starts when the config's own settings have trained 1 and 3 epochs.",
                     remedy=f"see why: memfit diagnose {self.run.job_dir(trial.job or trial.name)}",
                 )
@@ -446,6 +470,14 @@ class Sweep:
         self.trials[trial.number] = trial
         if trial.state == "completed":
             self._pool.submit(self.on_completed, trial)  # not here: meanwhile nobody would watch the jobs
+
+
+def _why_bad(canary: Trial) -> str:
+    """Return why no search may follow a canary; empty if one may."""
+    if canary.state != "completed":
+        return f"is {canary.state}: {canary.cause}"
+    num = len(canary.intermediate)
+    return "" if num in (0, canary.epochs) else f"reported {num} of {canary.epochs} epochs"
 
 
 def read_number(line: str, name: str) -> float | None:
@@ -486,6 +518,12 @@ def check_names(order: Order, settings: TuneSettings) -> None:
     for name in (*(one.name for one in settings.space), settings.epochs, settings.data_path):
         if name is not None:
             _setting(order, name)
+    if settings.epochs is not None and not isinstance(epochs := _setting(order, settings.epochs), int):
+        raise ConfigError(
+            f"tune.epochs names {settings.epochs}, which is {epochs!r}.",
+            rule="epochs is the setting that says how many epochs a trial trains: a whole number.",
+            remedy="name that setting, or leave tune.epochs out",
+        )
     names = [stage.name for stage in order.stages]
     if settings.stage not in names:
         raise ConfigError(

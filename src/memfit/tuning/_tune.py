@@ -281,7 +281,7 @@ def _settle(supervisor: Supervisor, sweep: Sweep, statuses: Mapping[str, JobStat
     """Write how the study ended; failed trials are part of it, and a study without a completed trial has failed."""
     if sweep.error is not None:
         state, code = "failed", sweep.error.exit_code
-    elif not sweep.is_done or len(sweep.trials) < sweep.settings.n_trials:
+    elif not sweep.has_all:
         state, code = ("cancelled", 130) if supervisor.stop.level > 1 else ("preempted", 75)
     else:
         state, code = ("completed", 0) if best is not None else ("failed", 4)

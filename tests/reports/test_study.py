@@ -1,0 +1,283 @@
+"""A study of trials: what its records say as JSON, as text and as a chart."""
+
+import io
+import json
+import os
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from memfit.errors import UsageError
+from memfit.reports import LiveRun, StudyView, print_study, print_summary, summarize, summarize_study
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def printed(show, run, width=80):
+    console = Console(file=io.StringIO(), width=width)
+    show(run, console)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+@pytest.fixture
+def searched(study):
+    """A study of 40 trials, of which six have ended: each in another way."""
+    study.begin()
+    study.trial(None, value=0.01, epochs=1)
+    study.trial(0, value=0.01, intermediate={1: 0.004, 2: 0.01}, by_unit={"1": 0.008, "2": 0.012})
+    study.trial(1, value=0.0341, params=(4, 32), intermediate={1: 0.02, 2: 0.03}, by_unit={"1": 0.03, "2": 0.0382})
+    study.trial(2, "pruned", 0.001, seconds=30.0, num_seen=2, intermediate={1: 0.003, 2: 0.001}, cause="worse")
+    study.trial(3, "failed", kind="ValueError", cause="exit code 1: ValueError: no", job="trial_0003.fold_1")
+    why = "fold takes at least 12.00 GiB by its estimate; the host has 8.00 GiB"
+    small = "fold takes at least 900.0 MiB by its estimate; the host has 8.00 GiB"
+    refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": why}]
+    refused += [{"params": {"params.layers": 6, "params.batch": 128}, "why": small}]
+    study.trial(4, "out_of_memory", refused=refused, cause="killed by the kernel", kind="out_of_memory")
+    study.trial(5, "infeasible", params=None, seconds=0.0, refused=refused[:1], cause="25 draws cannot run")
+    study.trial(6, "running", seconds=0.0)
+    return study
+
+
+PRINTED = """\
+study     demo: maximize fold.rank_ic
+trials    6 of 40: 2 completed, 1 pruned, 1 failed, 1 out_of_memory, 1 infeasible, 1 stopped
+rates     completed or pruned 3 of 6 (95 %: 0.19 to 0.81)
+          failed 1 of 6 (95 %: 0.03 to 0.56)
+          out of memory 1 of 6 (95 %: 0.03 to 0.56)
+time      54.0s a trial; about 15m 18s left
+before    canary_1 completed: rank_ic 0.0100
+best      rank_ic 0.0341 (trial_0001)
+          layers 4
+          batch 32
+          mean of 2: 1 0.0300, 2 0.0382
+refused   3 of 9 draws cannot run; the smallest:
+          fold takes at least 900.0 MiB by its estimate; the host has 8.00 GiB (trial_0004)
+
+setting  refused  accepted
+layers    6 to 8    2 to 4
+batch        128    32, 64
+
+trial       state          rank_ic    time       peak
+trial_0000  completed       0.0100  1m 00s  270.0 MiB
+trial_0001  completed       0.0341  1m 00s  270.0 MiB
+trial_0002  pruned          0.0010   30.0s  270.0 MiB
+trial_0003  failed               -  1m 00s  270.0 MiB
+trial_0004  out_of_memory        -  1m 00s  270.0 MiB
+trial_0005  infeasible           -       -          -
+
+trial_0003 failed (ValueError): exit code 1: ValueError: no
+  memfit diagnose runs/demo/run_20261121_090000_0123abcd/jobs/trial_0003.fold_1
+
+trial_0004 out_of_memory: killed by the kernel
+
+trial_0005 infeasible: 25 draws cannot run
+
+A rerun may end otherwise:
+  trial_0004: it ran out of memory; how much was free may differ
+
+go on     memfit resume runs/demo/run_20261121_090000_0123abcd
+train     memfit run runs/demo/run_20261121_090000_0123abcd/best.yaml
+see       memfit report runs/demo/run_20261121_090000_0123abcd
+"""
+
+
+@pytest.mark.slow
+def test_a_printed_study_is_this(searched):
+    (searched.path / "best.yaml").write_text("experiment: demo\n")
+    assert printed(print_study, searched.run) == PRINTED
+
+
+def test_one_success_of_one_is_never_a_hundred_percent(study):
+    run = study.begin()
+    study.trial(0, value=0.01)
+    rate = summarize_study(run)["rates"]["completed_or_pruned"]
+    assert (rate["num"], rate["n"], round(rate["lower"], 2), rate["upper"]) == (1, 1, 0.21, 1.0)
+    text = printed(print_study, run)
+    assert "completed or pruned 1 of 1 (95 %: 0.21 to 1.00)" in text and "100 %" not in text
+
+
+def test_a_study_without_an_ended_trial_knows_nothing_and_says_so(study):
+    found = summarize_study(study.begin())
+    assert found["rates"]["failed"] == {"num": 0, "n": 0, "lower": 0.0, "upper": 1.0}
+    assert (found["best"], found["seconds_per_trial"], found["seconds_left"], found["trials"]) == (None, None, None, [])
+    assert "trials    0 of 40: none has begun" in printed(print_study, study.run)
+
+
+@pytest.mark.parametrize(("direction", "best"), [("maximize", "trial_0001"), ("minimize", "trial_0000")])
+def test_the_best_trial_is_by_the_direction_and_of_equal_ones_the_first(study, direction, best):
+    run = study.begin(direction=direction)
+    for number, value in enumerate([0.1, 0.3, 0.1, 0.3]):
+        study.trial(number, value=value, by_unit={"1": value - 0.01, "2": value + 0.01})
+    study.trial(4, "pruned", 9.0 if direction == "maximize" else -9.0)
+    found = summarize_study(run)["best"]
+    assert (found["trial"], found["n"]) == (best, 2)
+
+
+def test_the_time_left_is_from_measured_seconds_and_the_trials_at_once(study):
+    run = study.begin(n_trials=10, num_slots=4)
+    study.trial(0, value=0.1, seconds=100.0)
+    study.trial(1, "pruned", 0.0, seconds=20.0)
+    study.trial(2, "infeasible", params=None, seconds=0.0)
+    found = summarize_study(run)
+    assert (found["seconds_per_trial"], found["seconds_left"]) == (60.0, 60.0 * 7 / 4)
+    for number in range(3, 9):
+        study.trial(number, value=0.1, seconds=60.0)
+    assert summarize_study(run)["seconds_left"] == pytest.approx(60.0), "the last one takes as long as any"
+    study.trial(9, value=0.1)
+    assert summarize_study(run)["seconds_left"] == 0.0
+
+
+def test_refused_draws_are_counted_by_setting_and_the_smallest_has_its_arithmetic(searched):
+    found = summarize_study(searched.run)["refused"]
+    assert (found["num_refused"], found["num_drawn"]) == (3, 9)
+    assert found["settings"]["params.layers"] == {"refused": {"low": 6, "high": 8}, "accepted": {"low": 2, "high": 4}}
+    assert found["settings"]["params.batch"] == {"refused": {"values": [128]}, "accepted": {"values": [32, 64]}}
+    assert found["smallest"]["trial"] == "trial_0004" and "900.0 MiB" in found["smallest"]["why"]
+
+
+def test_a_study_says_which_trials_a_rerun_may_not_repeat(study):
+    run = study.begin()
+    study.trial(0, value=0.1)
+    study.trial(1, value=0.1, measured={"ran_out": "CUDA out of memory; 4 microbatches"})
+    study.trial(2, "timeout", cause="it took 5m 00s")
+    found = {one["trial"]: one["why"] for one in summarize_study(run)["differs"]}
+    assert set(found) == {"trial_0001", "trial_0002"}
+    assert "inside a step: CUDA out of memory; 4 microbatches" in found["trial_0001"]
+
+
+@pytest.mark.slow
+def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printed(study):
+    run = study.begin(n_trials=300)
+    for number in range(200):
+        study.trial(number, value=number / 1000)
+    for number in range(200, 300):
+        job = f"trial_{number:04d}.fold_1"
+        study.trial(number, "failed", cause=f"ValueError: {number % 3}", kind="ValueError", job=job)
+    lines = printed(print_study, run).splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("trial_") and "completed" in line]
+    assert names == [f"trial_{number:04d}" for number in range(199, 189, -1)]
+    assert "the best 10 of 200 that completed; memfit report shows all" in lines
+    assert sum("failed (ValueError)" in line for line in lines) == 3
+    assert "  33 more alike: trial_0203, trial_0206, trial_0209, trial_0212 ..." in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_peak_on_the_device_is_shown_where_there_is_one(study):
+    run = study.begin()
+    study.trial(0, value=0.1, measured={"device_peaks": {"fold": 3 * GIB}})
+    text = printed(print_study, run)
+    assert "device peak" in text and "3.00 GiB" in text and "270.0 MiB" not in text
+
+
+def test_a_run_that_is_no_study_is_refused(finished):
+    with pytest.raises(UsageError, match="is no study"):
+        summarize_study(finished.run)
+
+
+def test_the_line_of_a_study_says_how_far_it_is(study):
+    run = study.begin()
+    view = StudyView(run)
+    assert view.headline() == "trials 0 of 40: none has begun"
+    for number in range(7):
+        study.trial(number, value=0.001 * number)
+    study.trial(7, value=0.0341)
+    for number in range(8, 11):
+        study.trial(number, "pruned", 0.0)
+    study.trial(11, "failed")
+    for number in range(12, 15):
+        study.trial(number, "running")
+    assert view.headline() == (
+        "trials 12 of 40: 8 completed, 3 pruned, 1 failed, 3 running; best rank_ic 0.0341 (trial_0007); "
+        "about 14m 00s left"
+    )
+
+
+def test_a_study_that_has_not_written_its_settings_yet_has_no_line(study):
+    assert StudyView(study.run).headline() == ""
+
+
+def test_a_record_is_read_again_only_when_its_file_changed(study):
+    run, path = study.begin(), study.path / "trials" / "trial_0000.json"
+    study.trial(0, "running")
+    view = StudyView(run)
+    assert "1 running" in view.headline()
+    before, text = path.stat(), path.read_text()
+    path.write_text(text.replace('"running"', '"completed"'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "1 running" in view.headline(), "the time of the file is the same"
+    study.trial(0, value=0.5)
+    assert "1 completed; best rank_ic 0.5000 (trial_0000)" in view.headline()
+
+
+@pytest.mark.parametrize(
+    ("direction", "reported", "said"),
+    [
+        ("maximize", {1: 0.002, 2: 0.001}, "0.0020, below the median 0.0100"),
+        ("minimize", {1: 0.03, 2: 0.02}, "0.0200, above the median 0.0100"),
+    ],
+)
+def test_a_pruned_trial_is_compared_with_those_that_it_had_seen(study, direction, reported, said):
+    view = StudyView(study.begin(direction=direction))
+    for number, value in enumerate([0.005, 0.01, 0.2, 0.9]):
+        study.trial(number, value=value, intermediate={2: value})
+    study.trial(4, "failed", intermediate={2: 0.7})
+    study.trial(5, "pruned", reported[2], num_seen=3, intermediate=reported)
+    assert view.describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
+
+
+def test_the_end_of_a_trial_is_a_line(searched):
+    view = StudyView(searched.run)
+    assert view.describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
+    assert view.describe("trial_0001") == "trial_0001 completed: rank_ic 0.0341 (best)"
+    assert view.describe("trial_0004") == "trial_0004 out_of_memory: killed by the kernel"
+    assert view.describe("trial_0006") == view.describe("trial_0099") == ""
+
+
+def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(searched):
+    made = searched.made
+    made.event(0, "run", state="started")
+    for number, state in enumerate(["completed", "completed", "cancelled", "failed"]):
+        job = f"trial_{number:04d}.fold_1"
+        made.stage(1, "fold", "running", job)
+        made.job(job, state, cause="exit code 1: ValueError: no" if state == "failed" else "")
+    text = printed(print_summary, searched.run)
+    assert "best      rank_ic 0.0341 (trial_0001)\n" in text
+    assert "trial_0000.fold_1" not in text, "no table of jobs"
+    assert text.count("exit code 1: ValueError: no") == 1
+    assert "trial_0003.fold_1 failed: exit code 1: ValueError: no\n  log: runs/demo/run_" in text
+    assert text.index("rates ") < text.index("jobs      ") < text.index("see       memfit report")
+    assert summarize(searched.run)["study"] == summarize_study(searched.run)
+
+
+def test_only_the_summary_of_a_study_has_one(finished):
+    assert "study" not in summarize(finished.run)
+
+
+@pytest.mark.slow
+def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    from memfit.tuning import tune
+
+    monkeypatch.chdir(tmp_path)
+    code = "import sys; x = float(sys.argv[1]); assert x > 0.3, 'too low'; print('loss', (x - 1) ** 2)"
+    searched = {"name": "params.x", "choices": [0.1, 0.9]}
+    config = {
+        "experiment": "demo", "retries": 0, "params": {"x": 0.5},
+        "stages": {"trial": {"run": [sys.executable, "-c", code, "{params.x}"]}},
+        "tune": {"space": [searched], "objective": "trial.loss", "direction": "minimize", "n_trials": 6, "sampler": "random"},
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=100)
+    live = LiveRun(console)
+    result = tune(config, view=live.show)
+    live.close()
+    run = live.view.run
+    found = summarize_study(run)
+    json.dumps(found, allow_nan=False)
+    ends = re.findall(r"  (trial_\d+) (?:completed|failed)", console.file.getvalue())
+    assert sorted(ends) == [f"trial_{number:04d}" for number in range(6)]
+    assert found["num_ended"] == 6 and found["best"]["trial"] == result.best.name
+    assert found["counts"]["failed"] == sum("too low" in one["cause"] for one in found["failures"]) > 0
+    assert all(one["command"].startswith("memfit diagnose ") for one in found["failures"])
+    assert "train     memfit run " in printed(print_study, run)

@@ -1,0 +1,123 @@
+"""A study killed at random is the same study, and so is one whose trials run one at a time.
+
+`benchmarks/study_kills.py` kills a longer one more often.
+"""
+
+import random
+import uuid
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+import kills
+from memfit.jobs import running_jobs
+from memfit.rundir import read_json
+from memfit.tuning import Study
+from tuning.studies import KIND, SPACE, asking, config_of, ended, lay_out, left_by, saving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+#: Three jobs fit the limit at once, where up to six want to run.
+CONFIG = config_of(
+    {"num_folds": 2, "num_epochs": 5, "widths_too_large": 8, "save_seconds": 0.05},
+    {"n_trials": 12, "num_slots": 3, "space": [*SPACE, KIND]},
+    memory={"limit": "110MiB", "reserve": "16MiB"},
+)
+TAKEN = "it still runs and is taken over"
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """An unbroken study whose jobs run one at a time, and one that is killed five times while trials wait for memory."""
+    patch, mark = pytest.MonkeyPatch(), uuid.uuid4().hex
+    folder, drawn = tmp_path_factory.mktemp("studies"), random.Random(0)
+    patch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
+    patch.setenv("TEST_STUDY_ID", mark)
+    for name in ("quiet", "killed"):
+        lay_out(folder / name, CONFIG)
+    hold = folder / "killed/hold"
+
+    def holding(run):
+        if ended(1)(run) and not hold.exists():
+            hold.touch()  # so that jobs outlive their supervisor
+        return hold.exists() and any(job.partition(".")[2].startswith("fold") for job in running_jobs(run))
+
+    def taken_over(run):
+        if found := any(event["why"] == TAKEN for event in events(run, "admit")):
+            hold.unlink(missing_ok=True)
+        return found
+
+    quiet = kills.run(folder / "quiet", "config.yaml", "max_parallel=1", program=kills.TUNE)
+    kill_at = [
+        kills.Kill(kills.later(holding, drawn.uniform(0, 1)), "supervisor"),
+        kills.Kill(kills.later(taken_over, drawn.uniform(0, 0.3)), "jobs"),
+        kills.Kill(saving(4)),
+        kills.Kill(asking(7)),
+        kills.Kill(kills.later(ended(8), drawn.uniform(0, 2))),
+    ]
+    killed = kills.run(folder / "killed", kill_at=kill_at, program=kills.TUNE)
+    yield SimpleNamespace(quiet=quiet, killed=killed, mark=mark)
+    patch.undo()
+
+
+def events(run, kind):
+    return [event for event in run.events() if event["kind"] == kind]
+
+
+def test_a_study_killed_five_times_is_the_unbroken_study(studies):
+    quiet, killed = left_by(studies.quiet), left_by(studies.killed)
+    assert killed == quiet
+    states = {name: one["state"] for name, one in quiet.items() if name.startswith("trial") and "state" in one}
+    assert len(states) == 12
+    assert {"completed", "pruned"} <= set(states.values())
+    refusals = [one["why"] for trial in Study.open(studies.quiet).trials for one in trial.refused]
+    assert any("by its estimate" in why for why in refusals)
+    assert any("of kind b must be 3 or more" in why for why in refusals)
+
+
+def test_how_trials_are_admitted_changes_no_study(studies):
+    """The comparison above says nothing if both ran alike."""
+    assert {event["num_running"] for event in events(studies.quiet, "admit")} == {1}
+    assert max(event["num_running"] for event in events(studies.killed, "admit")) == 3
+    assert any("needs" in event["reason"] for event in events(studies.killed, "wait"))
+
+
+def test_each_kill_met_what_it_was_to_meet(studies):
+    starts = [event for event in events(studies.killed, "run") if event["state"] in ("started", "continued")]
+    assert [event["state"] for event in starts] == ["started"] + 4 * ["continued"]
+    retried = [event["reason"] for event in events(studies.killed, "retry")]
+    assert retried and set(retried) == {"its watcher died, the job did not fail"}
+    assert any(event["why"] == TAKEN for event in events(studies.killed, "admit"))
+    assert not events(studies.quiet, "retry")
+
+
+@pytest.mark.parametrize("name", ["quiet", "killed"])
+def test_each_trial_reports_each_epoch_once_up_to_its_end(studies, name):
+    for trial in Study.open(getattr(studies, name)).trials:
+        last = 5 if trial.state == "completed" else int(trial.cause.rpartition(" ")[2])
+        assert list(trial.intermediate) == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize("name", ["quiet", "killed"])
+def test_the_stage_that_all_trials_share_ran_in_one_of_them(studies, name):
+    run = getattr(studies, name)
+    assert [path.parent.name for path in run.path.glob("jobs/*.prepare/job.json")] == ["trial_0000.prepare"]
+    made = [read_json(path) for path in sorted(run.path.glob("checkpoints/*.prepare.json"))]
+    assert len(made) == 12
+    assert [one["reused_from"] is None for one in made] == [True] + 11 * [False]
+
+
+def test_nothing_of_a_study_runs_on(studies):
+    for run in (studies.quiet, studies.killed):
+        assert running_jobs(run) == []
+        assert all(one.is_over for one in Study.open(run).trials)
+        assert read_json(run.path / "outcome.json")["state"] == "completed"
+    assert [process for process in psutil.process_iter() if is_of(process, studies.mark)] == []
+
+
+def is_of(process, mark):
+    try:
+        return process.environ().get("TEST_STUDY_ID") == mark and process.pid != psutil.Process().pid
+    except psutil.Error:
+        return False
