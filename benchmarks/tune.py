@@ -1,6 +1,6 @@
 """What a study of memfit is worth beside Optuna's own way, on two cores and under one real memory limit.
 
-    python benchmarks/tune.py [--part trials] [--trials 12] [--seed 0] [--limit 1400MiB] [--json FILE]
+    python benchmarks/tune.py [--part trials] [--trials 12] [--seed 0] [--limit 2750MiB] [--json FILE]
 
 - *trials*: useful trials an hour: those that completed or were pruned. The same training, sampler and pruner run under
   memfit and in one process pool of Optuna's with more and more processes, until the kernel kills one. Then memfit runs
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ from typing import Any
 import tune_job
 from memfit.rundir import RunDir
 from memfit.tuning import read_trials, tune
-from memfit.units import MIB, parse_bytes
+from memfit.units import GIB, MIB, parse_bytes
 from stress_watch import Arena, Kills, top_group
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -40,7 +41,7 @@ _PARENT_BYTES = 160 * MIB
 #: What memfit is to reach against the largest pool that lives, and the most processes that are tried.
 AIM, _MOST_JOBS = 1.3, 4
 #: A way may take so long.
-_TIMEOUT_SECONDS = 600.0
+_TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Figures:
         num_refused: Draws that were refused before they started.
         most_at_once: The most trials at once.
         ended: Why it ended early; empty if it did not.
+        sizes: What the useful trials take at least, in bytes.
     """
 
     states: Sequence[str]
@@ -62,6 +64,7 @@ class Figures:
     num_refused: int = 0
     most_at_once: int = 0
     ended: str = ""
+    sizes: Sequence[int] = ()
 
     @property
     def num_useful(self) -> int:
@@ -72,6 +75,11 @@ class Figures:
     def an_hour(self) -> float:
         """Return the useful trials an hour."""
         return self.num_useful / self.seconds * 3600
+
+    @property
+    def gib_an_hour(self) -> float:
+        """Return the sizes of the useful trials, added up, an hour: one way may have drawn larger trials."""
+        return sum(self.sizes) / GIB / self.seconds * 3600
 
     @property
     def lives(self) -> bool:
@@ -94,7 +102,7 @@ def config_of(work: Path, options: argparse.Namespace, target: str = "SHARED", *
     ]
     low, high = tune_job.LEARNING_RATES
     space.append({"name": "params.learning_rate", "low": low, "high": high, "log": True})
-    fixed = {"objective": "train.loss", "direction": "minimize", "num_slots": 3, "seed": options.seed}
+    fixed = {"objective": "train.loss", "direction": "minimize", "num_slots": 4, "seed": options.seed}
     return {
         "experiment": "bench-tune",
         "target": f"tune_job:{target}",
@@ -113,13 +121,15 @@ def watch(command: Sequence[str], work: Path, limit_bytes: int) -> tuple[float, 
         started = time.monotonic()
         process = arena.start("run", command, cwd=work, env=env, stdout=log, stderr=log)
         code: int | None = None
-        while code is None and time.monotonic() - started < _TIMEOUT_SECONDS:
-            time.sleep(0.1)
-            kills.look()
-            code = process.poll()
-        seconds = time.monotonic() - started
-        arena.end_all()
-        process.wait()
+        try:
+            while code is None and time.monotonic() - started < _TIMEOUT_SECONDS:
+                time.sleep(0.1)
+                kills.look()
+                code = process.poll()
+        finally:
+            seconds = time.monotonic() - started
+            arena.end_all()
+            process.wait()
         num_kills = kills.close()["total"]
     ended = "" if code == 0 else "it took too long" if code is None else f"exit {code}"
     return seconds, num_kills, ended
@@ -133,9 +143,14 @@ def by_memfit(options: argparse.Namespace, config: Mapping[str, Any], work: Path
     seconds, kills, ended = watch(words, work, options.limit)
     trials = [one for path in work.glob("runs/*/*/study.json") for one in read_trials(RunDir.open(path.parent))]
     spans = [(one.measured["started"], one.measured["ended"]) for one in trials if "started" in one.measured]
-    return Figures(
-        [one.state for one in trials], seconds, kills, sum(len(one.refused) for one in trials), at_once(spans), ended
-    )
+    sizes = [_size({name.removeprefix("params."): one for name, one in trial.params.items()}) for trial in trials
+             if trial.state in USEFUL]  # fmt: skip
+    num_refused = sum(len(one.refused) for one in trials)
+    return Figures([one.state for one in trials], seconds, kills, num_refused, at_once(spans), ended, sizes)
+
+
+def _size(params: Mapping[str, Any]) -> int:
+    return tune_job.least_bytes(tune_job.Params(**params))
 
 
 def at_once(spans: Sequence[tuple[float, float]]) -> int:
@@ -158,9 +173,10 @@ def by_optuna(options: argparse.Namespace, num_jobs: int, guard_bytes: int, work
     numbers = map(str, (num_jobs, options.trials, options.seed, guard_bytes, options.epochs))
     words = [sys.executable, str(BENCHMARKS / "tune_peer.py"), *numbers, str(result)]
     seconds, kills, ended = watch(words, work, options.limit)
-    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"states": {}, "ended": ended}
-    states = list(found["states"].values())
-    return Figures(states, seconds, kills, 0, num_jobs, found["ended"] or ended)
+    nothing: dict[str, Any] = {"states": {}, "params": {}, "ended": ended}
+    found = json.loads(result.read_text()) if result.exists() else nothing
+    sizes = [_size(found["params"][number]) for number, state in found["states"].items() if state in USEFUL]
+    return Figures(list(found["states"].values()), seconds, kills, 0, num_jobs, found["ended"] or ended, sizes)
 
 
 def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
@@ -174,7 +190,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
         load = os.getloadavg()[0]
         print(
             f"{name}: {found.num_useful} useful of {len(found.states)} in {found.seconds:.0f} s, {found.kills} kernel "
-            f"kills, load {load:.1f} {found.ended}",
+            f"kills, {found.an_hour:.0f} trials and {found.gib_an_hour:.1f} GiB an hour, load {load:.1f} {found.ended}",
             flush=True,
         )
         return found
@@ -188,7 +204,6 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
 
     whole = options.limit - _PARENT_BYTES
     do("memfit", memfit)
-    do("Optuna, 1 process, no guard", pool(1, 0))
     largest = 0
     for num in count(1):
         found = do(f"Optuna, {num} guarded at the whole limit", pool(num, whole))
@@ -196,6 +211,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
             break
         largest = num
     do("Optuna, 2 guarded at half the limit", pool(2, whole // 2))
+    do("Optuna, 1 process, no guard", pool(1, 0))
     if options.without:
         do("memfit without packing", lambda folder: memfit(folder, most=max(1, largest)))
         do("memfit without refusal", lambda folder: memfit(folder, "--no-refusal", target="UNKNOWN"))
@@ -223,13 +239,25 @@ def print_table(lines: Sequence[Sequence[str]]) -> None:
 def report(table: Mapping[str, Figures]) -> bool:
     """Print the comparison; whether memfit reached its aim without a kill."""
     own = table["memfit"]
-    lines = [("", "useful of", "an hour", "memfit to it", "kernel kills", "refused draws", "at once", "ended")]
+    lines = [
+        ("", "useful of", "an hour", "memfit to it", "GiB an hour", "kernel kills", "refused draws", "at once", "ended")
+    ]
     for name, one in table.items():
         ratio = f"{own.an_hour / one.an_hour:.2f}" if one.num_useful else "-"
         counts = f"{one.num_useful} of {len(one.states)}"
         refused = f"{one.num_refused}, {one.share_refused:.0%}"
         lines.append(
-            (name, counts, f"{one.an_hour:.0f}", ratio, str(one.kills), refused, str(one.most_at_once), one.ended)
+            (
+                name,
+                counts,
+                f"{one.an_hour:.0f}",
+                ratio,
+                f"{one.gib_an_hour:.1f}",
+                str(one.kills),
+                refused,
+                str(one.most_at_once),
+                one.ended,
+            )
         )
     print_table(lines)
     pools = [one for name, one in table.items() if "whole limit" in name and one.lives]
@@ -249,10 +277,11 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=tune_job.NUM_EPOCHS, help="epochs of a trial")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the studies (default: 0)")
     parser.add_argument("--seeds", type=int, default=12, help="seeds of part told (default: 12)")
-    parser.add_argument("--limit", type=parse_bytes, default=1400 * MIB, help="the real limit (default: 1400MiB)")
+    parser.add_argument("--limit", type=parse_bytes, default=2750 * MIB, help="the real limit (default: 2750MiB)")
     parser.add_argument("--no-without", dest="without", action="store_false", help="leave out what switches means off")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="memfit-bench-") as folder:
         if options.part == "told":
             import tune_told

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.units import MIB
 
-NUM_TRAIN, NUM_VALIDATE, NUM_FEATURES = 524_288, 16_384, 32
+NUM_TRAIN, NUM_VALIDATE, NUM_FEATURES = 1_048_576, 16_384, 16
 #: The searched values. All combinations are equally likely in a uniform draw.
-BATCH_SIZES, HIDDEN_SIZES, NUM_LAYERS = (131_072, 262_144, 524_288), (32, 64, 96), (2, 3, 4)
+BATCH_SIZES, HIDDEN_SIZES, NUM_LAYERS = (262_144, 524_288, 1_048_576), (32, 64, 96), (2, 3, 4)
 LEARNING_RATES = (1e-4, 3e-2)
-NUM_EPOCHS = 4
+NUM_EPOCHS = 5
 #: What an interpreter with torch holds before it trains.
 _BASE_BYTES = 220 * MIB
 #: Tensors of batch x hidden that a layer keeps for its backward: its input, and those of norm and activation.

@@ -153,6 +153,7 @@ def main() -> None:
     peer = Peer(num_jobs, num_trials, seed, guard_bytes, num_epochs, result.parent)
     peer.run()
     found = {name: value for name, value in asdict(peer).items() if name in ("states", "ended")}
+    found["params"] = {number: trial.params for number, trial in peer.trials.items()}
     result.write_text(json.dumps(found | {"seconds": time.monotonic() - started}) + "\n")
 
 
