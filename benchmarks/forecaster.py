@@ -3,7 +3,7 @@
     python benchmarks/forecaster.py [--part effects] [--source generated] [--seeds 5] [--epochs 3] [--dates 600]
     python benchmarks/forecaster.py --part store [--rows 300000] [--seconds 3] [--step-ms 20]
 
-- *effects*: whole runs of ``FORECASTER`` (two purged folds) that differ in one setting alone, with each of the same
+- *effects*: two purged folds of ``FORECASTER`` each, that differ in one setting alone, with each of the same
   seeds: the rank regulariser, the optimizer, and weights by the regime. Printed is the mean of the paired differences
   to the plain run, with a 95 % interval of Student's t, and the spread over the seeds. The generated market has a
   planted signal; the prices are real, of 20 stocks.
@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-import memfit
+from memfit import config
 from memfit.data import DateBatch, DateBatches, Loader, LoaderReport, Panel, measure_loader
 from memfit.evaluation import compare_seeds
-from memfit.pipeline import Output
+from memfit.pipeline import RunConfig, context_of
 from memfit_workloads.finance.generated import Market, write_market
+from memfit_workloads.forecaster.stages import train_fold
 
 #: Settings of each variant, beside those of the plain one.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -64,28 +65,29 @@ def config_of(source: str, num_dates: int, num_epochs: int, seed: int, work: Pat
         "experiment": f"effects-{source}",
         "target": "memfit_workloads.forecaster.stages:FORECASTER",
         "seed": seed,
-        "runs_dir": str(work / "runs"),
         "panels_dir": str(work / "panels"),
         "params": params,
     }
 
 
-def figures(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a run: its rank IC, and the mean over the folds of the rank IC's ratio over the days (icir)."""
-    params = {**config["params"], "train": {**config["params"]["train"], **changed}}
-    done = memfit.run({**config, "params": params})
-    found = [Output(done.path / f"checkpoints/fold_{fold}.json").result for fold in (1, 2)]
-    evaluated = Output(done.path / "checkpoints/stage_evaluate.json").result
-    return {"rank_ic": evaluated["rank_ic"], "icir": sum(one["icir"] for one in found) / 2}
+def figures(given: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, float]:
+    """The mean over two folds of their rank IC, and of its ratio over the days (icir), trained in this process."""
+    params = {**given["params"], "train": {**given["params"]["train"], **changed}}
+    whole = config.resolve(RunConfig, values={**given, "params": params}, env={})
+    found = []
+    for fold in ("1", "2"):
+        with tempfile.TemporaryDirectory(prefix="memfit-fold-") as folder:
+            found.append(train_fold(*context_of(given["target"], whole, "fold", Path(folder), fold)))
+    return {name: sum(one[name] for one in found) / 2 for name in ("rank_ic", "icir")}
 
 
 def effects(source: str, num_seeds: int, num_epochs: int, num_dates: int, work: Path) -> None:
     """Print the effect of each variant on one source."""
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in ("plain", *VARIANTS)}
     for seed in range(num_seeds):
-        config = config_of(source, num_dates, num_epochs, seed, work)
+        plain = config_of(source, num_dates, num_epochs, seed, work)
         for name, runs in found.items():
-            runs[seed] = figures(config, VARIANTS.get(name, {}))
+            runs[seed] = figures(plain, VARIANTS.get(name, {}))
     print(f"{source}, {num_seeds} seeds, {num_dates} dates, {num_epochs} epochs; A is the variant, B the plain run")
     for metric in ("rank_ic", "icir"):
         for name in VARIANTS:

@@ -33,10 +33,14 @@ _MEASURED = ["seconds", "peak_private_bytes"]
 
 
 class Kill(NamedTuple):
-    """When to kill which processes: ``jobs`` are all watchers and what they watch, without the supervisor."""
+    """When to kill which processes: ``jobs`` are all watchers and what they watch, without the supervisor.
+
+    ``then`` is called between the kill and the next start.
+    """
 
     moment: Moment
     victims: Victims = "all"
+    then: Callable[[], object] = bool
 
 
 def later(moment: Moment, seconds: float) -> Moment:
@@ -75,6 +79,7 @@ def run(
     *overrides: str,
     kill_at: Sequence[Moment | Kill] = (),
     program: str = _RUN,
+    limit_seconds: float = _LIMIT_SECONDS,
 ) -> RunDir:
     """Run a config in its folder. At each moment processes of the run are killed, and it is started again.
 
@@ -85,6 +90,7 @@ def run(
         kill_at: The moments, one after the other; a moment alone kills all processes. When the jobs alone were killed,
             their supervisor goes on.
         program: What runs the config.
+        limit_seconds: How long a moment may take to come, and the last start to end.
 
     Returns:
         The run, after a last start that was left alone.
@@ -92,7 +98,7 @@ def run(
     words, token = [sys.executable, "-c", program, config, *overrides], uuid.uuid4().hex
     process = _start(folder, words, token)
     for kill in (one if isinstance(one, Kill) else Kill(one) for one in kill_at):
-        end = time.monotonic() + _LIMIT_SECONDS
+        end = time.monotonic() + limit_seconds
         while not any(kill.moment(found) for found in _runs(folder)):
             assert process.poll() is None, "the run ended before it was to be killed"
             assert time.monotonic() < end, "the moment to kill the run did not come"
@@ -104,8 +110,9 @@ def run(
         process.wait()
         if kill.victims == "all":
             _kill(token)
+        kill.then()
         process = _start(folder, words, token)
-    assert process.wait(_LIMIT_SECONDS) == 0, (folder / "supervisor.log").read_text()[-2000:]
+    assert process.wait(limit_seconds) == 0, (folder / "supervisor.log").read_text()[-2000:]
     (found,) = _runs(folder)
     return found
 

@@ -262,6 +262,24 @@ class EventTail:
         return [record for record in records if isinstance(record, dict)]
 
 
+class FolderTail:
+    """Reads all event files of a folder on from where the last call stopped; a file that did not grow stays closed."""
+
+    def __init__(self, events_dir: Path) -> None:
+        self._dir = events_dir
+        self._tails: dict[str, tuple[EventTail, int]] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole records that came since the last call, in order of time."""
+        records = []
+        for path in sorted(self._dir.glob("*.jsonl")):
+            tail, size = self._tails.get(path.name) or (EventTail(path), 0)
+            if (size_now := path.stat().st_size) != size:
+                records += tail.read()
+                self._tails[path.name] = (tail, size_now)
+        return sorted(records, key=event_time)
+
+
 def event_time(event: Mapping[str, Any]) -> float:
     """Return an event's Unix seconds, or 0 when it tells none.
 
@@ -274,8 +292,7 @@ def event_time(event: Mapping[str, Any]) -> float:
 
 def read_events(events_dir: Path) -> list[dict[str, Any]]:
     """All whole records of all writers in a folder, in order of time; torn records are passed over."""
-    records = [record for path in sorted(events_dir.glob("*.jsonl")) for record in EventTail(path).read()]
-    return sorted(records, key=event_time)
+    return FolderTail(events_dir).read()
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,12 @@ def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores
         result = fold.result
         assert result["rank_ic"] == result["h4_rank_ic"] == pytest.approx(np.nanmean(found))
         assert result["rank_ic"] > 5 * result["rank_ic_sd"] / math.sqrt(result["num_dates"] / 4)
-        assert result["ic"] > 0.1 and result["sharpe"] > 1 and 1 <= result["best_epoch"] <= 4
+        assert (
+            result["valid_rank_ic"] > 0.1
+            and result["ic"] > 0.1
+            and result["sharpe"] > 1
+            and 1 <= result["best_epoch"] <= 4
+        )
     result = evaluated.result
     assert result["rank_ic"] == pytest.approx(np.mean([fold.result["rank_ic"] for fold in folds]), abs=0.02)
     assert result["rank_ic_num_dates"] == sum(fold.result["num_dates"] for fold in folds)

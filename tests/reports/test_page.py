@@ -169,6 +169,7 @@ def test_the_page_of_a_study_draws_its_objective_and_lists_its_trials(study, rep
     said = " ".join(page.text)
     assert page.text.index("Study") < page.text.index("Memory over time")
     assert "best 0.0341: trial_0001" in said, "the label of the line"
+    assert "4 of 40 trials 0.0341 best rank_ic" in said
     chart = text[text.index("<svg") : text.index("</svg>")]
     drawn = [part.partition("<title>")[0] for part in chart.split("<text ") if "<title>" in part]
     assert [part[-1] for part in drawn] == ["●", "●", "▽", "✕"]
@@ -180,6 +181,20 @@ def test_the_page_of_a_study_draws_its_objective_and_lists_its_trials(study, rep
     assert "killed <by> the kernel" in page.text
     region = page.text.index("layers", page.text.index("accepted"))
     assert page.text[region : region + 3] == ["layers", "8", "2"], "what was refused, and what was accepted"
+
+
+def test_two_studies_are_compared_by_their_best_trials(study, tmp_path: Path) -> None:
+    run = study.begin()
+    study.trial(0, value=0.0341)
+    other = RunDir.create(tmp_path, "other", "1" * 64)
+    for name in ("run.json", "study.json", "trials"):
+        path = study.path / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, other.path / name)
+    (other.path / "trials" / "trial_0000.json").unlink()
+    page = _Page(write_page(run, study.path / "report.html", other).read_text())
+    said = " ".join(page.text)
+    assert f"Study of demo/{run.path.name}" in said and f"Study of other/{other.path.name}" in said
+    assert "best rank_ic 0.0341 - " in said, "the other has none"
 
 
 def test_a_trial_that_is_far_off_does_not_flatten_the_chart(study) -> None:

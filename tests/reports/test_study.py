@@ -227,6 +227,16 @@ def test_a_pruned_trial_is_compared_with_those_that_it_had_seen(study, direction
     assert view.describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
 
 
+def test_a_short_trial_before_the_search_may_fail_and_begin_again(study):
+    view = StudyView(study.begin())
+    study.trial(None, "failed", epochs=1, cause="no data")
+    assert view.describe("canary_1") == "canary_1 failed: no data"
+    study.trial(None, "running", epochs=1)
+    assert view.describe("canary_1") == ""
+    study.trial(None, value=0.01, epochs=1)
+    assert view.describe("canary_1") == "canary_1 completed: rank_ic 0.0100"
+
+
 def test_the_end_of_a_trial_is_a_line(searched):
     view = StudyView(searched.run)
     assert view.describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
@@ -258,7 +268,7 @@ def test_only_the_summary_of_a_study_has_one(finished):
 @pytest.mark.slow
 def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
-    from memfit.tuning import tune
+    from memfit.tuning import read_trials, tune
 
     monkeypatch.chdir(tmp_path)
     code = "import sys; x = float(sys.argv[1]); assert x > 0.3, 'too low'; print('loss', (x - 1) ** 2)"
@@ -269,9 +279,20 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
         "tune": {"space": [searched], "objective": "trial.loss", "direction": "minimize", "n_trials": 6, "sampler": "random"},
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=100)
-    live = LiveRun(console)
-    result = tune(config, view=live.show)
+    live, ended = LiveRun(console), []
+
+    def follow(run):
+        tick = live.show(run)
+
+        def count():
+            tick()
+            ended.append(sum(trial.is_over for trial in read_trials(run)))
+
+        return count
+
+    result = tune(config, view=follow)
     live.close()
+    assert ended == sorted(ended) and set(ended) >= {0, 1, 2, 3}, "a record is there as soon as its trial has ended"
     run = live.view.run
     found = summarize_study(run)
     json.dumps(found, allow_nan=False)

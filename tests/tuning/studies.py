@@ -1,5 +1,6 @@
 """Studies over the small workload: their configs, and what two of them must have in common."""
 
+import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kills import Moment
+from kills import Kill, Moment
 from memfit.pipeline import Output
 from memfit.rundir import RunDir
 from memfit.tuning import Study, Trial, read_trials
@@ -38,7 +39,7 @@ def lay_out(folder: Path, content: Any) -> Path:
     folder.mkdir(exist_ok=True)
     shutil.copy(_HERE / "study_workload.py", folder)
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(json.dumps(content))
     return path
 
 
@@ -86,17 +87,18 @@ def asking(first: int) -> Moment:
     return is_asking
 
 
-def saving(num: int) -> Moment:
-    """The moment in the middle of saving a checkpoint, when so many trials have ended."""
-    made: dict[Path, float] = {}
+def saving(num: int, folder: Path) -> Kill:
+    """A kill of all in the middle of saving a checkpoint, when so many trials have ended; ``folder`` is the study's."""
+    hold = folder / "hold_save"  # while it is there, no save ends
 
     def is_saving(run: RunDir) -> bool:
-        now, before = {}, dict(made)
-        for path in run.path.glob("checkpoints/*/saving"):
-            with suppress(FileNotFoundError):
-                now[path] = path.stat().st_mtime
-        made.update(now)
-        is_new = any(before.get(path) != when for path, when in now.items())  # not one that a kill left
-        return bool(before) and is_new and ended(num)(run)
+        if not hold.exists():
+            if ended(num)(run):
+                hold.touch()
+            return False
+        began = hold.stat().st_mtime
+        with suppress(FileNotFoundError):
+            return any(path.stat().st_mtime >= began for path in run.path.glob("checkpoints/*/saving"))
+        return False
 
-    return is_saving
+    return Kill(is_saving, then=hold.unlink)

@@ -52,7 +52,7 @@ def studies(tmp_path_factory):
     kill_at = [
         kills.Kill(kills.later(holding, drawn.uniform(0, 1)), "supervisor"),
         kills.Kill(kills.later(taken_over, drawn.uniform(0, 0.3)), "jobs"),
-        kills.Kill(saving(4)),
+        saving(4, folder / "killed"),
         kills.Kill(asking(7)),
         kills.Kill(kills.later(ended(8), drawn.uniform(0, 2))),
     ]

@@ -12,15 +12,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from memfit.config import Settings
 from memfit.errors import MissingExtraError, UsageError
-from memfit.rundir import EventTail, EventWriter, RunDir
+from memfit.rundir import EventWriter, FolderTail, RunDir
 
 _POLL_SECONDS = 1.0
 _SEND_SECONDS = 20.0  # a service that hangs is given up after so long
@@ -102,9 +101,9 @@ class Notifier(threading.Thread):
         self.run_dir, self.events, self.every_seconds = run, events, every_seconds
         self._address, self._ending = address, threading.Event()
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
-        self._tails: dict[Path, EventTail] = {}
+        self._tail = FolderTail(run.events_dir)
         self._progress, self._told_at = "", time.monotonic()
-        list(self._new_events())  # what earlier starts of this run wrote is old
+        self._tail.read()  # what earlier starts of this run wrote is old
 
     def run(self) -> None:
         """Read and send until `close`."""
@@ -126,7 +125,7 @@ class Notifier(threading.Thread):
         last.join(_LAST_SECONDS)
 
     def _collect(self) -> None:
-        for event in self._new_events():
+        for event in self._tail.read():
             text = str(event.get("text") or "")
             if event.get("kind") in _AT_ONCE and text:
                 self._waiting.append(text)
@@ -135,10 +134,6 @@ class Notifier(threading.Thread):
         if self._progress and time.monotonic() - self._told_at >= self.every_seconds:
             self._told_at = time.monotonic()
             self._waiting.append(self._progress)
-
-    def _new_events(self) -> Iterator[Mapping[str, Any]]:
-        for path in sorted(self.run_dir.events_dir.glob("*.jsonl")):
-            yield from self._tails.setdefault(path, EventTail(path)).read()
 
     def _send_waiting(self) -> None:
         """Send what waits as one message; what cannot be sent is noted and dropped."""

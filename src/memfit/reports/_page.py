@@ -144,9 +144,9 @@ def _page(seen: Sequence[_Seen]) -> str:
         command = f"<pre>{escape(shlex.join(mask(words)))}</pre>" if words else ""
         body.append(f'<p class="note">{escape(str(one.run.path))}</p>{command}')
     body += map(_facts, seen)
-    for one in seen:
-        if "study" in one.summary:
-            body += ["<h2>Study</h2>", *_study(one.summary["study"])]
+    for one in (one for one in seen if "study" in one.summary):
+        of = f" of {escape(one.name)}" if len(seen) > 1 else ""
+        body += [f"<h2>Study{of}</h2>", *_study(one.summary["study"])]
     body += ["<h2>Memory over time</h2>", *_memory(seen)]
     if len(seen) > 1:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
@@ -183,6 +183,9 @@ def _numbers(seen: _Seen) -> dict[str, str]:
     }
     if seen.limit is not None:
         facts[f"limit ({seen.limit[0]})"] = format_bytes(seen.limit[1])
+    if (study := summary.get("study")) is not None:
+        facts["trials"] = f"{study['num_ended']} of {study['n_trials']}"
+        facts[f"best {study['number']}"] = or_dash(study["best"], lambda best: format_number(best["value"]))
     if summary["num_restarts"]:
         facts["restarts by memfit"] = str(summary["num_restarts"])
     return facts

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from memfit.jobs import ENDED, JobStatus, name_jobs, read_status
-from memfit.rundir import EventTail, RunDir, event_time, fits, read_json
+from memfit.rundir import FolderTail, RunDir, event_time, fits, read_json
 from memfit.units import format_bytes, natural_order
 
 Event = Mapping[str, Any]
@@ -202,7 +202,7 @@ class RunView:
         self._last_time: float | None = None
         self._waiting: tuple[str, float] | None = None
         self._admitted_by = 0
-        self._tails: dict[str, tuple[EventTail, int]] = {}
+        self._events = FolderTail(run.events_dir)
         self._last: dict[tuple[str, str | None], Event] = {}
         self._attempts: defaultdict[str, _Attempt] = defaultdict(_Attempt)
         self._queued: set[str] = set()
@@ -210,14 +210,7 @@ class RunView:
 
     def read(self) -> list[Event]:
         """Read on; the events that came since the last look, in order of time."""
-        new: list[Event] = []
-        for path in self.run.events_dir.glob("*.jsonl"):
-            tail, size = self._tails.get(path.name) or (EventTail(path), 0)
-            size_now = path.stat().st_size
-            if size_now != size:
-                new += [event for event in tail.read() if _is_understood(event)]
-                self._tails[path.name] = (tail, size_now)
-        new.sort(key=lambda event: float(event["time"]))
+        new: list[Event] = [event for event in self._events.read() if _is_understood(event)]
         for event in new:
             self._take(event)
         return new

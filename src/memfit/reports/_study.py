@@ -8,14 +8,16 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.reports._numbers import format_number, short_path
 from memfit.reports._run_view import finite
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir
-from memfit.tuning import Searched, Study, Trial, read_trial
 from memfit.units import format_duration, parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.tuning import Searched, Study, Trial
 
 #: Trials that say more than the number that they reached.
 FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
@@ -25,7 +27,7 @@ _SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
-    """Follow the records of a study. A record is read again when its file changed; that of an ended trial never does.
+    """Follow the records of a study: a record is read again when its file changed, until its trial has ended.
 
     Attributes:
         run: The run directory of the study.
@@ -42,9 +44,11 @@ class StudyView:
 
     def read(self) -> None:
         """Take in the records that are new or changed."""
+        from memfit.tuning import read_trial  # not by those that look at no study
+
         for path in (self.run.path / "trials").glob("[ct]*_*.json"):
             stamp, known = self._records.get(path.stem, (None, None))
-            if known is not None and known.is_over:
+            if known is not None and known.is_over and known.number is not None:  # a canary may begin again
                 continue
             stat = path.stat()
             if stamp != (now := (stat.st_mtime_ns, stat.st_ino)) and (found := read_trial(self.run, path.stem)):
@@ -61,6 +65,8 @@ class StudyView:
             UsageError: If the run is no study, or has not written ``study.json`` yet.
         """
         if self._known is None:
+            from memfit.tuning import Study
+
             self._known = Study.open(self.run)
         return self._known
 
@@ -201,9 +207,10 @@ def _best(trial: Trial) -> dict[str, Any]:
 def _row(trial: Trial) -> dict[str, Any]:
     most = {name: max(trial.measured.get(name, {}).values(), default=None) for name in ("peaks", "device_peaks")}
     return {
-        "trial": trial.name, "state": trial.state, "epochs": trial.epochs, "value": trial.value,
-        "params": dict(trial.params), "seconds": trial.measured.get("seconds"), "cause": trial.cause,
-        "peak_bytes": most["peaks"], "device_peak_bytes": most["device_peaks"],
+        "trial": trial.name, "state": trial.state, "is_over": trial.is_over, "epochs": trial.epochs,
+        "value": trial.value, "params": dict(trial.params), "cause": trial.cause,
+        "seconds": trial.measured.get("seconds"), "peak_bytes": most["peaks"],
+        "device_peak_bytes": most["device_peaks"],
     }  # fmt: skip
 
 

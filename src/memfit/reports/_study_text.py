@@ -17,7 +17,6 @@ from memfit.reports._numbers import format_number, or_dash, plain_table, print_f
 from memfit.reports._runs import has_supervisor
 from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir
-from memfit.tuning import ENDED_TRIALS
 from memfit.units import format_bytes, format_duration
 
 #: Of more trials, the best so many are printed; so many failures, too.
@@ -124,7 +123,7 @@ def _print_refused(settings: Mapping[str, Any], console: Console) -> None:
 
 def _print_best(summary: Mapping[str, Any], console: Console) -> None:
     """Print all trials if they are few, or the best ones."""
-    trials = [one for one in summary["trials"] if one["state"] in ENDED_TRIALS]
+    trials = [one for one in summary["trials"] if one["is_over"]]
     done = [one for one in trials if one["state"] == "completed"]
     is_cut = len(trials) > _MOST_ROWS
     if is_cut:
@@ -196,7 +195,7 @@ def draw_objective(summary: Mapping[str, Any]) -> str:
     reach = _FAR_OFF * abs(best["value"] - statistics.median(values)) if best else 0.0
     for one in summary["trials"]:
         state, value = one["state"], one["value"] if _is_point(one, summary) else None
-        if state not in ENDED_TRIALS:
+        if not one["is_over"]:
             continue
         if value is not None and reach and abs(best["value"] - value) > reach:
             state, value = "far off", None

@@ -78,10 +78,12 @@ def draw(
     return dict(study.ask(fixed_distributions=distributions(settings)).params)
 
 
-def is_to_prune(study: optuna.Study, trial: Trial, reported: Mapping[int, float]) -> bool:
-    """Return whether the study's pruner ends a trial after what it has reported so far."""
+def is_to_prune(study: optuna.Study, reported: Mapping[int, float]) -> bool:
+    """Return whether the study's pruner ends a trial after what it has reported so far; a NaN is the worst."""
     optuna = load_optuna()
-    frozen = optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, intermediate_values=dict(reported))
+    worst = math.inf if study.direction == optuna.study.StudyDirection.MINIMIZE else -math.inf
+    steps = {step: worst if math.isnan(value) else value for step, value in reported.items()}
+    frozen = optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, intermediate_values=steps)
     return bool(study.pruner.prune(study, frozen))
 
 

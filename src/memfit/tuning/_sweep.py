@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from memfit.errors import ConfigError, JobFailedError, MemfitError
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import EventTail, RunDir, read_json
+from memfit.rundir import FolderTail, RunDir, read_json
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
@@ -48,28 +48,21 @@ class Active:
     study: Any = None
     num_checked: int = 0
     verdict: tuple[str, str] = ("", "")
-    jobs: dict[str, str] = field(default_factory=dict)
 
 
 class Reports:
     """What the jobs of a run reported so far, from its events."""
 
     def __init__(self, run: RunDir, name: str) -> None:
-        self._run, self._name = run, name
-        self._tails: dict[str, EventTail] = {}
+        self._events, self._name = FolderTail(run.events_dir), name
         self.values: dict[str, dict[int, float]] = defaultdict(dict)
-        self._sizes: dict[str, int] = {}
         self.trainers: dict[str, Mapping[str, Any]] = {}
         self.shrunk: dict[str, str] = {}
 
     def read(self) -> None:
         """Take in what is new."""
-        for path in self._run.events_dir.glob("*.jsonl"):
-            size = path.stat().st_size
-            if size != self._sizes.get(path.name):
-                self._sizes[path.name] = size
-                for event in self._tails.setdefault(path.name, EventTail(path)).read():
-                    self._take(event, str(event.get("job")))
+        for event in self._events.read():
+            self._take(event, str(event.get("job")))
 
     def _take(self, event: Mapping[str, Any], job: str) -> None:
         kind = event.get("kind")
@@ -320,9 +313,7 @@ class Sweep:
         steps = sorted(reported)
         for place in range(active.num_checked, len(steps)):
             so_far = {step: reported[step] for step in steps[: place + 1]}
-            if steps[place] < (active.trial.epochs or math.inf) and _optuna.is_to_prune(
-                active.study, active.trial, so_far
-            ):
+            if steps[place] < (active.trial.epochs or math.inf) and _optuna.is_to_prune(active.study, so_far):
                 return steps[place]
             active.num_checked = place + 1
         return None
@@ -462,7 +453,7 @@ class Sweep:
             self._ended_canaries[trial.name] = trial
             if why := _why_bad(trial):
                 self.error = self.error or JobFailedError(
-                    f"{trial.name}, a trial before the search, {why}.",
+                    f"{trial.name}, the trial before the search, {why}.",
                     rule="a search starts when the config's own settings have trained 1 and 3 epochs.",
                     remedy=f"see why: memfit diagnose {self.run.job_dir(trial.job or trial.name)}",
                 )

@@ -90,7 +90,7 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     Returns:
         ``rank_ic`` (of the main horizon, mean over the test dates), ``rank_ic_sd``, ``icir``, ``num_dates``, ``ic``,
         ``sharpe``; ``h5_rank_ic`` and ``h5_ic`` of each horizon; ``train_loss`` of the last epoch; ``num_epochs`` that
-        were trained, and ``best_epoch``.
+        were trained, ``best_epoch``, and its ``valid_rank_ic`` and ``valid_ic``.
     """
     from memfit.training import load_checkpoint
 
@@ -110,14 +110,15 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
             direction="maximize",
         )
     phase("validate")
-    best = context.dir / ("latest_checkpoint.pt" if result.best_epoch is None else "best_model.pt")
+    epoch = result.best_epoch or len(result.history)  # without a figure in any epoch, the last
+    best = context.dir / ("best_model.pt" if result.best_epoch else "latest_checkpoint.pt")
     model.load_state_dict(load_checkpoint(best)["model"])
     scores = _scores(model, fold.in_order(fold.test_dates), fold, params)
     context.save("scores", scores)
     context.save("model", best)
     found: dict[str, Any] = fold_figures(scores, params.data)
-    found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history)}
-    return found | {"best_epoch": result.best_epoch or len(result.history)}
+    found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history), "best_epoch": epoch}
+    return found | (result.history[epoch - 1].metrics or {})
 
 
 def check_effective(trainer: Trainer, params: ForecasterParams) -> None:
