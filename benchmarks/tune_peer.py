@@ -15,11 +15,10 @@ import multiprocessing
 import queue
 import resource
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ class Peer:
     seed: int
     guard_bytes: int
     num_epochs: int
-    folder: Path
+    result: Path
     states: dict[int, str] = field(default_factory=dict)
     ended: str = ""
 
@@ -114,7 +113,7 @@ class Peer:
         }
 
     def _stop(self, number: int) -> Path:
-        return self.folder / f"stop_{number}"
+        return self.result.parent / f"stop_{number}"
 
     def _take(self, reports: Any) -> None:
         """Hand what was reported to the study, and end what its pruner ends."""
@@ -123,6 +122,8 @@ class Peer:
                 number, epoch, loss = reports.get_nowait()
             except queue.Empty:
                 return
+            if number in self.states:  # its last report came after its result
+                continue
             self.trials[number].report(loss, epoch)
             if epoch < self.num_epochs and self.trials[number].should_prune():
                 self._stop(number).touch()
@@ -132,6 +133,15 @@ class Peer:
         told = {"completed": states.COMPLETE, "pruned": states.PRUNED, "out_of_memory": states.FAIL}[state]
         self.study.tell(self.trials[number], loss, told)
         self.states[number] = state
+        self.write()
+
+    def write(self) -> None:
+        """Write what is known so far, so that a study that is ended early counts too."""
+        params = {number: trial.params for number, trial in self.trials.items()}
+        found = {"states": self.states, "params": params, "ended": self.ended}
+        aside = self.result.with_suffix(".tmp")
+        aside.write_text(json.dumps(found) + "\n")
+        aside.replace(self.result)
 
 
 def distributions() -> dict[str, Any]:
@@ -149,12 +159,9 @@ def main() -> None:
     num_jobs, num_trials, seed, guard_bytes, num_epochs = map(int, sys.argv[1:6])
     result = Path(sys.argv[6])
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    started = time.monotonic()
-    peer = Peer(num_jobs, num_trials, seed, guard_bytes, num_epochs, result.parent)
+    peer = Peer(num_jobs, num_trials, seed, guard_bytes, num_epochs, result)
     peer.run()
-    found = {name: value for name, value in asdict(peer).items() if name in ("states", "ended")}
-    found["params"] = {number: trial.params for number, trial in peer.trials.items()}
-    result.write_text(json.dumps(found | {"seconds": time.monotonic() - started}) + "\n")
+    peer.write()
 
 
 if __name__ == "__main__":
