@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -108,6 +108,9 @@ bench-recipes: install ## the recipe fine-tune: an index of 6 million lines, ten
 
 bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills
 	$(BIN)/python benchmarks/ranker.py $(ARGS)
+
+bench-tune: install ## a search of settings beside Optuna's own pool under one real limit (needs root; ARGS="--part told")
+	$(BIN)/python benchmarks/tune.py $(ARGS)
 
 bench-forecaster: install ## what the forecaster's options change, over seeds with an interval; reading its wide store (ARGS="--part store")
 	$(BIN)/python benchmarks/forecaster.py $(ARGS)
