@@ -15,6 +15,8 @@ class Lists:
     Args:
         lists_B: The number of each row's list; equal numbers stand together.
         device: Where the rows lie.
+        views: Whether equally long lists are padded without a copy. Gradients then lie in another order in memory, so
+            that their sums differ in the last digit.
 
     Attributes:
         list_B, place_B: The list of each row, counted from 0, and its place in it.
@@ -30,16 +32,16 @@ class Lists:
         tensor([1., 2., 3.])
     """
 
-    def __init__(self, lists_B: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, lists_B: torch.Tensor, device: torch.device, *, views: bool = True) -> None:
         _, list_B, counts = torch.unique_consecutive(lists_B, return_inverse=True, return_counts=True)
         first = counts.cumsum(0) - counts
         place_B = torch.arange(len(lists_B), device=lists_B.device) - first[list_B]
         self.list_B, self.first, self.place_B = (index.to(device) for index in (list_B, first, place_B))
         self.shape = (len(counts), int(counts.max()))
-        self._is_full = len(lists_B) == self.shape[0] * self.shape[1]
+        self._is_full = views and len(lists_B) == self.shape[0] * self.shape[1]
 
     def padded(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Return (B, ...) values as (G, A, ...); a view if all lists are equally long."""
+        """Return (B, ...) values as (G, A, ...)."""
         if self._is_full:
             return values.reshape(*self.shape, *values.shape[1:])
         empty = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)

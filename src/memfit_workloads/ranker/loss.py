@@ -130,7 +130,7 @@ class RankerLoss:
         device = next(model.parameters()).device
         scores_BH = model(torch.from_numpy(batch.windows).to(device))
         scores_BH = scores_BH.to(torch.promote_types(scores_BH.dtype, torch.float32))
-        lists = Lists(torch.from_numpy(batch.lists), device)
+        lists = Lists(torch.from_numpy(batch.lists), device, views=False)  # sums stay as they were
         scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)
         targets_GHA = lists.padded(torch.from_numpy(batch.targets).to(scores_BH), float("nan")).transpose(1, 2)
         known_GHA = targets_GHA.isfinite()
