@@ -12,7 +12,7 @@ import yaml
 
 import kills
 import memfit
-from memfit.errors import ConfigError, JobFailedError, UsageError
+from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
 from memfit.testing import is_alive, wait_until
@@ -222,6 +222,18 @@ def test_refused_draws_are_read_after_a_restart_and_not_decided_again(study):
     again = trials_of(tune(path, overrides=["tune.n_trials=2"]))[1]
     assert (again.refused, again.state) == (refused, "completed")
     assert again.params != told.params
+
+
+def test_a_trial_that_found_no_memory_to_start_with_is_no_failure_and_starts_later(study):
+    estimates = {"name": "params.estimate_mib", "choices": [30, 31, 300]}
+    path = study({"num_epochs": 1}, {"space": [estimates], "sampler": "random", "seed": 19, "num_slots": 1})
+    run = RunDir(tune(path, overrides=["tune.n_trials=1"]).path)
+    with pytest.raises(DoesNotFitError) as caught:
+        tune(path, overrides=["memory.limit=200MiB"])
+    assert "trial_0002.fold_1 needs 300.0 MiB of host memory" in caught.value.what
+    assert [one.state for one in Study.open(run).trials] == ["completed", "completed", "running"]
+    result = tune(path)
+    assert (result.path, [one.state for one in trials_of(result)]) == (run.path, ["completed"] * 3)
 
 
 # Canaries

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from memfit.errors import ConfigError, JobFailedError, MemfitError
+from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitError
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
@@ -324,6 +324,14 @@ class Sweep:
             bad = next((unit for unit in units if unit.state in ("failed", "stopped")), None)
             if any(unit.state in ("cancelled", "waiting", "ready") for unit in units):
                 self._left.add(trial.name)
+                return
+            if bad is not None and not (status := read_status(self.run, bad.job_id)).attempt:
+                self._left.add(trial.name)
+                self.error = self.error or DoesNotFitError(
+                    status.cause or bad.why,
+                    rule="a trial that could not start is not over: the memory may be another program's now.",
+                    remedy="free memory and give the same command again: it goes on with this trial",
+                )
                 return
             # It is pruned at the same epoch if its jobs ended before this process looked.
             if trial.number is not None and (at := self._pruned_at(active, reported)) is not None:
