@@ -292,7 +292,7 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
 
     result = tune(config, view=follow)
     live.close()
-    assert ended == sorted(ended) and set(ended) >= {0, 1, 2, 3}, "a record is there as soon as its trial has ended"
+    assert ended == sorted(ended) and len(set(ended)) >= 4, "records are there while the study goes on"
     run = live.view.run
     found = summarize_study(run)
     json.dumps(found, allow_nan=False)
