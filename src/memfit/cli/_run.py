@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer import Option
@@ -26,6 +26,7 @@ from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
 from memfit.rundir import RunDir
 
+R = TypeVar("R")
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
@@ -121,14 +122,19 @@ def map_(context: typer.Context, *, flags: Flags) -> None:
 
 def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
     """Show a run while it goes on, print its summary, and exit with its code."""
+    result, log, view = follow(start, output)
+    _close(result, log, view, output, exit_code=result.exit_code)
+
+
+def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, RunView | None]:
+    """Show a run while it goes on; return its result, the console, and what followed the run."""
     log = console(stderr=output.as_json)
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:
-        result = start(view=live.show)
+        return start(view=live.show), log, live.view
     finally:
         live.close()
-    _close(result, log, live.view, output, exit_code=result.exit_code)
 
 
 def _check_no_stages(flags: RunFlags) -> None:

@@ -12,10 +12,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer import Option
 
+from memfit.cli._run import follow
 from memfit.cli._settings import Output, Set, Text, with_flags
-from memfit.cli._terminal import answer, console, survive_hangup
+from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
-from memfit.reports import LiveRun, find_run, print_study, summarize_study
+from memfit.reports import find_run, print_study, summarize_study
+from memfit.rundir import RunDir
 from memfit.tuning import Study, TuneResult, of_command
 from memfit.tuning import tune as search
 
@@ -143,17 +145,11 @@ def _look(flags: TuneFlags) -> None:
 
 def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
     """Show a study while it goes on, print what it found, and exit with its code."""
-    log = console(stderr=flags.as_json)
-    survive_hangup()
-    live = LiveRun(log, quiet=flags.quiet, verbose=flags.verbose)
-    try:
-        result = start(view=live.show)
-    finally:
-        live.close()
-    run = live.view.run if live.view is not None else None
-    if run is not None and flags.as_json:
+    result, log, _ = follow(start, flags)
+    run = RunDir(result.path)
+    if flags.as_json:
         typer.echo(json.dumps(summarize_study(run), indent=2, allow_nan=False))
-    elif run is not None:
+    else:
         print_study(run, log)
         if result.exit_code == StoppedError.exit_code:
             log.say("\nstopped; the same command goes on")
