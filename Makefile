@@ -60,15 +60,14 @@ check-code: install
 	$(BIN)/python tools/find_dead.py
 
 check-docs: install docs
-	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md src/memfit_workloads/recipes/README.md
+	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md src/memfit_workloads/forecaster/README.md
 
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
-	cp src/memfit_workloads/video/README.md build/docs/video.md
-	cp src/memfit_workloads/recipes/README.md build/docs/recipes.md
-	sed -i 's#(../src/memfit_workloads/recipes/README.md\#how#(recipes.md\#how#' build/docs/claims.md
-	sed 's#(docs/#(#g; s#(src/memfit_workloads/video/README.md)#(video.md)#; s#(src/memfit_workloads/recipes/README.md)#(recipes.md)#' README.md > build/docs/index.md
+	for page in video recipes forecaster; do cp src/memfit_workloads/$$page/README.md build/docs/$$page.md; done
+	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' README.md > build/docs/index.md
+	sed -i -E 's#\(\.\./src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' build/docs/*.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
 	$(BIN)/zensical build --clean --strict
 

@@ -84,13 +84,13 @@ def train_network(data: Data, params: Params, report: Callable[[float, int], Non
     loss = float("nan")
     for epoch in range(1, params.num_epochs + 1):
         model.train()
-        start = epoch * params.batch_size % NUM_TRAIN  # an epoch is one batch, so that all settings take as many steps
-        rows = slice(start, start + params.batch_size)
-        x, y = (torch.from_numpy(np.array(data[name][rows])) for name in ("features", "target"))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x).squeeze(-1), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        del x, y
+        for start in range(0, NUM_TRAIN, params.batch_size):
+            rows = slice(start, start + params.batch_size)
+            x, y = (torch.from_numpy(np.array(data[name][rows])) for name in ("features", "target"))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x).squeeze(-1), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            del x, y
         model.eval()
         with torch.no_grad():
             total = 0.0

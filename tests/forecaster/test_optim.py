@@ -9,7 +9,8 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.training import SafeStep, Trainer
-from memfit_workloads.forecaster.optim import make_optimizer, make_schedule
+from memfit_workloads.finance.schedules import make_schedule
+from memfit_workloads.forecaster.optim import make_optimizer
 
 RATES = [1e-5, 5.6e-5, 1e-3]
 

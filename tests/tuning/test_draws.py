@@ -49,6 +49,17 @@ def test_a_study_cut_anywhere_draws_the_same_trials_again(sampler):
     assert all(one.params != another.params for one, another in zip(whole, other, strict=True))
 
 
+def test_a_record_with_numbers_that_are_not_finite_is_json_that_any_program_reads(tmp_path):
+    run = RunDir.create(tmp_path, "study", fingerprint="0" * 64)
+    (run.path / "trials").mkdir()
+    written = Trial("trial_0000", 0, "failed", intermediate={1: 0.5, 2: float("inf"), 3: float("nan")})
+    write_trial(run, written)
+    text = (run.path / "trials" / "trial_0000.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["intermediate"] == {"1": 0.5, "2": "inf", "3": "nan"}
+    (again,) = read_trials(run)
+    assert repr(again.intermediate) == repr(written.intermediate)
+
+
 def test_the_tpe_looks_at_results_past_its_startup_trials():
     settings = settings_of(seed=1)
     trials = go_on(settings, [])

@@ -5,6 +5,7 @@ They are the truth of a study. Optuna's study is made from them in memory, again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -77,14 +78,17 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        steps = {str(step): value for step, value in self.intermediate.items()}
+        # JSON has no NaN and no infinity.
+        steps = {str(step): value if math.isfinite(value) else str(value) for step, value in self.intermediate.items()}
         return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"intermediate": steps}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Trial:
         """Return the trial that ``to_dict`` gave."""
         known = {one.name: found[one.name] for one in fields(cls) if one.name in found}
-        return cls(**known | {"intermediate": {int(step): value for step, value in found["intermediate"].items()}})
+        return cls(
+            **known | {"intermediate": {int(step): float(value) for step, value in found["intermediate"].items()}}
+        )
 
 
 def folder_of(run: RunDir) -> Path:

@@ -90,6 +90,20 @@ class DataParams(config.Settings):
         """The horizons that have a target in the panel: those that are trained, and 1."""
         return tuple(sorted({1, *self.horizons}))
 
+    def weigh(self, weights: Mapping[int, float]) -> tuple[float, ...]:
+        """Return how much each of the horizons counts, in their order: 1 where ``weights`` does not name it.
+
+        Raises:
+            ValueError: If a name is none of the horizons, or all count 0.
+        """
+        unknown = sorted(weights.keys() - set(self.horizons))
+        if unknown:
+            raise ValueError(f"train.horizon_weights names {unknown}, and data.horizons are {list(self.horizons)}")
+        found = tuple(weights.get(horizon, 1.0) for horizon in self.horizons)
+        if not any(found):
+            raise ValueError("train.horizon_weights gives every horizon the weight 0")
+        return found
+
     def target(self, horizon: int) -> str:
         """The name of a horizon's target in the panel."""
         return self.targets[horizon] if self.source == "parquet" else f"target_h{horizon}"

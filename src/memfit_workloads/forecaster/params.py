@@ -126,14 +126,10 @@ class ForecasterParams(config.Settings):
             raise ValueError(
                 f"model.num_heads ({heads}) must be even: half of the heads follows correlations, half sectors"
             )
-        unknown = sorted(self.train.horizon_weights.keys() - set(self.data.horizons))
-        if unknown:
-            raise ValueError(f"train.horizon_weights names {unknown}, and data.horizons are {list(self.data.horizons)}")
-        if not any(self.horizon_weights):
-            raise ValueError("train.horizon_weights gives every horizon the weight 0")
+        self.data.weigh(self.train.horizon_weights)
         return self
 
     @property
     def horizon_weights(self) -> tuple[float, ...]:
         """How much each of ``data.horizons`` counts, in their order."""
-        return tuple(self.train.horizon_weights.get(horizon, 1.0) for horizon in self.data.horizons)
+        return self.data.weigh(self.train.horizon_weights)

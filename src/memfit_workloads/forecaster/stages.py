@@ -227,11 +227,12 @@ def _trainer(
     context: Context, params: ForecasterParams, model: torch.nn.Module, loss: Any, learning_rate: float, num_steps: int
 ) -> Trainer:
     from memfit.training import ByGroup, Trainer
-    from memfit_workloads.forecaster import optim
+    from memfit_workloads.finance.schedules import make_schedule
+    from memfit_workloads.forecaster.optim import make_optimizer
 
     settings = params.train
-    optimizer = optim.make_optimizer(settings.optimizer, model.parameters(), learning_rate, settings.weight_decay)
-    schedule = optim.make_schedule(
+    optimizer = make_optimizer(settings.optimizer, model.parameters(), learning_rate, settings.weight_decay)
+    schedule = make_schedule(
         settings.schedule,
         optimizer,
         num_steps,

@@ -83,7 +83,7 @@ class TrainParams(config.Settings):
     dates_per_batch: int = Field(8, ge=1, description="dates of an optimizer step")
     learning_rate: float = Field(1e-3, gt=0, description="highest step size of AdamW")
     warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the step size grows")
-    final_share: float = Field(0.05, ge=0, le=1, description="of the highest step size, what the cosine ends at")
+    final_share: float = Field(0.05, ge=0, lt=1, description="of the highest step size, what the cosine ends at")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
     max_assets: int | None = Field(
@@ -134,11 +134,7 @@ class RankerParams(JudgeSettings):
             sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
             if sizes[0] % sizes[1]:
                 raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")
-        unknown = sorted(self.train.horizon_weights.keys() - set(self.data.horizons))
-        if unknown:
-            raise ValueError(f"train.horizon_weights names {unknown}, and data.horizons are {list(self.data.horizons)}")
-        if not any(self.horizon_weights):
-            raise ValueError("train.horizon_weights gives every horizon the weight 0")
+        self.data.weigh(self.train.horizon_weights)
         return self
 
     @property
@@ -149,4 +145,4 @@ class RankerParams(JudgeSettings):
     @property
     def horizon_weights(self) -> tuple[float, ...]:
         """How much each of ``data.horizons`` counts, in their order."""
-        return tuple(self.train.horizon_weights.get(horizon, 1.0) for horizon in self.data.horizons)
+        return self.data.weigh(self.train.horizon_weights)

@@ -11,9 +11,7 @@ on dates that the fold neither trained on nor overlapped.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,43 +196,18 @@ def _model(
     return model, optimizer
 
 
-@dataclass(frozen=True)
-class WarmupCosine:
-    """The share of the highest step size at a step: a straight line up, then half a cosine down.
-
-    Attributes:
-        num_warmup: Steps of the line.
-        num_steps: Steps in all.
-        final_share: What the cosine ends at, and where it stays.
-
-    Source:
-        I. Loshchilov, F. Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
-
-    Example:
-        >>> share = WarmupCosine(num_warmup=2, num_steps=10, final_share=0.0)
-        >>> [round(share(step), 2) for step in (0, 1, 2, 6, 10, 11)]
-        [0.33, 0.67, 1.0, 0.5, 0.0, 0.0]
-    """
-
-    num_warmup: int
-    num_steps: int
-    final_share: float
-
-    def __call__(self, step: int) -> float:
-        if step < self.num_warmup:
-            return (step + 1) / (self.num_warmup + 1)
-        done = min(1.0, (step - self.num_warmup) / max(1, self.num_steps - self.num_warmup))
-        return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * done))
-
-
 def _schedule(
     optimizer: torch.optim.Optimizer, settings: TrainParams, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    import torch
+    from memfit_workloads.finance.schedules import make_schedule
 
-    num_steps = settings.num_epochs * steps_per_epoch
-    share = WarmupCosine(int(settings.warmup_share * num_steps), num_steps, settings.final_share)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    return make_schedule(
+        "cosine",
+        optimizer,
+        settings.num_epochs * steps_per_epoch,
+        floor_share=settings.final_share,
+        warmup_share=settings.warmup_share,
+    )
 
 
 RANKER = Workload(
