@@ -63,7 +63,7 @@ def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what matters most of a study: names with a text each."""
     yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
     yield "trials", explain_counts(summary["counts"], summary["num_ended"], summary["n_trials"])
-    for at, (name, rate) in enumerate(summary["rates"].items()):
+    for at, (name, rate) in enumerate(summary["rates"].items() if summary["num_ended"] else ()):
         yield "" if at else "rates", f"{name.replace('_', ' ')} {explain_rate(rate)}"
     if summary["seconds_per_trial"] is not None:
         left = summary["seconds_left"]
