@@ -10,7 +10,7 @@
 - *original*: the faults of a search that was written by hand, one by one, and what memfit does there.
 
 Part *trials* needs root and cgroup v1, or v2 with a group that hands the memory controller down. It makes a group with
-the limit and removes it. On two quiet cores it takes about half an hour.
+the limit and removes it. On two quiet cores it takes about three quarters of an hour.
 """
 
 from __future__ import annotations

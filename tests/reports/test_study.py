@@ -302,3 +302,12 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     assert found["counts"]["failed"] == sum("too low" in one["cause"] for one in found["failures"]) > 0
     assert all(one["command"].startswith("memfit diagnose ") for one in found["failures"])
     assert "train     memfit run " in printed(print_study, run)
+
+
+def test_a_study_whose_first_trial_runs_shows_no_rates(study):
+    study.begin()
+    study.trial(0, "running")
+    text = printed(print_study, study.run)
+    assert "0 of 40" in text and "rates" not in text and "95 %" not in text
+    study.trial(0, value=0.01)
+    assert "completed or pruned 1 of 1" in printed(print_study, study.run)
