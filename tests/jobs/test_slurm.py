@@ -103,6 +103,25 @@ def test_an_end_without_an_outcome_is_what_slurm_says(tools, run_dir):
     assert "Slurm says NODE_FAIL" in found["a"].cause
 
 
+def test_a_waiting_element_that_slurm_forgets_once_it_is_cancelled_has_ended(tools, run_dir):
+    tools(sbatch="echo 7", squeue="echo '7_0|PENDING|Priority|'; echo '7_1|PENDING|Priority|'", scancel="true")
+    tools(sacct="echo 'sacct: error: Slurm accounting storage is disabled' >&2; exit 1")
+    now = [1.0]
+    backend = SlurmBackend(run_dir, now=lambda: now[0])
+    submit(backend, "a", "b", "c")
+    backend.poll()
+    backend.cancel("a")
+    tools(squeue="echo '7_1|RUNNING|None|n1'")
+    backend.poll()
+    now[0] += 3.0
+    found = backend.poll()
+    assert (found["a"].state, found["a"].ended_by) == ("cancelled", "user")
+    assert (found["b"].state, found["c"].state) == ("pending", "pending")  # nobody asked: it may come back
+    now[0] += 61.0
+    found = backend.poll()
+    assert found["c"].cause.startswith("Slurm says nothing of it any more")
+
+
 def test_a_job_that_slurm_takes_for_running_but_that_never_began_is_given_up(tools, run_dir):
     calls = tools(sbatch="echo 7", squeue="echo '7_0|RUNNING|None|n1'; echo '7_1|RUNNING|None|n1'", sacct="true")
     tools(scancel="true")

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from memfit.jobs import SlurmBackend, SlurmOptions
+from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission
 from memfit.rundir import RunDir
-from memfit.testing import ProcessContract
+from memfit.testing import ProcessContract, wait_for, wait_for_end
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
 
@@ -36,3 +36,13 @@ class TestSlurmBackend(ProcessContract):
                 yield
 
         return hide
+
+    def test_one_of_those_that_wait_is_cancelled_while_the_others_of_its_array_go_on(self, run_dir, in_cluster):
+        backend = SlurmBackend(run_dir, SlurmOptions(memory=256 << 20), max_parallel=1)
+        jobs = [Job(f"job_{number}", command=("sleep", "3")) for number in range(4)]
+        backend.submit([Submission(job, None) for job in jobs])
+        wait_for(backend, lambda: backend.poll()["job_0"].state == "running")
+        backend.cancel("job_1")
+        status = wait_for_end(backend, "job_1")
+        assert (status.state, status.asked, status.started) == ("cancelled", True, None)
+        assert {wait_for_end(backend, name).state for name in ("job_0", "job_2", "job_3")} == {"completed"}

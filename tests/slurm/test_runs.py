@@ -1,5 +1,6 @@
 """Runs on a real Slurm cluster, started by the command line as a user does."""
 
+import contextlib
 import json
 import os
 import signal
@@ -40,13 +41,18 @@ def start(cluster, tmp_path):
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
     env = {**cluster.env, "MEMFIT_RUNS_DIR": str(tmp_path / "runs")}
 
-    def call(*words):
-        command = [sys.executable, "-m", "memfit", *words]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    with contextlib.ExitStack() as started:
 
-    return call
+        def call(*words):
+            command = [sys.executable, "-m", "memfit", *words]
+            process = subprocess.Popen(
+                command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        yield call
 
 
 def finish(process, seconds=120):

@@ -48,6 +48,9 @@ _HELD = "launch failed requeued held"
 _LATE_SECONDS, _LATEST_SECONDS = 2.0, 60.0
 #: How long a job may run by Slurm and leave no file before it is taken for lost, as after a controller's crash.
 _SILENT_SECONDS = 180.0
+#: The state of an element that neither the queue nor the accounting knows: Slurm keeps no record of one that was
+#: cancelled while it waited and others of its array go on.
+_GONE = "nothing of it any more"
 #: How an end without an outcome is recorded.
 _ENDS: dict[str, tuple[State, EndedBy]] = {
     "OUT_OF_MEMORY": ("out_of_memory", "job"),
@@ -58,6 +61,7 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
     "NODE_FAIL": ("node_fail", "platform"),
     "BOOT_FAIL": ("node_fail", "platform"),
     "CANCELLED": ("cancelled", "user"),
+    _GONE: ("cancelled", "user"),
     "FAILED": ("failed", "job"),
     "COMPLETED": ("node_fail", "platform"),
 }
@@ -160,6 +164,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None
         self._ends: dict[str, str] = {}
+        self._absent: set[str] = set()
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
         for path in sorted((run.path / "slurm").glob("*.json")):
             self._recall(path)
@@ -267,13 +272,14 @@ class SlurmBackend(FollowingBackend[_Followed]):
             if not array.number:
                 self._send(array)
         before = self._queue
-        try:
+        with suppress(slurm.NoAnswerError, UsageError):  # nothing is known then: jobs stay as they are
             self._queue = slurm.read_queue(self._names) if self._names else {}
-            self._tidy("PENDING")
-            unknown = [one.element for one in self._live.values() if one.element and one.element not in self._queue]
-            self._ends |= slurm.read_ends(unknown) if unknown else {}
-        except (slurm.NoAnswerError, UsageError):
-            pass  # nothing is known now: jobs stay as they are
+            with suppress(UsageError):  # an element may end meanwhile
+                self._tidy("PENDING")
+            absent = {one.element for one in self._live.values() if one.element} - self._queue.keys()
+            with suppress(UsageError):  # a cluster may have no accounting
+                self._ends |= slurm.read_ends(absent) if absent else {}
+            self._absent = absent
         is_quiet = self._queue == before and not any(one.is_stopping for one in self._live.values())
         self._pause = min(2 * self._pause, _LAST_SECONDS) if is_quiet else _FIRST_SECONDS
         self._ask_at = self.now() + self._pause
@@ -304,7 +310,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
             self._end_if_silent(job_id, followed, state)
             return
         followed.ended_since = followed.ended_since or self.now()
-        is_late = followed.changed and not followed.is_stopping
+        is_late = (followed.changed or state == _GONE) and not followed.is_stopping
         if self.now() - followed.ended_since < (_LATEST_SECONDS if is_late else _LATE_SECONDS):
             self._ask_at = min(self._ask_at, self.now() + _FIRST_SECONDS)
             return
@@ -344,7 +350,8 @@ class SlurmBackend(FollowingBackend[_Followed]):
         whole = queue.get(number)
         if whole is not None and whole.state in _ENDS:
             return whole, whole.state
-        return None, self._ends.get(followed.element, self._ends.get(number, ""))
+        known = self._ends.get(followed.element, self._ends.get(number, ""))
+        return None, known or (_GONE if followed.element in self._absent else "")
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end, or end it ``now``; one that Slurm has not started never starts."""
