@@ -197,6 +197,13 @@ class Cluster:
     def _succeeds(self, *words: str) -> bool:
         return subprocess.run(words, env=self.env, capture_output=True, timeout=20, check=False).returncode == 0
 
+    def describe(self) -> str:
+        """What its daemons wrote last, and what it knows of its nodes and jobs."""
+        found = [f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted((self.folder / "log").glob("*.log"))]
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
+            found += [self.call("sinfo", "-N", "-l"), self.call("scontrol", "show", "job")[-6000:]]
+        return "\n".join(found)
+
     def submit(self, script: str, *options: str) -> str:
         """The number of a batch job that runs a shell script; `log_of` has what it writes."""
         where = ("--parsable", f"--output={self.folder}/jobs/slurm-%j.out", f"--chdir={self.folder}/jobs")

@@ -20,3 +20,12 @@ def cluster():
         yield made
     finally:
         made.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Show beside a failure what Slurm wrote and knows."""
+    report = yield
+    if report.failed and isinstance(made := item.funcargs.get("cluster"), Cluster):
+        report.sections.append(("Slurm", made.describe()))
+    return report

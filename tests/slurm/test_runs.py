@@ -182,8 +182,10 @@ def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path)
     wait_until(lambda: starts(tmp_path) == {"1": 1})
     time.sleep(1)
     cluster.call("scancel", "--signal=TERM", number)
+    log = tmp_path / f"again_{number}.log"
     wait_until((tmp_path / "result_1").exists)
-    assert starts(tmp_path) == {"1": 2} and (tmp_path / "done_1").read_text() == "half"
+    assert starts(tmp_path) == {"1": 2}, log.read_text()
+    assert (tmp_path / "done_1").read_text() == "half"
     assert cluster.wait(number) == ["COMPLETED"]
 
 
