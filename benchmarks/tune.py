@@ -1,16 +1,18 @@
 """What a study of memfit is worth beside Optuna's own way, on two cores and under one real memory limit.
 
-    python benchmarks/tune.py [--part trials] [--trials 16] [--seed 0] [--limit 4096MiB] [--json FILE]
+    python benchmarks/tune.py [--part trials] [--trials 16] [--seed 0] [--seeds N] [--limit 4096MiB] [--json FILE]
 
 - *trials*: useful trials an hour: those that completed or were pruned. The same training, sampler and pruner run under
   memfit and in one process pool of Optuna's with more and more processes, until the kernel kills one. Then memfit runs
   again with one of its means switched off at a time. It prints which share of the space cannot fit alone.
+- *same*: the same without the samplers' share: random trials, and the pool gets those that memfit drew, in their order,
+  with the refused ones; over 3 seeds.
 - *told*: how many of 60 trials run out of memory when the sampler is told FAIL or PRUNED, and when such draws are
   refused; over 12 seeds. Nothing is trained.
 - *original*: the faults of a search that was written by hand, one by one, and what memfit does there.
 
-Part *trials* needs root and cgroup v1, or v2 with a group that hands the memory controller down. It makes a group with
-the limit and removes it. On two quiet cores it takes about three quarters of an hour.
+Parts *trials* and *same* need root and cgroup v1, or v2 with a group that hands the memory controller down. They make a
+group with the limit and remove it. On two quiet cores each takes about three quarters of an hour.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class Figures:
         most_at_once: The most trials at once.
         ended: Why it ended early; empty if it did not.
         sizes: What the useful trials take at least, in bytes.
+        draws: The settings that were drawn, the refused ones too.
     """
 
     states: Sequence[str]
@@ -67,6 +70,7 @@ class Figures:
     most_at_once: int = 0
     ended: str = ""
     sizes: Sequence[int] = ()
+    draws: Sequence[Mapping[str, Any]] = ()
 
     @property
     def num_useful(self) -> int:
@@ -158,8 +162,10 @@ def by_memfit(options: argparse.Namespace, config: Mapping[str, Any], work: Path
     spans = [(one.measured["started"], one.measured["ended"]) for one in trials if "started" in one.measured]
     sizes = [_size({name.removeprefix("params."): one for name, one in trial.params.items()}) for trial in trials
              if trial.state in USEFUL]  # fmt: skip
+    drawn = [params for one in trials for params in (*(refused["params"] for refused in one.refused), one.params)]
+    draws = [{name.removeprefix("params."): value for name, value in params.items()} for params in drawn]
     num_refused = sum(len(one.refused) for one in trials)
-    return Figures([one.state for one in trials], seconds, kills, num_refused, at_once(spans), ended, sizes)
+    return Figures([one.state for one in trials], seconds, kills, num_refused, at_once(spans), ended, sizes, draws)
 
 
 def _size(params: Mapping[str, Any]) -> int:
@@ -180,11 +186,14 @@ def at_once(spans: Sequence[tuple[float, float]]) -> int:
     return most
 
 
-def by_optuna(options: argparse.Namespace, num_jobs: int, guard_bytes: int, work: Path) -> Figures:
-    """Run the study in one process pool of Optuna's."""
-    result = work / "result.json"
-    numbers = map(str, (num_jobs, options.trials, options.seed, guard_bytes, options.epochs))
-    words = [sys.executable, str(BENCHMARKS / "tune_peer.py"), *numbers, str(result)]
+def by_optuna(
+    options: argparse.Namespace, num_jobs: int, guard_bytes: int, work: Path, draws: Sequence[Mapping[str, Any]] = ()
+) -> Figures:
+    """Run the study in one process pool of Optuna's; of these draws, if there are any."""
+    result, listed = work / "result.json", work / "draws.json"
+    listed.write_text(json.dumps(list(draws)))
+    numbers = map(str, (num_jobs, len(draws) or options.trials, options.seed, guard_bytes, options.epochs))
+    words = [sys.executable, str(BENCHMARKS / "tune_peer.py"), *numbers, str(result), str(listed)]
     seconds, kills, ended = watch(words, work, options.limit)
     nothing: dict[str, Any] = {"states": {}, "params": {}, "ended": ended}
     found = json.loads(result.read_text()) if result.exists() else nothing
@@ -192,13 +201,14 @@ def by_optuna(options: argparse.Namespace, num_jobs: int, guard_bytes: int, work
     return Figures(list(found["states"].values()), seconds, kills, 0, num_jobs, found["ended"] or ended, sizes)
 
 
-def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
-    """Run the study in all ways."""
+def compare(options: argparse.Namespace, work: Path, *, same: bool = False) -> dict[str, Figures]:
+    """Run the study in all ways; with ``same``, the same random draws under memfit and in the pools that live."""
     table: dict[str, Figures] = {}
+    draws: list[Mapping[str, Any]] = []
 
     def do(name: str, way: Callable[[Path], Figures]) -> Figures:
         folder = work / str(len(table))
-        folder.mkdir()
+        folder.mkdir(parents=True)
         table[name] = found = way(folder)
         load = os.getloadavg()[0]
         print(
@@ -213,16 +223,21 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Figures]:
         return by_memfit(options, config | ({"max_parallel": most} if most else {}), folder, *more)
 
     def pool(num_jobs: int, guard_bytes: int) -> Callable[[Path], Figures]:
-        return lambda folder: by_optuna(options, num_jobs, guard_bytes, folder)
+        return lambda folder: by_optuna(options, num_jobs, guard_bytes, folder, draws)
 
     whole = options.limit - _PARENT_BYTES
-    do("memfit", memfit)
+    if same:
+        draws += do("memfit", lambda folder: memfit(folder, sampler="random")).draws
+    else:
+        do("memfit", memfit)
     largest = 0
     for num in count(1):
         found = do(f"Optuna, {num} guarded at the whole limit", pool(num, whole))
         if not found.lives or num == _MOST_JOBS:
             break
         largest = num
+    if same:
+        return table
     do("Optuna, 2 guarded at half the limit", pool(2, whole // 2))
     do("Optuna, 1 process, no guard", pool(1, 0))
     if options.without:
@@ -281,15 +296,35 @@ def report(table: Mapping[str, Figures]) -> bool:
     return is_met
 
 
+def add_up(tables: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Return the figures of several studies as one study's: those of memfit, and of the largest pool that lives."""
+    pools = [[one for name, one in table.items() if "whole limit" in name and one.lives] for table in tables]
+    ways = {"memfit": [table["memfit"] for table in tables]}
+    if all(pools):
+        ways["Optuna, the largest pool that lives at the whole limit"] = [found[-1] for found in pools]
+    return {
+        name: Figures(
+            states=[state for one in found for state in one.states],
+            seconds=sum(one.seconds for one in found),
+            kills=sum(one.kills for one in found),
+            num_refused=sum(one.num_refused for one in found),
+            most_at_once=max(one.most_at_once for one in found),
+            ended="; ".join(filter(None, (one.ended for one in found))),
+            sizes=[size for one in found for size in one.sizes],
+        )
+        for name, found in ways.items()
+    }
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--inside"]:
         return inside(Path(sys.argv[2]), refuses="--no-refusal" not in sys.argv)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--part", choices=("trials", "told", "original"), default="trials", help="default: trials")
-    parser.add_argument("--trials", type=int, default=16, help="trials of each study of part trials (default: 16)")
+    parser.add_argument("--part", choices=("trials", "same", "told", "original"), default="trials")
+    parser.add_argument("--trials", type=int, default=16, help="trials of a study of parts trials, same (default: 16)")
     parser.add_argument("--epochs", type=int, default=tune_job.NUM_EPOCHS, help="epochs of a trial")
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the studies (default: 0)")
-    parser.add_argument("--seeds", type=int, default=12, help="seeds of part told (default: 12)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the studies, or the first (default: 0)")
+    parser.add_argument("--seeds", type=int, help="how many seeds (default: 12 of part told, 3 of part same)")
     parser.add_argument("--limit", type=parse_bytes, default=4096 * MIB, help="the real limit (default: 4096MiB)")
     parser.add_argument("--no-without", dest="without", action="store_false", help="leave out what switches means off")
     parser.add_argument("--json", type=Path, help="write the figures there too")
@@ -299,8 +334,9 @@ def main() -> int:
         if options.part == "told":
             import tune_told
 
-            print(f"of uniform draws {tune_told.share_too_large():.0%} do not fit; means over {options.seeds} seeds")
-            print_table(tune_told.rows(tune_told.compare(options.seeds)))
+            num_seeds = options.seeds or 12
+            print(f"of uniform draws {tune_told.share_too_large():.0%} do not fit; means over {num_seeds} seeds")
+            print_table(tune_told.rows(tune_told.compare(num_seeds)))
             return 0
         if options.part == "original":
             import tune_original
@@ -311,7 +347,15 @@ def main() -> int:
             f"{share_too_large(options.limit):.0%} of uniform draws do not fit {options.limit // MIB} MiB alone",
             flush=True,
         )
-        table = compare(options, Path(folder))
+        if options.part == "same":
+            tables = []
+            for seed in range(options.seed, options.seed + (options.seeds or 3)):
+                print(f"seed {seed}", flush=True)
+                own = argparse.Namespace(**{**vars(options), "seed": seed})
+                tables.append(compare(own, Path(folder) / str(seed), same=True))
+            table = add_up(tables)
+        else:
+            table = compare(options, Path(folder))
     if options.json:
         options.json.write_text(json.dumps({name: vars(one) for name, one in table.items()}, indent=2) + "\n")
     return 0 if report(table) else 1

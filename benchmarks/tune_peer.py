@@ -1,11 +1,12 @@
 """The trainings of `tune.py` under Optuna alone: one process pool, ``study.ask`` and ``study.tell`` in its parent.
 
-    python benchmarks/tune_peer.py PROCESSES TRIALS SEED GUARD_BYTES EPOCHS RESULT
+    python benchmarks/tune_peer.py PROCESSES TRIALS SEED GUARD_BYTES EPOCHS RESULT DRAWS
 
 Each process of the pool trains one trial after the other and builds the data for each, as a script for one training
 does. It puts each epoch's loss into a queue. The parent reports it to the study and asks the median pruner; a pruned
 trial ends after its current epoch. ``GUARD_BYTES`` limits the data segment of each process (0: no limit): what is too
-large then fails in Python, is told as FAIL, and the pool lives on. A kill by the kernel ends a pool.
+large then fails in Python, is told as FAIL, and the pool lives on. A kill by the kernel ends a pool. ``DRAWS`` is a
+JSON file with the settings of the first trials; the sampler draws the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import multiprocessing
 import queue
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Peer:
     guard_bytes: int
     num_epochs: int
     result: Path
+    draws: Sequence[Mapping[str, Any]]
     states: dict[int, str] = field(default_factory=dict)
     ended: str = ""
 
@@ -89,6 +91,8 @@ class Peer:
         reports = context.Queue()
         sampler = optuna.samplers.TPESampler(seed=self.seed)
         self.study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.MedianPruner(4, 1))
+        for params in self.draws:
+            self.study.enqueue_trial(dict(params))
         self.trials: dict[int, optuna.Trial] = {}
         running: dict[Future[Any], int] = {}
         with ProcessPoolExecutor(self.num_jobs, context, _begin, (reports, self.guard_bytes)) as pool:
@@ -157,9 +161,9 @@ def distributions() -> dict[str, Any]:
 
 def main() -> None:
     num_jobs, num_trials, seed, guard_bytes, num_epochs = map(int, sys.argv[1:6])
-    result = Path(sys.argv[6])
+    result, draws = Path(sys.argv[6]), json.loads(Path(sys.argv[7]).read_text())
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    peer = Peer(num_jobs, num_trials, seed, guard_bytes, num_epochs, result)
+    peer = Peer(num_jobs, num_trials, seed, guard_bytes, num_epochs, result, draws)
     peer.run()
     peer.write()
 

@@ -54,6 +54,20 @@ def test_the_aim_is_met_against_the_largest_pool_that_lives_and_without_a_kill(
     assert ("MISSED" in capsys.readouterr().out) is not is_met
 
 
+def test_studies_of_several_seeds_add_up_against_the_largest_pool_of_each(benchmark):
+    tune = benchmark("tune")
+    one, two = "Optuna, 1 guarded at the whole limit", "Optuna, 2 guarded at the whole limit"
+    killed = tune.Figures(["completed"], 5.0, 1, ended="killed")
+    first = {"memfit": tune.Figures(["completed"] * 4, 100.0, 0), one: tune.Figures(["pruned"] * 4, 200.0, 0)}
+    second = {"memfit": tune.Figures(["pruned"] * 2, 50.0, 0), one: tune.Figures(["completed"] * 2, 90.0, 0)}
+    found = tune.add_up([{**first, two: killed}, {**second, two: tune.Figures(["completed"] * 2, 70.0, 0)}])
+    assert (found["memfit"].num_useful, found["memfit"].seconds) == (6, 150.0)
+    pool = found["Optuna, the largest pool that lives at the whole limit"]
+    assert (pool.num_useful, pool.seconds, pool.lives) == (6, 270.0, True)
+    assert tune.report(found)
+    assert list(tune.add_up([{"memfit": first["memfit"], one: killed}])) == ["memfit"]
+
+
 def test_a_third_of_the_trained_space_does_not_fit_and_two_fifths_of_the_other(benchmark):
     job, told = benchmark("tune_job"), benchmark("tune_told")
     chance = random.Random(1)
