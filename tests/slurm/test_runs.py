@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from memfit.rundir import RunDir, read_json
+from memfit.tuning import Study
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
 
@@ -168,6 +169,33 @@ def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
     code, out = finish(start("resume", "two"))
     assert code == 0, out
     assert starts(tmp_path) == {"0": 2, "1": 2} and len(list(tmp_path.glob("result_*"))) == 2
+
+
+def test_a_study_is_stopped_by_ctrl_c_goes_on_and_is_the_same_as_unbroken(start, tmp_path):
+    pytest.importorskip("optuna")
+    code = """
+import sys, time
+print("start", sys.argv[1], file=open("starts", "a"))
+time.sleep(3)
+print("loss", (float(sys.argv[1]) - 0.3) ** 2)
+"""
+    (tmp_path / "trial.py").write_text(code)
+    options = ("--set", "backend=slurm", "--set", "slurm.memory=60MiB", "--n-trials", "6", "--num-slots", "3")
+    searched = ("--param", "x=0.0..1.0", "--objective", "loss", "--minimize")
+    command = (*options, *searched, "--", sys.executable, "trial.py", "{x}")
+    first = start("tune", "--study-name", "broken", *command)
+    wait_until(lambda: (tmp_path / "starts").exists() and len((tmp_path / "starts").read_text().splitlines()) >= 4)
+    first.send_signal(signal.SIGINT)
+    code, out = finish(first)
+    assert code == 75, out
+    for name in ("broken", "whole"):
+        code, out = finish(start("tune", "--study-name", name, *command))
+        assert code == 0, out
+    broken, whole = (
+        [(one.state, one.params, one.value) for one in Study.open(run_of(tmp_path, name)).trials]
+        for name in ("broken", "whole")
+    )
+    assert broken == whole and {state for state, *_ in whole} == {"completed"} and len(whole) == 6
 
 
 def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path):
