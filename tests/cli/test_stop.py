@@ -82,6 +82,17 @@ def test_asking_twice_ends_no_job_before_its_checkpoint(tmp_path):
         assert [event["level"] for event in run.events() if event["kind"] == "stop"] == [1]
 
 
+def test_a_second_sigterm_ends_no_job_before_its_checkpoint(tmp_path):
+    slow = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(75)))\n"
+    (tmp_path / "job.py").write_text(slow + "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        process.terminate()
+        wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+        process.terminate()
+        assert process.wait(60) == 75
+        assert read_status(run, "cmd_0001").state == "preempted"
+
+
 def test_asking_twice_ends_no_job_sooner_when_the_supervisor_cannot_write_that_it_was_asked(tmp_path):
     slow = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit(75)))\n"
     (tmp_path / "job.py").write_text(slow + "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")

@@ -266,8 +266,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(tiny):
     status = next(runs.glob("run_*/jobs/fold_1/status.json"))
     child = json.loads(status.read_text())["pid"]
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: any(e["kind"] == "admit" for e in RunDir(status.parents[2]).events()))
-    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: any(e["kind"] == "stop" for e in RunDir(status.parents[2]).events()))
+    process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     wait_until(lambda: not is_alive(child))
 

@@ -395,14 +395,17 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
 
 @contextmanager
 def _stoppable() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop, and the next one into an end at once."""
+    """Turn SIGTERM and the first SIGINT into a request to stop, and the next SIGINT into an end at once.
+
+    A second SIGTERM changes nothing: Slurm sends one again if a node answered the first late, and at the end of a grace.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     handlers: dict[int, Callable[..., None]] = {
         signal.SIGINT: lambda *_: stop.now() if stop.level else stop.ask(),
-        signal.SIGTERM: lambda *_: stop.now() if stop.level else stop.ask(),
+        signal.SIGTERM: lambda *_: stop.ask(),
         ASK_SIGNAL: lambda *_: stop.ask(),
         NOW_SIGNAL: lambda *_: stop.now(),
     }
