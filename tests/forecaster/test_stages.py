@@ -19,6 +19,7 @@ from memfit.errors import UsageError
 from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import RunConfig
 from memfit.pipeline._describe import describe
+from memfit.reports import read_targets
 from memfit.training import load_checkpoint
 from memfit.tuning import TuneSettings
 from memfit_workloads.forecaster import optim, stages
@@ -28,6 +29,7 @@ from memfit_workloads.forecaster.stages import FORECASTER
 from stages_here import StagesHere
 
 TARGET = "memfit_workloads.forecaster.stages:FORECASTER"
+FOLDER = Path(stages.__file__).parent
 DATA = {"source": "generated", "num_dates": 240, "num_assets": 24, "num_features": 2, "lookback": 6,
         "information_coefficient": 0.5, "horizons": [1, 4], "main_horizon": 4, "turnover": 0.2}  # fmt: skip
 SMALL = {
@@ -162,6 +164,7 @@ def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores
     assert 0 < result["h1_rank_ic_se"] < result["h1_rank_ic"]
     assert (result["implausible"], result["why"]) == (False, "")
     assert len(result["report"]) == 3
+    assert {name.removeprefix("evaluate.") for name in read_targets(FOLDER / "targets.yaml")} <= result.keys()
 
 
 def fold_dates(here, fold):
@@ -321,9 +324,6 @@ def test_the_least_memory_of_a_job_grows_with_what_takes_it():
         assert least(**changed) > small
     whole, cut = (least(train={"batch_size": 100_000, "microbatch_size": size}) for size in (None, 10))
     assert cut < whole
-
-
-FOLDER = Path(stages.__file__).parent
 
 
 @pytest.mark.parametrize("name", ["baseline", "config", "report2"])
