@@ -13,11 +13,9 @@ from typing import Any, Literal, get_args
 
 from memfit.rundir import RunDir, read_json, write_json
 
-TrialState = Literal[
-    "asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed", "cancelled"
-]
-#: The states that are final. ``cancelled`` is none: a trial that was stopped goes on.
-ENDED_TRIALS: frozenset[TrialState] = frozenset(get_args(TrialState)) - {"asking", "running", "cancelled"}
+TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed"]
+#: The states that are final. A trial that was stopped is ``running`` still: it goes on.
+ENDED_TRIALS: frozenset[TrialState] = frozenset(get_args(TrialState)) - {"asking", "running"}
 SCHEMA_VERSION = 1
 _NONE = type(None)
 _SHAPE: Mapping[str, Any] = {
