@@ -239,7 +239,7 @@ class Sweep:
             return
         graph = Graph(
             order, self.run, index=self._index, prefix=f"{trial.name}.", say=self._say,
-            make_job=partial(_job, order, self.run, trial),
+            make_job=partial(_job, order, self.run, trial, self._limits["host"]),
         )  # fmt: skip
         if trial.number is not None:
             self.trials[trial.number] = trial
@@ -481,10 +481,15 @@ def check_names(order: Order, settings: TuneSettings) -> None:
         )
 
 
-def _job(order: Order, run: RunDir, trial: Trial, unit: Unit) -> Job:
-    """Return a trial's job; its settings and its estimate are what its memory is forecast from."""
+def _job(order: Order, run: RunDir, trial: Trial, limit_bytes: int | None, unit: Unit) -> Job:
+    """Return a trial's job; its settings and its estimate are what its memory is forecast from.
+
+    An estimate is the least that it takes, so it reserves some more, as for a measured peak, up to the study's limit.
+    """
     job = make_job(order, run, unit)
-    estimate = unit.stage.memory_bytes
-    if estimate is not None and job.footprint is None and not job.num_devices:
-        job = replace(job, footprint=Footprint.declared(estimate))
+    least = unit.stage.memory_bytes
+    if least is not None and job.footprint is None and not job.num_devices:
+        more = round(least * (1 + order.settings.memory.slack))
+        declared = Footprint.declared(max(least, min(more, limit_bytes or more)))
+        job = replace(job, footprint=declared)
     return replace(job, params=params_of(trial.params))
