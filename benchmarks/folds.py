@@ -165,7 +165,7 @@ def run_memfit(command: Sequence[str], group: Limited | None = None) -> dict[str
     try:
         out, _ = process.communicate()
     except BaseException:
-        for number in (signal.SIGTERM, signal.SIGTERM):  # ask, then now: it leaves no job behind
+        for number in (signal.SIGTERM, signal.SIGINT):  # ask, then now: it leaves no job behind
             process.send_signal(number)
             time.sleep(1)
         process.wait()

@@ -12,7 +12,7 @@
 - *original*: the faults of a search that was written by hand, one by one, and what memfit does there.
 
 Parts *trials* and *same* need root and cgroup v1, or v2 with a group that hands the memory controller down. They make a
-group with the limit and remove it. On two quiet cores each takes about three quarters of an hour.
+group with the limit and remove it. On two quiet cores each takes about 40 minutes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The benchmark of a search counts what it says: useful trials, refused draws, kills, wasted epochs."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_studies_of_several_seeds_add_up_against_the_largest_pool_of_each(benchm
     assert (pool.num_useful, pool.seconds, pool.lives) == (6, 270.0, True)
     assert tune.report(found)
     assert list(tune.add_up([{"memfit": first["memfit"], one: killed}])) == ["memfit"]
+
+
+def test_a_pool_runs_the_draws_that_it_is_given_in_their_order(benchmark, monkeypatch, tmp_path):
+    peer = benchmark("tune_peer")
+    monkeypatch.setattr(peer, "ProcessPoolExecutor", lambda num, *_: ThreadPoolExecutor(num))
+    monkeypatch.setattr(peer, "_train", lambda *_: ("completed", 1.0))
+    sizes = {"batch_size": 262_144, "num_layers": 2, "learning_rate": 0.001}
+    draws = [{**sizes, "hidden_size": size} for size in (96, 32, 64)]
+    study = peer.Peer(2, len(draws), 0, 0, 5, tmp_path / "result.json", draws)
+    study.run()
+    assert [study.trials[number].params for number in range(3)] == draws
+    assert set(study.states.values()) == {"completed"}
 
 
 def test_a_third_of_the_trained_space_does_not_fit_and_two_fifths_of_the_other(benchmark):

@@ -258,14 +258,15 @@ def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     assert epochs == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(tiny):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny, first):
     config = tiny(epoch_seconds=300)
     process = subprocess.Popen([sys.executable, "-m", "memfit", "run", str(config)], stdout=subprocess.DEVNULL)
     runs = config.parent / "runs" / "tiny"
     wait_until(lambda: any(runs.glob("run_*/jobs/fold_1/status.json")))
     status = next(runs.glob("run_*/jobs/fold_1/status.json"))
     child = json.loads(status.read_text())["pid"]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(first)
     wait_until(lambda: any(e["kind"] == "stop" for e in RunDir(status.parents[2]).events()))
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130

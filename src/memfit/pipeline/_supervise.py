@@ -397,7 +397,7 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
 def _stoppable() -> Iterator[StopRequest]:
     """Turn SIGTERM and the first SIGINT into a request to stop, and the next SIGINT into an end at once.
 
-    A second SIGTERM changes nothing: Slurm repeats it if a node answered late, and at the end of a grace.
+    A second SIGTERM changes nothing: Slurm repeats it if a node answered late.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
