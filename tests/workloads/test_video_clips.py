@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,6 +51,34 @@ def test_the_same_recipe_gives_the_same_bytes_and_a_killed_call_goes_on(clips, t
         assert (tmp_path / row["path"]).read_bytes() == (folder / row["path"]).read_bytes(), row
     assert not list(tmp_path.glob(".*"))
     assert "CC-BY-4.0" in json.loads((folder / "clips.json").read_text())["licences"][1]
+
+
+_MAKE = """
+import sys
+from pathlib import Path
+from memfit_workloads.video.clips import make_clips
+print("begins", flush=True)
+make_clips(Path(sys.argv[1]), 5, seed=3)
+"""
+
+
+def test_a_process_that_is_held_while_it_encodes_writes_the_same_bytes(tmp_path):
+    """VP8 in real time looks at the clock, unless its speed is fixed."""
+    make_clips(tmp_path / "free", 5, seed=3)
+    num_stops = 0
+    with subprocess.Popen([sys.executable, "-c", _MAKE, tmp_path / "held"], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"begins\n"
+        while process.poll() is None:
+            if list((tmp_path / "held").glob(".*.webm")):
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(0.2)
+                process.send_signal(signal.SIGCONT)
+                num_stops += 1
+            time.sleep(0.002)
+    assert process.returncode == 0 and num_stops > 1
+    films = [one for one in sorted((tmp_path / "free").iterdir()) if one.suffix not in (".csv", ".json")]
+    assert len(films) == 5
+    assert [one.name for one in films if (tmp_path / "held" / one.name).read_bytes() != one.read_bytes()] == []
 
 
 def test_each_segment_has_a_real_and_a_tampered_clip_and_the_bad_ones_are_named(clips):

@@ -36,10 +36,11 @@ _ENCODINGS: tuple[tuple[str, str, tuple[dict[str, str], ...]], ...] = (
         tuple({"preset": "veryfast", "crf": c, "x264-params": "no-mbtree=1"} for c in ("20", "24", "28")),
     ),
     ("mpeg4", "avi", tuple({"qmin": q, "qmax": q} for q in ("3", "5", "8"))),
+    # A positive cpu-used would be a start only: VP8 then chooses by the clock, and a busy machine gives other bytes.
     (
         "libvpx",
         "webm",
-        tuple({"deadline": "realtime", "cpu-used": "8", "crf": q, "b": "2M"} for q in ("6", "12", "20")),
+        tuple({"deadline": "realtime", "cpu-used": "-8", "crf": q, "b": "2M"} for q in ("6", "12", "20")),
     ),
     ("mjpeg", "mkv", tuple({"qmin": q, "qmax": q} for q in ("3", "5", "8"))),
 )
