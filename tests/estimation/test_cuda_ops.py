@@ -80,6 +80,18 @@ def test_kernel_is_the_one_that_the_device_would_pick(
     assert pick_kernel(Call(heads, heads, heads, mask), architecture) == kernel
 
 
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "efficient"), (torch.bfloat16, "cudnn")])
+def test_a_bias_whose_last_dimension_is_strided_has_no_kernel_and_keeps_its_scores(
+    dtype: torch.dtype, kernel: str
+) -> None:
+    """T5's bias of positions: the heads lie last in memory. Seen on an H100, 28 % above an estimate without this."""
+    heads = make_heads(dtype)
+    bias = torch.empty(1, LENGTH, LENGTH, HEADS, dtype=dtype).permute(0, 3, 1, 2)
+    assert pick_kernel(Call(heads, heads, heads, bias), "hopper") == "math"
+    assert pick_kernel(Call(heads, heads, heads, bias.contiguous()), "hopper") == kernel
+    assert pick_kernel(Call(heads.transpose(2, 3), heads.transpose(2, 3), heads, None), "hopper") == "math"
+
+
 def test_grouped_heads_with_a_mask_have_no_kernel_and_keep_their_scores() -> None:
     query = torch.empty(BATCH, HEADS, LENGTH, SIZE, dtype=torch.bfloat16, device="meta")
     key = query[:, :2]
@@ -205,12 +217,41 @@ def test_algorithms_that_are_tried_first_are_noted(is_on: bool, monkeypatch: pyt
     assert any("cudnn.benchmark is on" in note for note in notes) == is_on
 
 
-def test_a_recurrent_layer_is_noted_as_a_loop() -> None:
+@pytest.mark.parametrize(("kind", "kept_each"), [("LSTM", 6), ("GRU", 7), ("RNN", 2)])
+@pytest.mark.parametrize("is_bidirectional", [False, True])
+def test_recurrent_layers_keep_what_was_measured_on_a_gpu(kind: str, kept_each: int, is_bidirectional: bool) -> None:
+    """Of each value of a layer's output, as an H100 showed for cuDNN 9.19."""
+
     def run(x: Tensor) -> Tensor:
-        result: Tensor = nn.LSTM(8, 8)(x)[0]
+        layers = getattr(nn, kind)(16, 64, 3, batch_first=True, bidirectional=is_bidirectional)
+        result: Tensor = layers(x)[0]
         return result
 
-    assert any("recurrent" in note for note in trace_operation(run, lambda: torch.empty(3, 2, 8)).notes)
+    traced = trace_operation(run, lambda: torch.empty(32, 128, 16))
+    unit = 4 * 32 * 128 * 64 * (2 if is_bidirectional else 1)
+    sizes = [event.num_bytes for event in traced.events if traced.parts[event.block] == "activations"]
+    assert sorted(size for size in sizes if size >= unit) == [unit, (3 * kept_each - 1) * unit]
+    peaks = {phase: sum(peak.parts.values()) for phase, peak in find_peaks(traced).items()}
+    assert peaks["forward"] > (3 * kept_each + 3) * unit
+
+
+def test_recurrent_layers_give_their_states_and_gradients_as_torch_does() -> None:
+    layers = nn.LSTM(8, 16, 2, bidirectional=True, dropout=0.1)
+    expected, (hidden, cell) = layers(torch.ones(5, 3, 8))
+    with FakeTensorMode() as mode, CudaOps():
+        copy = nn.LSTM(8, 16, 2, bidirectional=True, dropout=0.1)
+        x = mode.from_tensor(torch.ones(5, 3, 8)).requires_grad_()
+        found, (found_hidden, found_cell) = copy(x)
+        found.sum().backward()
+        gradients = {name: one.grad for name, one in copy.named_parameters()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = copy(x)[0]
+    assert (found.shape, found_hidden.shape, found_cell.shape) == (expected.shape, hidden.shape, cell.shape)
+    assert {name: one.shape for name, one in layers.named_parameters()} == {
+        name: one.shape for name, one in gradients.items() if one is not None
+    }
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert half.dtype is torch.bfloat16
 
 
 def test_real_tensors_meet_the_usual_kernels_afterwards() -> None:

@@ -77,7 +77,7 @@ def test_every_kind_of_file_gives_the_same_distribution(tmp_path, kind):
         ("a.jsonl", '{"length": true}\n', r"bool values"),
         ("a.jsonl", '{"length": 1}\n{"other": 1}\n', r"a missing value"),
         ("a.jsonl", "{\n", r"JSON parse error"),
-        ("a.parquet", "no table", r"'parquet' file"),
+        ("a.parquet", "no table", r"Is this a 'parquet'"),
         ("a.feather", "no table", r"Could not read schema"),
         ("a.xlsx", "1", r"does not say by its name"),
         ("a.txt", b"\xff\xfe", r"conversion error"),

@@ -69,6 +69,8 @@ def pick_kernel(call: Call, architecture: str) -> Kernel:
     size = query.shape[-1]
     if query.dim() != 4 or query.shape[0] != key.shape[0] or (mask is not None and mask.dim() not in (2, 4)):
         return "math"
+    if any(one is not None and one.stride(-1) != 1 for one in (query, key, value, mask)):
+        return "math"  # such as T5's bias of positions, whose last dimension is that of the heads in memory
     is_modern = architecture not in ("volta", "turing")
     is_half = query.dtype in (_HALF if is_modern else _HALF[:1])
     has_one_size = size == key.shape[-1] == value.shape[-1]

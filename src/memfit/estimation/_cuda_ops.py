@@ -22,6 +22,7 @@ from torch.library import Library
 from memfit.estimation import _attention
 from memfit.estimation._events import Phase
 from memfit.estimation._gpus import BLAS_LARGE, BLAS_SMALL
+from memfit.estimation._recurrent import RECURRENT, run_recurrent
 
 _aten = torch.ops.aten
 
@@ -86,8 +87,7 @@ class CudaOps:
             "rms_norm": _normalize,
             "softmax.int": partial(_soften, _aten._softmax),
             "log_softmax.int": partial(_soften, _aten._log_softmax),
-            "lstm.input": partial(self._loop, _aten.lstm.input),
-            "gru.input": partial(self._loop, _aten.gru.input),
+            **{f"{kind}.input": partial(run_recurrent, kind) for kind in RECURRENT},
         }
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
@@ -116,10 +116,6 @@ class CudaOps:
     ) -> Tensor:
         call = _attention.Call(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return _attention.attend(call, self.architecture)
-
-    def _loop(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        self.notes["recurrent layers are counted as a loop over time, which keeps more than cuDNN does"] = None
-        return operation.decompose(*args, **kwargs)
 
     def concerns(self, func: Any) -> bool:
         """Whether an operation may take scratch memory or workspaces."""
