@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -116,6 +116,9 @@ bench-forecaster: install ## what the forecaster's options change, over seeds wi
 
 bench-ground-truth: install ## estimates beside published peaks (ARGS="--table FILE"; --peers asks other estimators too)
 	$(BIN)/python benchmarks/ground_truth.py $(ARGS)
+
+bench-gpu: ## what only a GPU can show, with the Python named by PYTHON, whose torch knows CUDA (ARGS="--part step")
+	PYTHONPATH=src:benchmarks:$$PYTHONPATH $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 bench-slurm: install ## a preemption, killed controllers and supervisors, two nodes: on a real Slurm (needs root and its packages)
 	$(BIN)/python benchmarks/slurm_runs.py $(ARGS)

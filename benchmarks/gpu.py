@@ -161,7 +161,7 @@ def _two_steps(*sizes: int | str) -> Taken:
 
 def safe_step() -> Rows:
     """Out-of-memories in forward, backward, update and validation: by torch's fraction, and by a full device."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # else attention adds up gradients in any order
     total = torch.cuda.get_device_properties(0).total_memory
     by_size = {size: _two_steps(size, size) for size in (256, 128, 64, 32)}
     for size, taken in by_size.items():
@@ -376,7 +376,7 @@ class _Noise(torch.utils.data.Dataset[Any]):
 
 def training(folder: str) -> dict[str, Any]:
     """A training that ends itself at the step that ``BENCH_END`` names, with the signal that it names."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     end, number = os.environ.get("BENCH_END", ""), int(os.environ.get("BENCH_SIGNAL", "15"))
     precision: Any = os.environ["BENCH_PRECISION"]
     num_losses = 0
@@ -427,30 +427,34 @@ time.sleep(float(sys.argv[2]))
 """
 
 
+def _map(work: Path, name: str, sizes: str, seconds: int, *more: str) -> tuple[int, str, Path]:
+    """Run a command that takes so many GiB for each of some sizes."""
+    program = work / "take.py"
+    program.write_text(_GREEDY)
+    words = [sys.executable, "-m", "memfit", "map", "--num-gpus", "1", "--runs-dir", str(work), "--name", name, *more]
+    words += ["--param", f"size={sizes}", "--", sys.executable, str(program), "{size}", str(seconds)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    found = sorted(work.glob(f"{name}/run_*"))
+    if not found:
+        raise RuntimeError(f"exit {done.returncode}: {done.stdout[-300:]} {done.stderr[-600:]}")
+    return done.returncode, done.stdout, found[-1]
+
+
 def jobs() -> Rows:
     """Commands on one GPU: one that takes more than it reserved, and ten whose peaks are not known."""
-    with tempfile.TemporaryDirectory() as work:
-        program = Path(work) / "take.py"
-        program.write_text(_GREEDY)
-        ask = [sys.executable, "-m", "memfit", "map", "--num-gpus", "1", "--runs-dir", work, "--param"]
-        tail = ["--", sys.executable, str(program), "{size}"]
-        words = [*ask, "size=6", "--name", "greedy", "--gpu-memory", "3GiB", *tail, "5"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-        run = next(Path(work).rglob("greedy/run_*"))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        code, said, run = _map(work, "greedy", "6", 5, "--gpu-memory", "3GiB")
         logs = "".join(path.read_text() for path in run.rglob("err*.log"))
         refused = re.search(r"OutOfMemoryError.*", logs)
-        said = [line for line in done.stdout.split("\n") if "restarts" in line or "attempt" in line]
-        text = f"exit {done.returncode}; {said[0].strip()[:110] if said else done.stdout[-200:]}"
-        yield Row(
-            "jobs", "6 GiB with 3 GiB reserved", text, (refused or [""])[0][:80], bool(refused) and not done.returncode
-        )
-        words = [*ask, "size=12,12.1,12.2,12.3,12.4,12.5,12.6,12.7,12.8,12.9", "--name", "many", *tail, "6"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-        run = next(Path(work).rglob("many/run_*"))
-        yield _concurrency(run, "jobs", "ten of 12 to 13 GiB", done.returncode)
-        first = json.loads(next(iter(sorted(run.glob("jobs/*/outcome*.json")))).read_text())
-        footprint = first.get("footprint") or {}
-        yield Row("jobs", "footprint of the first job", json.dumps(footprint)[:150], "12 GiB and the context")
+        again = next((line.strip()[:110] for line in said.split("\n") if "restarts" in line), said[-200:])
+        holds = bool(refused) and not code
+        yield Row("jobs", "6 GiB with 3 GiB reserved", f"exit {code}; {again}", (refused or [""])[0][:80], holds)
+        code, said, run = _map(work, "many", "12,12.1,12.2,12.3,12.4,12.5,12.6,12.7,12.8,12.9", 6)
+        yield _concurrency(run, "jobs", "ten of 12 to 13 GiB", code)
+        first = json.loads(min(run.glob("jobs/*/outcome*.json")).read_text())
+        footprint = json.dumps(first.get("footprint") or {})[:150]
+        yield Row("jobs", "footprint of the first job", footprint, "12 GiB and the context")
 
 
 def _concurrency(run: Path, part: str, what: str, code: int) -> Row:
@@ -524,7 +528,8 @@ def _forecast(work: Path, verb: str, name: str, params: dict[str, Any], **more: 
     }  # fmt: skip
     content = _FORECASTER | {"experiment": name, "runs_dir": str(work / "runs"), "params": base | params} | more
     config.write_text(json.dumps(content))
-    words = [sys.executable, "-m", "memfit", verb, str(config)]
+    until = ["--until", "fold"] if verb == "run" else []
+    words = [sys.executable, "-m", "memfit", verb, str(config), *until]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=work)
     run = next((work / "runs" / name).glob("run_*"))
     if done.returncode:
@@ -582,14 +587,14 @@ def rows() -> Rows:
 
 PARTS: dict[str, tuple[Callable[[], Rows], int]] = {
     "devices": (devices, 60),
-    "step": (safe_step, 110),
+    "step": (safe_step, 150),
     "allocator": (allocator, 60),
     "estimate": (estimates, 240),
     "resume": (resume, 150),
-    "jobs": (jobs, 110),
+    "jobs": (jobs, 150),
     "pace": (pace, 60),
-    "trials": (trials, 170),
-    "rows": (rows, 130),
+    "trials": (trials, 300),
+    "rows": (rows, 240),
 }
 _ALLOCATORS = ("", "expandable_segments:True", "max_split_size_mb:128")
 
