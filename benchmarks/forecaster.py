@@ -2,6 +2,7 @@
 
     python benchmarks/forecaster.py [--part effects] [--source generated] [--seeds 5] [--epochs 3] [--dates 600]
     python benchmarks/forecaster.py --part store [--rows 300000] [--seconds 3] [--step-ms 20]
+    python benchmarks/forecaster.py --part sweep [--rows 300000] [--trials 4]
 
 - *effects*: two purged folds of ``FORECASTER`` each, that differ in one setting alone, with each of the same
   seeds: the rank regulariser, the optimizer, and weights by the regime. Printed is the mean of the paired differences
@@ -10,6 +11,8 @@
 - *store*: rows as wide as a field report's (112 columns), read by memfit's loader from the mapped panel, and the same
   batches from Parquet with a row group for each day: samples a second, and the share of its time that a consumer waits.
   The report's store has 8.9 million rows: ``--rows 8900000``. Exit status 1 if the batches differ.
+- *sweep*: ``memfit tune`` over such a store. Each trial trains a linear model on every row, two at once; the same study
+  reads Parquet. Exit status 1 if their trials differ.
 
 Times mean little on a machine that others use.
 """
@@ -18,8 +21,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +39,8 @@ from memfit import config
 from memfit.data import DateBatch, DateBatches, Loader, LoaderReport, Panel, measure_loader
 from memfit.evaluation import compare_seeds
 from memfit.pipeline import RunConfig, context_of
+from memfit.rundir import RunDir
+from memfit.tuning import Trial, read_trials
 from memfit_workloads.finance.generated import Market, write_market
 from memfit_workloads.forecaster.stages import train_fold
 
@@ -109,8 +119,9 @@ def line_of_effect(
 class ParquetDays:
     """The batches of a `Loader`, read from a Parquet file that has a row group for each date."""
 
-    def __init__(self, path: Path, order: DateBatches) -> None:
+    def __init__(self, path: Path, order: DateBatches, target: str | None = None) -> None:
         self._file, self._order, self._names = pq.ParquetFile(path), order, list(order.panel.feature_names)
+        self._target = target
 
     def __len__(self) -> int:
         return len(self._order)
@@ -124,23 +135,30 @@ class ParquetDays:
             table = self._file.read_row_groups(groups, columns=self._names, use_threads=False)
             columns = [table.column(name).to_numpy().reshape(LOOKBACK, num_assets) for name in self._names]
             windows = np.stack(columns, axis=-1)[:, assets].swapaxes(0, 1)
-            yield DateBatch(int(date[0]), assets, np.ascontiguousarray(windows), np.empty(len(assets), np.float32))
+            targets = np.full(len(assets), np.nan, np.float32)
+            if self._target is not None:
+                read = self._file.read_row_group(int(date[0]), columns=[self._target], use_threads=False)
+                targets = read.column(0).to_numpy()[assets]
+            yield DateBatch(int(date[0]), assets, np.ascontiguousarray(windows), targets)
 
 
-def store(num_rows: int, seconds: float, step_seconds: float, work: Path) -> bool:
-    """Print how fast both are read; return whether their batches are the same."""
+def _write_store(num_rows: int, work: Path) -> tuple[Path, Market]:
+    """Write rows as wide as the report's, with a row group for each date."""
     num_dates = max(num_rows // NUM_ASSETS, LOOKBACK + HORIZONS[-1] + 1)
     market = Market(num_dates, NUM_ASSETS, NUM_COLUMNS - NUM_OTHERS, horizons=HORIZONS, turnover=0.0)
     path = work / "wide.parquet"
     write_market(path, market, rows_per_group=NUM_ASSETS)
+    size, columns = path.stat().st_size / 2**20, len(pq.read_schema(path))
+    print(f"{market.num_rows:,} rows of {columns} columns, {size:,.0f} MiB of Parquet, windows of {LOOKBACK} dates")
+    return path, market
+
+
+def store(num_rows: int, seconds: float, step_seconds: float, work: Path) -> bool:
+    """Print how fast both are read; return whether their batches are the same."""
+    path, market = _write_store(num_rows, work)
     panel = Panel.build(path, work / "panels", features=market.feature_names, targets=market.label_names)
-    dates = np.arange(LOOKBACK - 1, num_dates)
+    dates = np.arange(LOOKBACK - 1, market.num_dates)
     order = DateBatches(panel, dates, lookback=LOOKBACK, target=None, shuffle_seed=0)
-    size = path.stat().st_size / 2**20
-    print(
-        f"{market.num_rows:,} rows of {len(pq.read_schema(path))} columns, {size:,.0f} MiB of Parquet, "
-        f"windows of {LOOKBACK} dates"
-    )
 
     def mapped(num_workers: int) -> Loader:
         return Loader(panel, dates, lookback=LOOKBACK, target=None, shuffle=0, num_workers=num_workers)
@@ -157,6 +175,52 @@ def store(num_rows: int, seconds: float, step_seconds: float, work: Path) -> boo
     return same
 
 
+def sweep(num_rows: int, num_trials: int, work: Path) -> bool:
+    """Print a study whose trials each train on the whole store, and the same on Parquet; return whether they agree."""
+    path = _write_store(num_rows, work)[0]
+    ended: dict[str, list[Trial]] = {}
+    for source in ("panel", "parquet"):
+        given = work / f"{source}.json"
+        tune = {"space": [{"name": "params.learning_rate", "low": 1e-5, "high": 1e-3, "log": True}]}
+        fixed = {"objective": "train.loss", "direction": "minimize", "n_trials": num_trials, "num_slots": 2, "seed": 0}
+        content = {
+            "experiment": f"sweep-{source}",
+            "target": "wide_job:SWEPT",
+            "runs_dir": str(work / "runs"),
+            "panels_dir": str(work / "panels"),
+            "params": {"path": str(path), "source": source},
+            "tune": tune | fixed,
+        }
+        given.write_text(json.dumps(content))
+        words = [sys.executable, "-m", "memfit", "tune", str(given), "--quiet", "--json"]
+        folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        started = time.monotonic()
+        env = os.environ | {"PYTHONPATH": folders}
+        done = subprocess.run(words, env=env, stdout=subprocess.DEVNULL)
+        seconds = time.monotonic() - started
+        (run,) = (work / "runs" / f"sweep-{source}").glob("run_*")
+        ended[source] = read_trials(RunDir.open(run))
+        results = [json.loads(one.read_text())["result"] for one in run.glob("jobs/trial_*.train/result.json")]
+        rates = [one["rows_per_second"] for one in results]
+        waits = [one["wait_share"] for one in results]
+        rows = {one["num_rows"] for one in results}
+        print(
+            f"  {source:8} {len(results)} of {num_trials} trials in {seconds:.0f} s (exit {done.returncode}), each of "
+            f"{sorted(rows)} rows: {min(rates, default=0):,.0f} to {max(rates, default=0):,.0f} samples/s, waits "
+            f"{min(waits, default=0):.1%} to {max(waits, default=0):.1%}",
+            flush=True,
+        )
+    pairs = list(zip(ended["panel"], ended["parquet"], strict=True))
+    same = len(pairs) == num_trials and all(
+        a.state == b.state == "completed"
+        and a.params == b.params
+        and math.isclose(a.value or 0, b.value or 1, rel_tol=1e-6)
+        for a, b in pairs
+    )
+    print(f"the same trials, their losses equal to a millionth: {'met' if same else 'MISSED'}")
+    return same
+
+
 def line_of(report: LoaderReport) -> str:
     """A loader's figures in one line."""
     cold = "-" if report.cold is None else f"{report.cold.per_second(report.cold.num_samples):,.0f}"
@@ -166,22 +230,25 @@ def line_of(report: LoaderReport) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("effects", "store", "both"), default="both")
+    parser.add_argument("--part", choices=("effects", "store", "sweep", "all"), default="all")
     parser.add_argument("--source", choices=("generated", "prices", "both"), default="both")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--dates", type=int, default=600)
     parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--step-ms", type=float, default=20.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="memfit-forecaster-") as folder:
         work, same = Path(folder), True
-        for source in ("generated", "prices") if options.part != "store" else ():
+        for source in ("generated", "prices") if options.part in ("effects", "all") else ():
             if options.source in (source, "both"):
                 effects(source, options.seeds, options.epochs, options.dates, work)
-        if options.part != "effects":
+        if options.part in ("store", "all"):
             same = store(options.rows, options.seconds, options.step_ms / 1000, work)
+        if options.part in ("sweep", "all"):
+            same &= sweep(options.rows, options.trials, work)
     return 0 if same else 1
 
 
