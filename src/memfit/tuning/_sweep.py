@@ -430,7 +430,7 @@ class Sweep:
             self._ended_canaries[trial.name] = trial
             if why := _why_bad(trial):
                 self.error = self.error or JobFailedError(
-                    f"{trial.name}, the trial before the search, {why}.",
+                    f"{trial.name}, the trial before the search, {why.rstrip('.')}.",
                     rule="a search starts when the config's own settings have trained 1 and 3 epochs.",
                     remedy=f"see why: memfit diagnose {self.run.job_dir(trial.job or trial.name)}",
                 )
