@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
+from memfit.jobs import Job, JobStatus, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
+from memfit.jobs._reservation import Reservation
 from memfit.memory import HOST, Budget, Device, Footprint, Others
 from memfit.testing import FakeBackend, FakeJob, ListSource
 
@@ -436,6 +437,53 @@ def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(tmp_p
     place = backend.submitted.index("large")
     assert 1 < place < 150
     assert backend.peak_bytes <= 1000
+
+
+def make_sized(tmp_path, sizes, **options):
+    """Jobs of one step whose sizes are known; the budget is 100."""
+    scripts = {name: FakeJob((size,) * 2) for name, size in sizes.items()}
+    params = {name: {"n": name} for name in sizes}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=100, slack=0.0, params=params, **options)
+    for name, size in sizes.items():
+        scheduler.admission.forecast.learn(like({"n": name}), Footprint(size))
+    scheduler.run()
+    return backend.submitted, events
+
+
+@pytest.mark.parametrize(
+    ("largest_first", "order"),
+    [(False, ["s1", "s2", "s3", "large", "middle"]), (True, ["large", "s1", "middle", "s2", "s3"])],
+)
+def test_the_largest_that_fits_starts_first_only_where_the_order_is_free(tmp_path, largest_first, order):
+    sizes = {"s1": 25, "s2": 25, "s3": 25, "large": 75, "middle": 50}
+    submitted, events = make_sized(tmp_path, sizes, largest_first=largest_first)
+    assert submitted == order
+    first = of_kind(events, "wait")[0]
+    assert (first["job"], first["on"]) == ("s2" if largest_first else "large", "memory")
+
+
+def test_a_small_job_that_two_larger_ones_passed_starts_as_soon_as_it_fits(tmp_path):
+    sizes = {"small": 20} | {f"large{i}": 90 for i in range(5)}
+    submitted, _ = make_sized(tmp_path, sizes, largest_first=True)
+    assert submitted == ["large0", "large1", "small", "large2", "large3", "large4"]
+
+
+def test_a_job_of_unknown_size_counts_as_the_largest(tmp_path):
+    scripts, params = {"a": FakeJob((10,)), "b": FakeJob((10,))}, {name: {"kind": name} for name in "ab"}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=100, params=params, stages={"b": "b"}, largest_first=True)
+    scheduler.admission.forecast.learn(like({"kind": "a"}), Footprint(10))
+    scheduler.run()
+    assert backend.submitted == ["b", "a"]
+
+
+def test_of_jobs_on_gpus_the_one_that_needs_more_there_is_the_larger(tmp_path):
+    scheduler, _, _, _ = make(tmp_path, {"a": FakeJob()}, limit=100)
+    known = Footprint(9)
+    one = Job("one", command=("true",), footprint=known, num_devices=1, device_bytes=2 * GIB)
+    two = replace(one, num_devices=2, device_bytes=GIB)
+    jobs = [replace(one, num_devices=0, device_bytes=None), one, replace(one, device_bytes=3 * GIB), two]
+    sizes = [scheduler.admission.size(Reservation(job, JobStatus(job.id, "pending"))) for job in jobs]
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.slow

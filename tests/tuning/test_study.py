@@ -250,6 +250,15 @@ def test_a_trial_reserves_more_than_it_takes_at_least_but_not_more_than_there_is
     assert 950 * MIB < Study.open(run).limits["host"] < 1.1 * 950 * MIB
 
 
+def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study):
+    estimates = {"name": "params.estimate_mib", "choices": [600, 700, 800]}
+    path = study({"epoch_seconds": 0.3}, {"space": [estimates], "num_slots": 3, "sampler": "random", "seed": 17})
+    result = tune(path)
+    assert [one.params["params.estimate_mib"] for one in trials_of(result)] == [800, 600, 700]
+    started = [one["job"] for one in events(RunDir(result.path), "admit") if ".fold" in one["job"]]
+    assert started == ["trial_0000.fold_1", "trial_0002.fold_1", "trial_0001.fold_1"]
+
+
 # Canaries
 
 

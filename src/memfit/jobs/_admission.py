@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -231,6 +232,11 @@ class LocalAdmission:
         expected = self.forecast.predict(job)
         least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
         return None if least is None or wanted is None else (least, wanted)
+
+    def size(self, entry: Reservation) -> tuple[float, ...]:
+        """Return what a job needs on its devices and on the host, to sort by; infinite where that is unknown."""
+        needs = (self.need(entry, kind) for kind in (DEVICE, HOST))
+        return entry.job.num_devices, *(math.inf if need is None else need[1] for need in needs)
 
     def waits_for_others(self, entry: Reservation) -> bool:
         """Return True if a job that does not fit will fit once other runs on this host have ended."""

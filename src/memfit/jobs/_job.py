@@ -325,6 +325,8 @@ class Policy:
         force: Admit without asking whether it fits, and without measuring one job first.
         retries: How often a job is restarted when it ran out of memory, its watcher died or it was preempted.
         proven_stages: Stages of which a job completed in an earlier run: ``first`` means ``continue`` for them.
+        largest_first: Start the largest of the waiting jobs that fit, unless two have passed the oldest. If false,
+            start the oldest that fits.
     """
 
     max_parallel: int | None = None
@@ -333,6 +335,7 @@ class Policy:
     force: bool = False
     retries: int = 2
     proven_stages: frozenset[str] = frozenset()
+    largest_first: bool = False
 
 
 class StopRequest:

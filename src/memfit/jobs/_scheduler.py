@@ -30,6 +30,8 @@ _LACK_SECONDS = 3.0
 _SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
+#: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
+_PASSED_ENOUGH = 2
 #: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
 _TOO_MANY_CPUS, _CROWDED_SECONDS = 1.5, 5.0
 #: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
@@ -44,7 +46,7 @@ class Scheduler:
     """Runs the jobs of a source on a backend, as many at once as the admission lets in.
 
     Args:
-        source: Hands over the jobs, in the order in which they start.
+        source: Hands over the jobs. They start in its order, or the largest first (``Policy.largest_first``).
         backend: Runs them.
         admission: Decides which of them may start.
         say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
@@ -252,19 +254,24 @@ class Scheduler:
             if wait := held or self.admission.why_none_starts():
                 self._wait(head, wait)
                 return
-            waits: list[Wait] = []
-            for entry in self._waiting[: _BACKFILL if self._num_passed < _MOST_PASSED else 1]:
+            waits: dict[str, Wait] = {}
+            candidates = self._waiting[: _BACKFILL if self._num_passed < _MOST_PASSED else 1]
+            if self.policy.largest_first:
+                candidates.sort(key=self.admission.size, reverse=True)
+                if self._num_passed >= _PASSED_ENOUGH:
+                    candidates.sort(key=lambda entry: entry is not head)
+            for entry in candidates:
                 found = self.admission.admit(entry)
                 if isinstance(found, Admitted):
                     self._num_passed = 0 if entry is head else self._num_passed + 1
                     self._start(entry, found)
                     break
-                waits.append(found)
+                waits[entry.job.id] = found
             else:
                 if self.admission.is_alone:
-                    self._refuse(head, waits[0])
+                    self._refuse(head, waits[head.job.id])
                 else:
-                    self._wait(head, waits[0])
+                    self._wait(head, waits[head.job.id])
                 return
 
     def _start(self, entry: Reservation, admitted: Admitted, *, is_adopted: bool = False) -> None:

@@ -126,10 +126,10 @@ class Supervisor:
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
-    def schedule(self, graph: Source, known: Known) -> dict[str, JobStatus]:
+    def schedule(self, graph: Source, known: Known, *, largest_first: bool = False) -> dict[str, JobStatus]:
         """Run the jobs of a graph to their ends, and return the last status of each that was started.
 
-        ``known`` are measured footprints with the stage and parameters of their jobs.
+        ``known`` are measured footprints with the stage and parameters of their jobs; ``largest_first`` as in Policy.
         """
 
         def say(kind: str, **fields: Any) -> None:
@@ -146,6 +146,7 @@ class Supervisor:
             force=self.force,
             retries=self.settings.retries,
             proven_stages=frozenset(unit.stage.name for unit in graph.all_units if unit.state in PASSED),
+            largest_first=largest_first,
         )
         is_shared = not self.backend.traits.queues_jobs
         claims = self.claims if is_shared else None

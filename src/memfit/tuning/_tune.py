@@ -219,7 +219,7 @@ def _search(
                 _write_best(run, settings, order_of, best)
 
         sweep.on_completed = keep_best
-        statuses = one.schedule(sweep, _known(sweep))
+        statuses = one.schedule(sweep, _known(sweep), largest_first=True)
         sweep.close()
         best = Study(run, order.settings.experiment, settings, limits).best
         if best is not None:
