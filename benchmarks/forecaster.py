@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -123,6 +122,10 @@ class ParquetDays:
         self._file, self._order, self._names = pq.ParquetFile(path), order, list(order.panel.feature_names)
         self._target = target
 
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch, as the loader does."""
+        self._order.set_epoch(epoch)
+
     def __len__(self) -> int:
         return len(self._order)
 
@@ -210,14 +213,9 @@ def sweep(num_rows: int, num_trials: int, work: Path) -> bool:
             f"{min(waits, default=0):.1%} to {max(waits, default=0):.1%}",
             flush=True,
         )
-    pairs = list(zip(ended["panel"], ended["parquet"], strict=True))
-    same = len(pairs) == num_trials and all(
-        a.state == b.state == "completed"
-        and a.params == b.params
-        and math.isclose(a.value or 0, b.value or 1, rel_tol=1e-6)
-        for a, b in pairs
-    )
-    print(f"the same trials, their losses equal to a millionth: {'met' if same else 'MISSED'}")
+    panel, parquet = ([(one.state, one.params, one.value) for one in ended[name]] for name in ("panel", "parquet"))
+    same = panel == parquet and [state for state, *_ in panel] == ["completed"] * num_trials
+    print(f"the same trials with the same losses: {'met' if same else 'MISSED'}")
     return same
 
 
