@@ -34,23 +34,16 @@ def pytest_configure(config):
 
 #: The files that take longest; they begin first, so that no process works alone at the end.
 _LONG = (
-    "workloads/test_recipes.py",
-    "workloads/test_video.py",
-    "forecaster/test_stages.py",
     "test_ranker_killed.py",
-    "slurm/test_runs.py",
-    "test_examples.py",
     "pipeline/test_run.py",
-    "training/test_trainer.py",
-    "tuning/test_study.py",
-    "finance/test_stages.py",
     "training/test_stop.py",
-    "tuning/test_kills.py",
+    "training/test_trainer.py",
+    "finance/test_stages.py",
+    "slurm/test_runs.py",
     "pipeline/test_stages.py",
-    "data/test_loader_footprint.py",
-    "cli/test_estimate.py",
-    "pipeline/test_places.py",
-    "cli/test_run.py",
+    "test_examples.py",
+    "training/test_fit.py",
+    "workloads/test_video.py",
 )
 
 

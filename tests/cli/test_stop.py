@@ -1,5 +1,6 @@
 """``memfit stop``: real runs and jobs are asked to stop from outside, with and without a supervisor."""
 
+import fcntl
 import os
 import re
 import signal
@@ -190,6 +191,27 @@ def test_a_lock_whose_holder_cannot_be_seen_is_told_and_not_taken_for_none(tmp_p
         with pytest.raises(UsageError, match="cannot be seen from here"):
             find_supervisor(run)
         assert process.poll() is None
+
+
+def test_a_request_that_a_beginning_job_forgets_is_made_again(tmp_path):
+    """A job that begins takes its lock, and then removes what an earlier attempt was asked."""
+    run = RunDir.create(tmp_path / "runs", "begins", "0" * 64)
+    folder = run.job_dir("fold_1")
+    folder.mkdir(parents=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    ticks = []
+
+    def begin(left):
+        ticks.append((folder / "stop_requested").exists())
+        if len(ticks) == 1:
+            (folder / "stop_requested").unlink()
+        else:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    stop(run, "fold_1", now=True, on_tick=begin)
+    os.close(lock)
+    assert ticks[:2] == [True, True] and (folder / "stop_requested").read_text() == "now\n"
 
 
 def test_interrupting_the_wait_leaves_the_request_standing(tmp_path):

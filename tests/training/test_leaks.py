@@ -151,3 +151,18 @@ def test_the_detector_leaves_the_random_state_alone():
     for _ in range(3):
         detector.end_epoch()
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_tensor_whose_size_is_a_symbol_is_left_out():
+    """As ``torch.compile`` keeps them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(7, 4), symbolic_context=context)
+    assert isinstance(fake.numel(), torch.SymInt)
+    detector, grown, leaks = LeakDetector(), [], []
+    for _ in range(6):
+        grown.append([object() for _ in range(200_000)])
+        leaks.append(detector.end_epoch())
+    assert any(leaks)

@@ -71,6 +71,9 @@ def stop(
         time.sleep(_STEP_SECONDS)
         # The supervisor may have been about to start a job.
         left = [one for one in running_jobs(run) if job_id in (None, one)]
+        for one in left:
+            if one in asked and not (run.job_dir(one) / STOP_REQUESTED).exists():
+                ask_to_stop(run.job_dir(one), now=now)  # it was asked while it began, which forgets earlier requests
         asked += [one for one in left if one not in asked]
     return [read_status(run, one) for one in asked]
 

@@ -142,7 +142,7 @@ def _census() -> _Census:
     tensors: Counter[tuple[str, int]] = Counter()
     for one in objects:
         if issubclass(type(one), torch.Tensor):  # isinstance() would ask foreign objects for their __class__
-            with suppress(RuntimeError, NotImplementedError):  # a tensor without one shape or storage
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # without one shape, size or storage
                 kind = f"Tensor {list(one.shape)} {one.dtype} on {one.device}"
                 tensors[kind, one.numel() * one.element_size()] += 1
     return tensors, {id(one): len(one) for one in objects if type(one) in _CONTAINERS and len(one) >= _LONG}
