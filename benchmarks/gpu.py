@@ -97,8 +97,8 @@ def devices() -> Rows:
         total, used, free = (used_bytes(field) for field in ("total", "used", "free"))
         yield Row("devices", "total", mib(told["total_bytes"]), mib(total), abs(told["total_bytes"] - total) < 2 * MIB)
         yield Row("devices", "free", mib(told["free_bytes"]), mib(free), abs(told["free_bytes"] - free) < 16 * MIB)
-        held = {one["pid"]: one["used_bytes"] for one in told["processes"]}
-        yield Row("devices", "a stranger's 3 GiB", str(told["processes"])[:90], f"pid {other.pid}", bool(held))
+        holds = any((one["used_bytes"] or 0) >= 3 * GIB for one in told["processes"])
+        yield Row("devices", "a stranger's 3 GiB", str(told["processes"])[:90], f"pid {other.pid}", holds)
         yield Row("devices", "foreign", mib(told["foreign_bytes"]), mib(used), told["foreign_bytes"] >= 3 * GIB)
     before = used_bytes()
     torch.empty(1, device="cuda")
@@ -568,20 +568,21 @@ def rows() -> Rows:
     """Batches of 16,384 and 32,768 rows: whole, and by accumulation under a fraction in which they do not fit."""
     with tempfile.TemporaryDirectory() as work:
         for size in (16384, 32768):
-            losses, texts = [], []
+            losses, texts, num_splits = [], [], 0
             for name, limit in (("whole", None), ("split", "5GiB")):
                 train = {"num_epochs": 1, "batch_size": size, "precision": "bf16-mixed", "microbatch_size": "auto"}
                 more: dict[str, Any] = {"stages": {"fold": {"gpu_memory": limit}}} if limit else {}
                 code, _, run = _forecast(Path(work), "run", f"{name}-{size}", {"train": train}, **more)
                 lines = [line for path in run.glob("events/*.jsonl") for line in path.read_text().splitlines()]
                 events = [json.loads(line) for line in lines]
-                splits = [one for one in events if one["kind"] == "microbatch"]
+                num_splits = sum(one["kind"] == "microbatch" for one in events)
                 states = [json.loads(path.read_text()) for path in run.glob("jobs/fold*/outcome*.json")]
                 on_device = [(one.get("footprint") or {}).get("device_bytes") for one in states]
                 done = [one for one in events if one["kind"] == "epoch"]
                 losses.append([round(one["train_loss"], 5) for one in done if "train_loss" in one])
-                texts.append(f"{name}: exit {code}, {len(splits)} splits, {on_device}")
-            holds = len(losses[0]) == len(losses[1]) > 0
+                texts.append(f"{name}: exit {code}, {num_splits} splits, {on_device}")
+            pairs = list(zip(*losses, strict=False))
+            holds = len(pairs) == 2 and num_splits > 0 and all(abs(b / a - 1) < 0.01 for a, b in pairs)
             yield Row("rows", f"{size:,} rows", "; ".join(texts)[:300], f"losses {losses}", holds)
 
 

@@ -16,7 +16,7 @@ def test_without_a_gpu_it_says_so():
     assert (done.returncode, done.stdout) == (2, "there is no GPU here\n")
 
 
-def test_what_is_measured_is_what_is_estimated():
+def test_a_case_is_estimated_without_a_gpu():
     words = [sys.executable, GPU, "--trace", "lstm, 64 x 256"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

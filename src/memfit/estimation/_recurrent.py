@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Numbers for each value of a layer's output: in the reserve and the output, of each layer; in the workspace, of all.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_KEPT = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
-_WORKSPACE = {"lstm": 5.1, "gru": 4.2, "rnn_tanh": 3.6, "rnn_relu": 3.6}
+#: By kind, numbers for each value of a layer's output: of each layer in reserve and output; of all in the workspace.
+RECURRENT = {"lstm": (6, 5.1), "gru": (7, 4.2), "rnn_tanh": (2, 3.6), "rnn_relu": (2, 3.6)}
 #: The workspace of two directions, and the share of it that the weights add.
 _OF_BOTH, _OF_WEIGHTS = 1.5, 1.3
 
@@ -56,9 +54,10 @@ def run_recurrent(kind: str, x: Tensor, state: Any, weights: Sequence[Tensor], *
     directions = 2 if is_bidirectional else 1
     output_size = directions * states[0].shape[-1]
     unit = x_TNF.shape[0] * x_TNF.shape[1] * directions * states[-1].shape[-1]  # an LSTM's output may be narrower
-    factor = _WORKSPACE[kind] * (_OF_BOTH if is_bidirectional else 1) + (num_layers - 1) * (dropout > 0)
+    kept, passing = RECURRENT[kind]
+    factor = passing * (_OF_BOTH if is_bidirectional else 1) + (num_layers - 1) * (dropout > 0)
     workspace = factor * unit + 2 * x.numel() + _OF_WEIGHTS * sum(one.numel() for one in weights)
-    reserve = (_KEPT[kind] * num_layers - 1) * unit if train else 0
+    reserve = (kept * num_layers - 1) * unit if train else 0
     sizes = output_size, reserve, int(workspace)
     output, *last = _Layers.apply(sizes, len(states), x_TNF, *states, *weights)  # type: ignore[no-untyped-call]
     return (output.transpose(0, 1) if is_batch_first else output, *last)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.jobs._folder import STOP_REQUESTED, ask_to_stop, is_held, read_status
+from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, ask_to_stop, is_held, read_status
 from memfit.jobs._job import JobStatus
 from memfit.memory import is_locked, live_jobs
 from memfit.rundir import RunDir, check_owner
@@ -72,8 +72,9 @@ def stop(
         # The supervisor may have been about to start a job.
         left = [one for one in running_jobs(run) if job_id in (None, one)]
         for one in left:
-            if one in asked and not (run.job_dir(one) / STOP_REQUESTED).exists():
-                ask_to_stop(run.job_dir(one), now=now)  # it was asked while it began, which forgets earlier requests
+            folder = run.job_dir(one)
+            if one in asked and not (folder / STOP_REQUESTED).exists() and not (folder / OUTCOME).exists():
+                ask_to_stop(folder, now=now)  # it was asked while it began, which forgets earlier requests
         asked += [one for one in left if one not in asked]
     return [read_status(run, one) for one in asked]
 
