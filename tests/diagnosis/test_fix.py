@@ -64,6 +64,15 @@ def test_only_the_memory_of_the_script_changes_when_a_node_was_over_its_limit(sc
     assert all(check.verdict == "ok" for check in fix.checks)
 
 
+@pytest.mark.parametrize("letter", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_comment_stays_one_line_whatever_it_holds(script, letter):
+    comment = f"# a page{letter}touch planted"
+    path = script()
+    path.write_bytes(SCRIPT.replace("\nsrun", f"\n{comment}\nsrun").encode())
+    fix = make_fix(path, diagnosis(), MEASURED)
+    assert comment in fix.text.split("\n") and "#SBATCH --mem=334G   # of each node" in fix.text
+
+
 def test_the_fixed_script_lies_beside_the_old_one_and_neither_is_overwritten(script, tmp_path):
     path = script()
     path.chmod(0o755)

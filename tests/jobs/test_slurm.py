@@ -1,6 +1,8 @@
 """The Slurm backend where the controller does not answer, by stand-ins of Slurm's tools; tests/slurm has a real one."""
 
+import json
 import os
+import shlex
 from itertools import pairwise
 
 import pytest
@@ -185,6 +187,37 @@ def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools
         "#SBATCH --constraint=a100",
     ]
     assert lines[-1].startswith("exec ") and lines[-1].endswith(f"--array {run_dir.path}/slurm/{token}.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["q ' x", 'q " x', "$(touch x)", "`touch x`", "$HOME", "%j", "%%A", "#x", "a;b", "a&b", "é\u2028"]
+)
+def test_a_run_in_any_folder_is_named_as_it_is_in_the_script(tools, tmp_path, name):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    run = RunDir.create(tmp_path / name, "queue", "0" * 64)
+    submit(SlurmBackend(run), "a")
+    (script,) = (run.path / "slurm").glob("*.sh")
+    *lines, command = script.read_text().removesuffix("\n").split("\n")
+    assert lines[0] == "#!/bin/sh" and all(line.startswith("#SBATCH --") for line in lines[1:])
+    (output,) = [line.partition("=")[2] for line in lines if "--output=" in line]
+    output = json.loads(output) if output.startswith('"') else output
+    assert output.removesuffix("/%A_%a.log").replace("%%", "%") == f"{run.path}/slurm"
+    assert shlex.split(command)[-3:] == [str(run.path), "--array", f"{run.path}/slurm/{script.stem}.json"]
+
+
+@pytest.mark.parametrize("letter", [*map(chr, range(1, 32)), "\x7f", "\\", "\udcff"])
+def test_what_no_batch_script_can_name_is_refused_before_any_job(tools, run_dir, tmp_path, letter):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    text = f"a{letter}touch${{IFS}}x"
+    for place in ("partition", "account", "qos", "time"):
+        with pytest.raises(UsageError, match="cannot be an option of sbatch"):
+            SlurmBackend(run_dir, SlurmOptions(**{place: text}))
+    with pytest.raises(UsageError, match="cannot be an option of sbatch"):
+        SlurmBackend(run_dir, by_stage={"fold": SlurmOptions(extra=(f"--comment={text}",))})
+    run = RunDir.create(tmp_path / text, "queue", "0" * 64)
+    with pytest.raises(UsageError, match="--runs-dir"):
+        SlurmBackend(run)
+    assert not (tmp_path / "calls").exists()
 
 
 def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):

@@ -219,6 +219,18 @@ def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path)
     assert cluster.wait(number) == ["COMPLETED"]
 
 
+def test_a_run_in_a_folder_with_quotes_and_patterns_completes_and_a_line_break_is_refused(start, tmp_path):
+    folder = tmp_path / "q 'x\" %j #1 $(touch planted) é"
+    words = ("run", "--backend", "slurm", "--memory", "60MiB", "--name", "odd", "--runs-dir")
+    code, out = finish(start(*words, str(folder), "--", "true"))
+    assert code == 0, out
+    (run,) = RunDir.all(folder, "odd")
+    assert len([*(run.path / "slurm").glob("*_0.log")]) == 1
+    code, out = finish(start(*words, str(tmp_path / "a\ntouch${IFS}planted\n"), "--", "true"))
+    assert code == 2 and "cannot be an option of sbatch" in out
+    assert not [*tmp_path.rglob("planted")]
+
+
 def test_a_function_is_not_given_several_nodes(start, tmp_path):
     (tmp_path / "work.py").write_text("def train(n: int = 1):\n    return {'n': n}\n")
     code, out = finish(start("run", "work:train", "--backend", "slurm", "--set", "slurm.nodes=2"))

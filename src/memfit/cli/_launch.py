@@ -51,6 +51,12 @@ def launch(
             rule="Slurm takes batch scripts only.",
             remedy="leave --format out",
         )
+    if config.is_file() and not {"target", "stages"}.isdisjoint(settings.read_file(config)):
+        raise UsageError(
+            f"{config} is a config of memfit run.",
+            rule="memfit launch takes a file of its own, whose command may start that config.",
+            remedy=f"write a file with these three lines: name: job, command: memfit run {config}, memory: 4GiB",
+        )
     found = settings.resolve(LaunchConfig, file=config, env={}, overrides=set_ or []).value
     made = Launch.of(found, _measured(measured) if measured is not None else None, format_)
     notes = [_check_room(made, format_)]

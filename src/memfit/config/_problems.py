@@ -61,7 +61,10 @@ def report(problems: Sequence[ConfigError]) -> ConfigError:
     """Return one error for all problems."""
     if len(problems) == 1:
         return problems[0]
-    lines = [f"  - {problem.what.removesuffix('.')}: {problem.remedy}" for problem in problems]
+    by_remedy: dict[str, list[str]] = {}
+    for problem in problems:
+        by_remedy.setdefault(problem.remedy, []).append(problem.what.removesuffix("."))
+    lines = [f"  - {'; '.join(whats)}: {remedy}" for remedy, whats in by_remedy.items()]
     return ConfigError(
         "\n".join((f"{len(problems)} settings cannot be used:", *lines)),
         rule=f"all settings are checked at once; {OVERRIDE} counts before the environment, that before the file.",

@@ -130,7 +130,7 @@ def parse_script(text: str) -> BatchScript:
     >>> script.find("bf16").value
     'true'
     """
-    lines = tuple(text.splitlines())
+    lines = tuple(re.split(r"\r?\n", text.removesuffix("\n")))  # no others, as for the shell
     given: list[Setting] = []
     settings: list[Setting] = []
     env: dict[str, Setting] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import shlex
 import sys
@@ -159,6 +160,8 @@ class SlurmBackend(FollowingBackend[_Followed]):
         super().__init__(run, grace_seconds)
         self.options, self.by_stage = options or SlurmOptions(), by_stage or {}
         self.max_parallel, self.now = max_parallel, now
+        for one in (self.options, *self.by_stage.values()):  # refused here, before any job
+            self._script(_Array(run.path / "slurm/0.json", "mf", []), None, 1, one)
         self.traits = Traits(queues_jobs=True, enforces_memory=True, patience_seconds=_LATEST_SECONDS)
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
@@ -237,7 +240,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
                 "signal": f"B:TERM@{math.ceil(self.grace_seconds) + 60}",
                 "no-requeue": None,
                 "open-mode": "append",
-                "output": str(array.path.parent / "%A_%a.log"),
+                "output": str(array.path.parent).replace("%", "%%") + "/%A_%a.log",
             },
             options.extra,
             f"exec {shlex.join([sys.executable, *_SHIM, str(self.run.path), '--array', str(array.path)])}",
@@ -413,11 +416,19 @@ def render_script(options: Mapping[str, str | None], extra: Sequence[str], body:
     exec python train.py
     <BLANKLINE>
     """
+    # A backslash in the name of a log turns %A_%a off.
+    given = [text for text in (*options.values(), *extra) if text]
+    if bad := [text for text in given if re.search(r"[\x00-\x1f\x7f\\\ud800-\udfff]", text)]:
+        raise UsageError(
+            f"{bad[0]!r} cannot be an option of sbatch.",
+            rule="an option is UTF-8 text without line breaks, other control characters and backslashes.",
+            remedy="correct the settings below slurm:, or name another folder for the runs: --runs-dir FOLDER",
+        )
     lines = ["#!/bin/sh"]
     for name, value in options.items():
         if value is None:
             lines.append(f"#SBATCH --{name}")
         elif value:
-            lines.append(f"#SBATCH --{name}={json.dumps(value) if ' ' in value else value}")
-    lines += [f"#SBATCH {option}" for option in extra]
-    return "\n".join([*lines, body, ""])
+            quoted = value if re.fullmatch(r"[\w%+=:,./@-]*", value) else json.dumps(value, ensure_ascii=False)
+            lines.append(f"#SBATCH --{name}={quoted}")
+    return "\n".join([*lines, *(f"#SBATCH {option}" for option in extra), body, ""])

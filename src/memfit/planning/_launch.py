@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from posixpath import join, normpath
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError, DoesNotFitError
@@ -37,15 +39,18 @@ _LEAST_SHM_BYTES = 64 * MIB
 _WATCHING_BYTES = SHIM_BYTES + 96 * MIB
 #: Slurm may send a signal up to a minute early.
 _EARLY_SECONDS = 60
-_MOST_REQUEUES = 20
+_MOST_REQUEUES, _MOST_RESTARTS = 20, 5
+_HOME = "/work"  # where the code lies in an image
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 _Count = Annotated[int, Field(ge=1)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
+_Folder = Annotated[str, Field(pattern=r"^[\w./][\w./ +@=,-]*$")]
 
 
 class LaunchMemory(Settings):
-    """What the training takes on the host; give ``rank`` or ``node``.
+    """What the training takes on the host; give ``rank`` or ``node``, or a size alone, which is that of one rank.
 
     Attributes:
         rank: The peak of one rank with its loader workers and their batches in /dev/shm.
@@ -60,13 +65,20 @@ class LaunchMemory(Settings):
     slack: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
 
 
+def _split(command: object) -> object:
+    """Split a command that is one text; refuse what only a shell does."""
+    if isinstance(command, str) and re.search(r"[;&|<>$`]", command):
+        raise ValueError("no shell reads the command: give a list of words, such as [sh, -c, 'a && b']")
+    return shlex.split(command) if isinstance(command, str) else command
+
+
 class LaunchConfig(Settings):
     """A training that is to be started elsewhere.
 
     Attributes:
         schema_version: The version of this format.
         name: Names the job, the service and its runs.
-        command: The command of one rank, as a list of words.
+        command: The command of one rank, as one text or as a list of words.
         num_nodes, ranks_per_node, gpus_per_node: The shape of the job.
         start_with: ``torchrun`` starts the ranks of a node, or Slurm starts each as a task (``srun``), as Lightning and
             Accelerate expect it.
@@ -79,7 +91,9 @@ class LaunchConfig(Settings):
         checkpoint_seconds: How long the training takes to save and end after SIGTERM.
         slurm: Where a batch script runs.
         image: The image that a container starts from.
-        requirements: The file of packages that the image gets.
+        requirements: The file of packages that the image gets, memfit among them.
+        data: Folders that the training reads. A container gets them read-only.
+        outputs: Folders that it writes beside ``runs``, such as ``checkpoints``.
         env: Variables and their values. No secrets.
         secrets: Names of variables that whoever starts the job has set.
         cuda_allocator: The settings of torch's CUDA allocator.
@@ -87,7 +101,7 @@ class LaunchConfig(Settings):
 
     schema_version: Literal[1] = 1
     name: _Name
-    command: Annotated[list[str], Field(min_length=1)]
+    command: Annotated[list[Annotated[str, Field(pattern=r"^[^\x00]*$")]], Field(min_length=1), BeforeValidator(_split)]
     num_nodes: _Count = 1
     ranks_per_node: _Count = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -95,17 +109,21 @@ class LaunchConfig(Settings):
     num_workers: Annotated[int, Field(ge=0)] = 0
     batch_bytes: ByteSize = ByteSize(0)
     prefetch_factor: _Count = 2
-    memory: LaunchMemory = LaunchMemory()
+    memory: Annotated[
+        LaunchMemory, BeforeValidator(lambda one: {"rank": one} if isinstance(one, str | int) else one)
+    ] = LaunchMemory()
     num_epochs: _Count | None = None
     epoch_seconds: Annotated[float, Field(gt=0)] | None = None
     time: str = ""
     checkpoint_seconds: Annotated[float, Field(gt=0)] = 60.0
     slurm: SlurmPlace = SlurmPlace()
-    image: str = ""
-    requirements: str = "requirements.txt"
-    env: dict[_Variable, str] = Field(default_factory=dict)
+    image: Annotated[str, Field(pattern=r"^(\w[\w./:@-]*)?$")] = ""
+    requirements: Annotated[str, Field(pattern=r"^([\w./][\w./+-]*)?$")] = "requirements.txt"
+    data: list[_Folder] = Field(default_factory=list)
+    outputs: list[_Folder] = Field(default_factory=list)
+    env: dict[_Variable, _Line] = Field(default_factory=dict)
     secrets: list[_Variable] = Field(default_factory=list)
-    cuda_allocator: str | None = None
+    cuda_allocator: _Line | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,7 @@ class Launch:
         _check(config)
         own, why = _private(config, measured)
         shared = measured.shared_bytes if measured and not config.memory.shared else config.memory.shared
-        watching = _WATCHING_BYTES if form == "sbatch" and config.start_with == "torchrun" else 0
+        watching = _WATCHING_BYTES if form != "sbatch" or config.start_with == "torchrun" else 0
         size = math.ceil(own * (1 + config.memory.slack)) + shared + watching
         if config.memory.slack:
             why += f", {config.memory.slack:.0%} more"
@@ -203,7 +221,7 @@ class Launch:
             "sbatch": self._sbatch,
             "compose": self._compose,
             "dockerfile": self._dockerfile,
-            "dockerignore": lambda: "\n".join([*_NOT_IN_IMAGES, ""]),
+            "dockerignore": lambda: "\n".join([*_NOT_IN_IMAGES, *self.config.data, *self.config.outputs, ""]),
             "env": self._env,
         }
         return writers[form]()
@@ -231,8 +249,7 @@ class Launch:
             "open-mode": "append",
             "output": f"{config.name}_%j.log",
         }
-        notes = [f"# memory: {self.memory_why}"]
-        notes += [f"# time: {self.time_why}"] if self.time_why else []
+        notes = [f"# memory: {self.memory_why}", *([f"# time: {self.time_why}"] if self.time_why else [])]
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self._variables().items()]
         needed = [f': "${{{name}:?set it before sbatch}}"' for name in config.secrets]
         again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
@@ -265,36 +282,44 @@ class Launch:
                     '--rdzv-endpoint="$RENDEZVOUS" --max-restarts=0'
                 )
             words = f"{head} {rendezvous} {shlex.join(_without_python(config.command))}"
-        # All nodes start again together, so memfit restarts none by itself.
-        run = f"exec memfit run --retries 0 --name {config.name}-$SLURM_JOB_ID-$SLURM_NODEID -- {words}"
-        return [*lines, f"{step} sh -c {shlex.quote(run)}"]
+        if not _is_memfit(config.command):
+            # All nodes start again together, so memfit restarts none by itself.
+            flags = f"--retries 0 --grace {config.checkpoint_seconds:g}"
+            words = f"memfit run {flags} --name {config.name}-$SLURM_JOB_ID-$SLURM_NODEID -- {words}"
+        return [*lines, f"{step} sh -c {shlex.quote(f'exec {words}')}"]
 
     def _local(self) -> list[str]:
-        """Return the command in a container: all ranks of one node."""
-        config = self.config
-        if config.ranks_per_node == 1:
-            return list(config.command)
-        head = ["torchrun", "--standalone", f"--nproc-per-node={config.ranks_per_node}"]
-        return [*head, *_without_python(config.command)]
+        """Return the command in a container: all ranks of one node, under memfit."""
+        config, words = self.config, self.config.command
+        if config.ranks_per_node > 1:
+            words = ["torchrun", "--standalone", f"--nproc-per-node={config.ranks_per_node}", *_without_python(words)]
+        elif _is_memfit(words):
+            return words
+        return ["memfit", "run", "--grace", f"{config.checkpoint_seconds:g}", "--name", config.name, "--", *words]
 
     def _compose(self) -> str:
         config = self.config
         memory, shm = (write_size(size, ("g", "m")) for size in (self.memory_bytes, self.shm_bytes))
-        secrets = {name: f"${{{name}:?set it in the environment or in .env}}" for name in config.secrets}
-        service: dict[str, Any] = {"image": config.name} if not config.image else {}
-        service |= {"build": "."} if config.image else {}
+        last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in config.secrets}
+        last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
+        folders = {"runs": ""} | dict.fromkeys(config.outputs, "") | dict.fromkeys(config.data, ":ro")
+        service: dict[str, Any] = {"build": "."} if config.image else {"image": config.name}
         service |= {
-            "command": self._local(),
+            "command": [word.replace("$", "$$") for word in self._local()],
+            "restart": f"on-failure:{_MOST_RESTARTS}",
+            "volumes": [f"{join('.', one)}:{normpath(join(_HOME, one))}{mode}" for one, mode in folders.items()],
             "mem_limit": memory,
             "memswap_limit": memory,
             "shm_size": shm,
-            "environment": {name: value.replace("$", "$$") for name, value in self._variables().items()} | secrets,
-            "stop_grace_period": f"{math.ceil(config.checkpoint_seconds)}s",
+            "environment": {name: value.replace("$", "$$") for name, value in self._variables().items()} | last,
+            "stop_grace_period": f"{math.ceil(config.checkpoint_seconds) + 10}s",
         }
         if config.gpus_per_node:
             devices = [{"driver": "nvidia", "count": config.gpus_per_node, "capabilities": ["gpu"]}]
             service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
         notes = [
+            f"# restart: after a stop (exit code 75), a kill or an error, {_MOST_RESTARTS} times at most; it goes on",
+            "# volumes: these folders outlive the container; data: and outputs: name more of them",
             f"# mem_limit: {self.memory_why}",
             "# memswap_limit: the same, so no swap",
             f"# shm_size: {self.shm_why}; it counts towards mem_limit",
@@ -310,22 +335,23 @@ class Launch:
                 rule="an image starts from another one, such as pytorch/pytorch.",
                 remedy="name it: --set image=pytorch/pytorch:2.9.0-cuda12.8-cudnn9-runtime",
             )
-        lines = [f"FROM {config.image}", "WORKDIR /work"]
-        if config.requirements:
-            lines += [f"COPY {config.requirements} .", f"RUN pip install --no-cache-dir -r {config.requirements}"]
+        lines, packages = [f"FROM {config.image}", f"WORKDIR {_HOME}"], config.requirements
+        if packages:
+            lines += [f"COPY {packages} {packages}", f"RUN pip install --no-cache-dir -r {packages}"]
         lines += [
+            "RUN memfit --version  # the command runs under it",
             "# Write .dockerignore first (--format dockerignore): without it the image holds .env and .git.",
             "COPY . .",
         ]
-        lines += [f"ENV {name}={_dockers(value)}" for name, value in self._variables().items()]
+        guarded = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in self._variables().items()}
+        lines += [f'ENV {name}="{value}"' for name, value in guarded.items()]
         if config.secrets:
             lines += [f"# Set when it is started, never here: {', '.join(config.secrets)}"]
         return "\n".join([*lines, f"CMD {json.dumps(self._local())}", ""])
 
     def _env(self) -> str:
-        lines = ["# For docker compose: fill in, and keep it out of version control."]
-        lines += [f"{name}=" for name in self.config.secrets]
-        return "\n".join([*lines, *(f"{name}={value}" for name, value in self._variables().items()), ""])
+        head = "# For docker compose: fill in, and keep it out of version control."
+        return "\n".join([head, *(f"{name}=" for name in self.config.secrets), ""])
 
 
 def _check(config: LaunchConfig) -> None:
@@ -351,7 +377,7 @@ def _private(config: LaunchConfig, measured: Measured | None) -> tuple[int, str]
     if memory.node is not None and memory.rank is None:
         return memory.node, f"{format_bytes(memory.node)} for all ranks of a node"
     if memory.node is None and measured is not None:
-        return measured.node_bytes, f"{format_bytes(measured.node_bytes)} measured in {measured.where}"
+        return measured.node_bytes, f"{format_bytes(measured.node_bytes)} measured in {measured.where!r}"
     raise ConfigError(
         "memory.rank and memory.node are both given." if memory.node else "the memory of the training is not known.",
         rule="a request follows from the peak of one rank, or of all ranks of a node.",
@@ -364,17 +390,11 @@ def _time(config: LaunchConfig, measured: Measured | None) -> tuple[str, str]:
     if config.time or not config.num_epochs or not seconds:
         return config.time, ""
     total = math.ceil(config.num_epochs * seconds * (1 + config.memory.slack) / 60) * 60
-    why = f"{config.num_epochs} epochs of {seconds:.0f} s, {config.memory.slack:.0%} more"
-    return format_time(total), why
+    return format_time(total), f"{config.num_epochs} epochs of {seconds:.0f} s, {config.memory.slack:.0%} more"
 
 
-def _dockers(value: str) -> str:
-    r"""Return a value as a Dockerfile takes it, where ``$`` would name a variable.
-
-    >>> _dockers('a "$b"')
-    '"a \\"\\$b\\""'
-    """
-    return json.dumps(value).replace("$", "\\$")
+def _is_memfit(command: list[str]) -> bool:
+    return command[0].rpartition("/")[2] == "memfit" or command[1:3] == ["-m", "memfit"]
 
 
 def _without_python(command: list[str]) -> list[str]:
