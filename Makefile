@@ -30,11 +30,11 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing memfit and PyTorch into $(VENV): one to three minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[ranker]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[torch]' scikit-learn
 	@touch $@
 
-demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with it (ARGS=--new trains them again)
-	@$(BIN)/python -m compileall -q src
+demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with it; kill one, and go on
+	@echo "compiling memfit" && $(BIN)/python -m compileall -q src/memfit examples/images
 	@$(BIN)/python benchmarks/demo.py $(ARGS)
 
 test: install ## run the test suite in four processes, as many tests wait; names what was skipped and why (ARGS are handed to pytest)

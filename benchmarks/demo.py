@@ -1,47 +1,53 @@
-"""Five folds under one memory limit, twice: without memfit the kernel kills some, with memfit all of them finish.
+"""Five folds under one memory limit: without memfit the kernel kills some, with memfit all of them finish.
 
-    python benchmarks/demo.py [--limit 900MiB] [--svg FILE] [--new]
+    python benchmarks/demo.py [--limit 900MiB] [--svg FILE]
 
-Each fold trains a small stock ranker on eleven years of real prices. *Without memfit* five processes start at once and
-each builds its own data, as people write it. *With memfit* one command runs the same folds under the same limit.
+Each fold trains a small network on images of handwritten digits (`examples/images`).
 
-A real limit needs root and a memory control group. Elsewhere the script says so, and runs the folds with memfit alone.
+1. *Without memfit* five processes start at once, and each makes its own images. What the kernel killed runs again, one
+   after the other, as one would do by hand.
+2. *With memfit* one command runs the same folds under the same limit.
+3. A fold is killed with SIGKILL in the middle. The same command goes on, to the same weights.
+
+A real limit needs root and a memory control group. Elsewhere the script says so, and shows memfit's part alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from pyarrow import feather
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from limited import Limited, find_parent
-from memfit import config
 from memfit.memory import read_series
-from memfit.pipeline import RunConfig, context_of
 from memfit.reports import COLOURS, Frame, Layer, draw_stack
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration, parse_bytes
 
-CONFIG = Path("src/memfit_workloads/ranker/config.yaml")
+EXAMPLE = Path("examples/images")
+CONFIG = EXAMPLE / "config.yaml"
 PICTURE = Path("docs/folds.svg")
+MEMFIT = str(Path(sys.executable).with_name("memfit"))
 FOLDS = range(1, 6)
-#: How the demo runs the folds: nothing after them, and the gate behind the first fold is skipped.
-WORDS = ["--until", "fold", "--skip", "health"]
 INTERVAL_SECONDS = 0.25
+#: The fold that is killed and goes on.
+KILLED_FOLD = 1
 _WIDTH, _HEIGHT = 470, 250
 
 
@@ -50,58 +56,94 @@ class Seen:
     """What a way of running the folds came to.
 
     Attributes:
-        finished: The folds that finished.
+        finished: The folds that finished at the first try.
         killed: The folds that the kernel killed, with the seconds after which it did.
-        seconds: How long all of it took.
+        seconds: How long the first try took.
+        again_seconds: How long the killed folds took when they ran again.
         memory: For each fold its private memory: pairs of seconds and bytes.
     """
 
     finished: list[int] = field(default_factory=list)
     killed: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
+    again_seconds: float = 0.0
     memory: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {fold: [] for fold in FOLDS})
 
 
-def train_alone(fold: int) -> None:
-    """Build the data and train one fold, as a plain script does."""
-    from memfit_workloads.ranker.stages import train_fold
+class Plain:
+    """Plain processes, one for each fold, under a limit, with a table of what they do now."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        whole = config.resolve(RunConfig, file=CONFIG, env={}, overrides=[f"panels_dir={folder}/panels"])
-        context, params = context_of(whole.value.target, whole, "fold", Path(folder), unit=str(fold))
-        train_fold(context, params)
+    def __init__(self, group: Limited, console: Console, seen: Seen) -> None:
+        self.group, self.console, self.seen = group, console, seen
+        self.said = dict.fromkeys(FOLDS, "")
+        self.bytes = dict.fromkeys(FOLDS, 0.0)
 
-
-def run_without(group: Limited, console: Console) -> Seen:
-    """Start five processes at once under the limit and watch them."""
-    seen, env, started = Seen(), os.environ | {"OMP_NUM_THREADS": "1"}, time.monotonic()
-    options = {"env": env, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    running = {
-        fold: group.start([sys.executable, __file__, "--fold", str(fold)], **options) for fold in FOLDS
-    }  # fmt: skip
-    try:
-        with console.status("five processes start") as status:
+    def run(self, folds: Sequence[int], *, is_again: bool = False) -> list[int]:
+        """Start these folds at once, wait for all of them, and return those that the kernel killed."""
+        started, killed = time.monotonic(), []
+        running = {fold: self._start(fold) for fold in folds}
+        try:
             while running:
                 time.sleep(INTERVAL_SECONDS)
                 now = time.monotonic() - started
                 for fold, process in list(running.items()):
-                    seen.memory[fold].append((now, _private_bytes(process.pid)))
+                    self.bytes[fold] = _private_bytes(process.pid)
+                    if not is_again:
+                        self.seen.memory[fold].append((now, self.bytes[fold]))
                     if process.poll() is None:
                         continue
                     del running[fold]
-                    if process.returncode == 0:
-                        seen.finished.append(fold)
-                        console.print(f"  fold {fold} finished after {format_duration(now)}")
-                    else:
-                        seen.killed[fold] = now
-                        console.print(f"  fold {fold} [red]was killed by the kernel[/red] after {format_duration(now)}")
-                used = sum(seen.memory[fold][-1][1] for fold in running)
-                status.update(f"{len(running)} of 5 running, {format_bytes(int(used))} used, {format_duration(now)}")
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    seen.seconds = time.monotonic() - started
+                    if process.returncode != 0:
+                        killed.append(fold)
+                        self.seen.killed.setdefault(fold, now)
+                    how = "[red]was killed by the kernel[/red]" if process.returncode else "finished"
+                    self._say(fold, f"{how} after {format_duration(now)}")
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+        return killed
+
+    def _start(self, fold: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(EXAMPLE / "plain.py"), "--fold", str(fold)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._say(fold, "starts")
+        process = self.group.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        threading.Thread(target=self._listen, args=(fold, process), daemon=True).start()
+        return process
+
+    def _listen(self, fold: int, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            self._say(fold, line.strip())
+
+    def _say(self, fold: int, text: str) -> None:
+        self.said[fold] = text
+        if not self.console.is_terminal:
+            self.console.print(f"  fold {fold} {text}")
+
+    def __rich__(self) -> Table:
+        table = Table("", "", "memory", box=None, pad_edge=False)
+        for fold, text in self.said.items():
+            table.add_row(f"  fold {fold}", text, format_bytes(int(self.bytes[fold])) if self.bytes[fold] else "")
+        return table
+
+
+def run_without(group: Limited, console: Console) -> Seen:
+    """Start five processes at once under the limit; then run again what was killed, one after the other."""
+    seen = Seen()
+    plain, started = Plain(group, console, seen), time.monotonic()
+    with Live(plain, console=console, refresh_per_second=4) if console.is_terminal else nullcontext():
+        plain.run(FOLDS)
+        seen.seconds = time.monotonic() - started
+        seen.finished = [fold for fold in FOLDS if fold not in seen.killed]
+    if seen.killed:
+        folds = ", ".join(map(str, sorted(seen.killed)))
+        console.print(f"\n  What was killed must run again, one after the other: folds {folds}")
+    plain, started = Plain(group, console, seen), time.monotonic()
+    with Live(plain, console=console, refresh_per_second=4) if console.is_terminal else nullcontext():
+        for fold in sorted(seen.killed):
+            plain.run([fold], is_again=True)
+    seen.again_seconds = time.monotonic() - started if seen.killed else 0.0
     return seen
 
 
@@ -113,24 +155,73 @@ def _private_bytes(pid: int) -> float:
     return 0.0
 
 
-def run_with(group: Limited | None, words: Sequence[str]) -> tuple[Seen, RunDir, int]:
-    """Run the same folds with one command, and read what it left."""
-    command = [str(Path(sys.executable).with_name("memfit")), "run", str(CONFIG), *WORDS, *words]
-    started = time.monotonic()
-    process = subprocess.Popen(command, text=True) if group is None else group.start(command)
+def start_memfit(group: Limited | None, words: Sequence[str]) -> subprocess.Popen[str]:
+    """Start ``memfit run`` on the five folds."""
+    command = [MEMFIT, "run", str(CONFIG), *words]
+    return subprocess.Popen(command, text=True) if group is None else group.start(command)
+
+
+def wait_for(process: subprocess.Popen[str]) -> int:
+    """Wait for memfit; after Ctrl-C it has the signal too, and stops its jobs at a checkpoint."""
     try:
-        code = process.wait()
-    except KeyboardInterrupt:  # memfit has got the signal too: it stops its jobs at a checkpoint
+        return process.wait()
+    except KeyboardInterrupt:
         process.wait()
         raise
-    whole = config.resolve(RunConfig, file=CONFIG, env={}).value
-    run = RunDir.all(whole.runs_dir, whole.experiment)[0]
+
+
+def run_with(group: Limited | None) -> tuple[Seen, RunDir, int]:
+    """Run the same folds with one command, and read what it left."""
+    started = time.monotonic()
+    code = wait_for(start_memfit(group, ["--new"]))
+    run = RunDir.all(Path("runs"), "images")[0]
     seen = Seen(seconds=time.monotonic() - started)
     series = {fold: read_series(run.job_dir(f"fold_{fold}") / "memory.jsonl") for fold in FOLDS}
-    start = min(samples[0].time for samples in series.values())
+    start = min((samples[0].time for samples in series.values() if samples), default=0.0)
     seen.memory = {fold: [(one.time - start, one.private_bytes) for one in own] for fold, own in series.items()}
     seen.finished = [fold for fold in FOLDS if run.manifest_path("fold", f"fold_{fold}").exists()]
     return seen, run, code
+
+
+def digest(run: RunDir) -> str:
+    """Return the SHA-256 of the killed fold's result and weights, as its manifest holds it."""
+    path = run.manifest_path("fold", f"fold_{KILLED_FOLD}")
+    return str(json.loads(path.read_text())["digest"]) if path.exists() else "none"
+
+
+def kill_and_go_on(group: Limited | None, whole: RunDir, console: Console) -> int:
+    """Kill a fold and its memfit with SIGKILL in the middle, give the same command again, and compare the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--units", str(KILLED_FOLD), "--runs-dir", folder]
+        process = start_memfit(group, words)
+        with _killed_at_the_end(process):
+            while process.poll() is None and not _has_trained_an_epoch(Path(folder)):
+                time.sleep(0.05)
+        console.print("\n[red]SIGKILL to memfit and to the fold.[/red] The same command again:\n")
+        code = wait_for(start_memfit(group, words))
+        killed, unbroken = digest(RunDir.all(Path(folder), "images")[0]), digest(whole)
+    verdict = "the same weights" if killed == unbroken else "[red]OTHER weights[/red]"
+    console.print(f"\nSHA-256 unbroken {unbroken[:16]}, killed and continued {killed[:16]}: {verdict}", soft_wrap=True)
+    return code or int(killed != unbroken)
+
+
+def _has_trained_an_epoch(folder: Path) -> bool:
+    return any(event["kind"] == "epoch" for run in RunDir.all(folder, "images") for event in run.events())
+
+
+@contextmanager
+def _killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the process and all that it started with SIGKILL, the supervisor first, as a lost machine would."""
+    try:
+        yield
+    finally:
+        mine = [process.pid]
+        with suppress(psutil.Error):
+            mine += [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+        for pid in mine:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def draw(without: Seen, with_it: Seen, limit: int) -> str:
@@ -172,65 +263,79 @@ def _layers(seen: Seen, end: float, num_points: int = 200) -> list[Layer]:
     return layers
 
 
-def report(without: Seen | None, with_it: Seen, run: RunDir, console: Console) -> None:
-    """Print both ways side by side, and what the folds' scores mean."""
-    table = Table("", *(["without memfit"] if without else []), "with memfit", box=None, pad_edge=False)
+def report(without: Seen | None, with_it: Seen, console: Console) -> None:
+    """Print both ways side by side, the second try of what was killed included."""
     ways = [one for one in (without, with_it) if one is not None]
-    table.add_row("folds finished", *(f"{len(one.finished)} of 5" for one in ways))
+    table = Table("", *(["without memfit"] if without else []), "with memfit", box=None, pad_edge=False)
+    table.add_row("folds finished at once", *(f"{len(one.finished)} of 5" for one in ways))
     table.add_row("killed by the kernel", *(str(len(one.killed)) for one in ways))
     table.add_row("time", *(format_duration(one.seconds) for one in ways))
+    table.add_row("killed folds, run again", *(_seconds(one.again_seconds) for one in ways))
+    table.add_row("until all five are done", *(format_duration(one.seconds + one.again_seconds) for one in ways))
     console.print(table)
-    found = feather.read_table(run.path / "kfold_results.feather")["rank_ic"].to_pylist()
-    mean = sum(found) / len(found)
-    error = (sum((one - mean) ** 2 for one in found) / (len(found) - 1) / len(found)) ** 0.5
-    console.print(
-        f"\nRank IC of the five folds: {mean:+.4f} ± {error:.4f}. This small model shows no skill on twenty large "
-        "stocks,\nand none was expected: the demo is about memory. memfit report shows this run.",
-        soft_wrap=True,
-    )
+    if without and with_it.seconds > without.seconds + without.again_seconds:
+        more = format_duration(with_it.seconds - without.seconds - without.again_seconds)
+        console.print(
+            f"memfit took {more} longer: it measured the first fold before it started the others.", soft_wrap=True
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return format_duration(seconds) if seconds else "-"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--limit", default="900MiB", help="the memory limit of both ways (default: 900MiB)")
     parser.add_argument("--svg", type=Path, help="draw both ways into this file")
-    parser.add_argument("--new", action="store_true", help="run the folds again instead of keeping their results")
-    parser.add_argument("--fold", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.fold:
-        train_alone(options.fold)
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console, limit, parent, words = Console(), parse_bytes(options.limit), find_parent(), ["--new"] * options.new
-    command = shlex.join(["memfit", "run", str(CONFIG), *WORDS, *words])
+    console, limit, parent = Console(), parse_bytes(options.limit), find_parent()
+    without, kills = None, 0
     if parent is None:
         console.print(
             "memfit may not set a memory limit here, so nothing is killed on purpose.\n"
-            f"{PICTURE} shows the same five folds under a limit, without and with memfit.\n\n[bold]$ {command}[/bold]"
+            f"{PICTURE} shows the same five folds under a limit, without and with memfit."
         )
-        with_it, run, code = run_with(None, words)
-        report(None, with_it, run, console)
-        return code
-    console.print(
-        f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold] (all: three minutes)"
-    )
-    with Limited(parent, limit) as group:
-        without = run_without(group, console)
+    else:
+        console.print(
+            f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold]\n"
+            f"$ for f in 1 2 3 4 5; do python {EXAMPLE}/plain.py --fold $f & done; wait",
+            soft_wrap=True,
+        )
+        with Limited(parent, limit) as group:
+            without = run_without(group, console)
+    command = shlex.join(["memfit", "run", str(CONFIG)])
     console.print(f"\n[bold]2. The same five folds with memfit, the same limit[/bold]\n$ {command}", soft_wrap=True)
-    with Limited(parent, limit) as group:
-        with_it, run, code = run_with(group, words)
-        kills = group.num_oom_kills
-    console.print("\n[bold]3. Both ways[/bold]")
-    report(without, with_it, run, console)
-    if options.svg:
+    with ExitStack() as stack:
+        limited = stack.enter_context(Limited(parent, limit)) if parent else None
+        with_it, run, code = run_with(limited)
+        kills = limited.num_oom_kills if limited else 0
+        console.print()
+        report(without, with_it, console)
+    if options.svg and without:
         options.svg.write_text(draw(without, with_it, limit))
         console.print(f"wrote {options.svg}")
-    return code or int(kills > 0)
+    if code or kills:
+        return code or 1
+    console.print(f"\n[bold]3. A fold, killed in the middle[/bold]\n$ {command} --units {KILLED_FOLD}", soft_wrap=True)
+    with ExitStack() as stack:
+        code = kill_and_go_on(stack.enter_context(Limited(parent, limit)) if parent else None, run, console)
+    subprocess.run([MEMFIT, "report", str(run.path)], capture_output=True, check=True)
+    page = os.path.relpath(run.path / "report.html")
+    console.print(
+        f"\nThe page of the run: {page}\n\nNext:\n"
+        "  memfit run -- python train.py                                 # your script, measured and limited\n"
+        "  memfit run --param lr=1e-3,1e-4 -- python train.py --lr {lr}  # several at once, as many as fit\n"
+        "  memfit diagnose train.log                                     # why a job died",
+        soft_wrap=True,
+    )
+    return code
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("stopped; make demo goes on with memfit's part, make demo ARGS=--new begins anew", file=sys.stderr)
+        print("stopped; make demo begins anew", file=sys.stderr)
         sys.exit(130)

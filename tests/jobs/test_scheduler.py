@@ -122,6 +122,23 @@ def test_the_reserve_is_never_lent(tmp_path):
     assert backend.most_at_once == 2
 
 
+@pytest.mark.parametrize(("mapped", "most_at_once"), [(0, 4), (100, 3), (10_000, 3)])
+def test_jobs_side_by_side_leave_room_for_the_page_cache_of_what_they_map(tmp_path, mapped, most_at_once):
+    scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 6)}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0)
+    scheduler.admission.forecast.learn(like({}), Footprint(100, shared_bytes=mapped))
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert backend.most_at_once == most_at_once  # of a panel that is larger than the limit, a quarter of the limit
+
+
+def test_what_a_job_maps_never_keeps_it_from_running_alone(tmp_path):
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((390,) * 3), "b": FakeJob((390,) * 3)}, limit=400)
+    scheduler.admission.forecast.learn(like({}), Footprint(390, shared_bytes=300))
+    assert {status.state for status in scheduler.run().values()} == {"completed"}
+    assert backend.most_at_once == 1
+
+
 def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 4)}
     scheduler, _, machine, _ = make(tmp_path, scripts, limit=250, slack=0.0)

@@ -16,7 +16,7 @@ from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._reservation import Reservation, Wait, kind_of
-from memfit.memory import HOST, Budget, Claims, Footprint, Lendable, Others, Sizes, reservation_bytes
+from memfit.memory import HOST, Budget, Claims, Footprint, Lendable, Others, Sizes, keep_cache, reservation_bytes
 from memfit.units import format_bytes
 
 #: A job that gave way so often runs alone the next time.
@@ -180,6 +180,10 @@ class LocalAdmission:
             devices = choose(rooms, job.num_devices, held=())
             sizes = Counter(() if isinstance(devices, Wait) else devices)
             return Admitted(sizes, "forced: not checked against the budget", "not checked against the budget (--force)")
+        if not alone:
+            known = [self.forecast.predict(job), *(other.status.footprint for other in self.running.values())]
+            mapped = max((footprint.shared_bytes for footprint in known if footprint), default=0)
+            rooms[HOST] = keep_cache(self.budget.now, rooms[HOST], mapped)
         needs, note = self._needs(entry, rooms)
         if needs[HOST] is None and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")

@@ -8,6 +8,7 @@ from memfit.memory._admission import (
     Lendable,
     bounds_of,
     count_fitting,
+    keep_cache,
     reservation_bytes,
     rooms_of,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Walls",
     "bounds_of",
     "count_fitting",
+    "keep_cache",
     "device_reader",
     "is_locked",
     "list_entries",
