@@ -26,11 +26,8 @@ from typing import Any
 
 from memfit.errors import DamagedError, UsageError
 from memfit.masking import NO_ARGUMENTS, mask
-from memfit.successors import missing_name
 
 SCHEMA_VERSION = 2
-#: The versions that reports and diagnoses read; only the newest is run or gone on with.
-_READABLE = (1, SCHEMA_VERSION)
 
 #: The two variables by which a job's process finds its run directory and its own name.
 RUN_DIR_VARIABLE = "MEMFIT_RUN_DIR"
@@ -377,10 +374,10 @@ class RunDir:
                 rule="a run directory holds a run.json.",
                 remedy="name a folder such as runs/<experiment>/run_<time>_<id>",
             )
-        if header.get("schema_version") not in _READABLE:
+        if header.get("schema_version") != SCHEMA_VERSION:
             raise UsageError(
                 f"{path} has schema version {header.get('schema_version')}.",
-                rule=f"this memfit reads schema versions up to {SCHEMA_VERSION}.",
+                rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
         _checked(path / "run.json", header, _HEADER)
@@ -408,19 +405,6 @@ class RunDir:
             except UsageError as error:
                 print(f"memfit: this run is passed over: {error.what}", file=sys.stderr)
         return None
-
-    def check_version(self) -> None:
-        """Refuse to go on with a run of memfit 0.1.
-
-        Raises:
-            UsageError: If it is one.
-        """
-        if self.header.get("schema_version") != SCHEMA_VERSION:
-            raise UsageError(
-                f"{self.path} was made by memfit 0.1.",
-                rule="this memfit reads such a run and does not go on with it: its stages are kept otherwise.",
-                remedy="finish it with that version, or start over: the same command with --new",
-            )
 
     @property
     def header(self) -> dict[str, Any]:
@@ -609,7 +593,3 @@ def read_heap() -> dict[str, int]:
     mallinfo2.restype = _MallInfo
     info = mallinfo2()
     return {"live_bytes": info.uordblks + info.hblkhd, "resident_bytes": info.arena + info.hblkhd}
-
-
-def __getattr__(name: str) -> None:
-    raise missing_name(__name__, name)

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
-from memfit.successors import find_gone
 
 __all__ = ["app", "expand_files", "main"]
 
@@ -67,11 +66,10 @@ class _Verbs(TyperGroup):
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
         else:
-            gone = find_gone("verb", cmd_name)
             raise UsageError(
-                f"memfit has no verb '{cmd_name}'" + (f" since {gone.since}." if gone else "."),
+                f"memfit has no verb '{cmd_name}'.",
                 rule="memfit --help lists the verbs.",
-                remedy=f"use {gone.new}" if gone else nearest(cmd_name, self.list_commands(ctx)),
+                remedy=nearest(cmd_name, self.list_commands(ctx)),
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -116,7 +114,6 @@ def main() -> None:
     """Run the command line; an error of memfit's own is printed in its three parts and gives the exit code."""
     words, command = _split(sys.argv[1:])
     try:
-        _check_gone(words)
         sys.exit(app(args=words, prog_name="memfit", obj=command, standalone_mode=False))
     except MemfitError as error:
         _end(error)
@@ -148,15 +145,6 @@ def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageErr
         rule="the command stands behind --; what stands before it are memfit's own options.",
         remedy=f"write: {shlex.join(['memfit', *words[:at], '--', *words[at:]])}",
     )
-
-
-def _check_gone(words: list[str]) -> None:
-    """Refuse a flag that an earlier memfit had, and name what to use now."""
-    for word in words[1:]:
-        gone = find_gone("flag", f"{words[0]} {word.partition('=')[0]}")
-        if gone is not None:
-            what, rule = f"memfit {gone.old} is gone.", f"memfit has no such flag since {gone.since}."
-            raise UsageError(what, rule=rule, remedy=f"use {gone.new}")
 
 
 def _end(error: MemfitError) -> NoReturn:

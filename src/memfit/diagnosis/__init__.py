@@ -7,7 +7,6 @@ from memfit.diagnosis._incident import facts_of, headline_of, what_happened, wri
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
 from memfit.diagnosis._remedy_table import Remedy
-from memfit.successors import missing_name
 
 __all__ = [
     "Diagnosis",
@@ -30,7 +29,3 @@ __all__ = [
     "what_happened",
     "write_incident",
 ]
-
-
-def __getattr__(name: str) -> None:
-    raise missing_name(__name__, name)

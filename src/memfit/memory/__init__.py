@@ -1,7 +1,5 @@
 """Budgets, footprints, and measuring: what may be used, what will be or was used. Loads no torch."""
 
-from typing import Any
-
 from memfit.memory._admission import (
     DEFAULT_SLACK,
     DEVICE_RESERVE_BYTES,
@@ -24,7 +22,6 @@ from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._process import ProcReader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
-from memfit.successors import missing_name
 
 __all__ = [
     "DEFAULT_SLACK",
@@ -73,7 +70,3 @@ __all__ = [
     "systemd_scope_command",
     "why_no_walls",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)

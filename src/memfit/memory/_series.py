@@ -94,9 +94,8 @@ def read_series(path: Path) -> list[Sample]:
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",
-            rule="a series holds one JSON object a line. memfit 0.1 wrote memory.arrows, a stream that this version "
-            "does not show.",
-            remedy=f"read a file of memfit 0.1 with pyarrow.ipc.open_stream, or move it away: mv {path} {path}.broken",
+            rule="a series holds one JSON object a line.",
+            remedy=f"move it away: mv {path} {path}.broken",
         )
     return samples
 

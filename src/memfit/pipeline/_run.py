@@ -137,7 +137,6 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
             since, or another process runs it.
     """
     run_dir = RunDir.open(run)
-    run_dir.check_version()
     with start_folder(run_dir):
         order = order_of_run(run_dir)
         if order.is_keyed and not _goes_on(order, run_dir):
@@ -176,9 +175,6 @@ def find_run(order: Order) -> RunDir | None:
     """Return the newest run of an order if it is to continue."""
     settings = order.settings
     runs = RunDir.all(settings.runs_dir, settings.experiment)
-    with contextlib.suppress(DamagedError):  # a user may expect an unfinished run of an older memfit to continue
-        if runs and runs[0].state != "completed":
-            runs[0].check_version()
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
     return found if found is not None and _goes_on(order, found, runs) else None
 

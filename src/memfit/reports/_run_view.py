@@ -39,8 +39,6 @@ _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped"
 _THERE = frozenset({"kept", "reused", "completed", "stopped"})
 _NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
-#: The first job of a run of memfit 0.1, which has no graph.
-_FIRST = "prepare"
 
 
 @dataclass
@@ -183,7 +181,7 @@ class RunView:
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         num_restarts: How often memfit itself started a job again.
-        stages: The stages of the last command by name; empty for commands and for runs of memfit 0.1.
+        stages: The stages of the last command by name; empty for commands.
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
     """
@@ -274,8 +272,8 @@ class RunView:
 
     @cached_property
     def kind(self) -> str:
-        """What runs: ``stages`` of a workload, ``commands``, or ``folds`` in a run of memfit 0.1."""
-        return str(self.run.header.get("kind") or "folds")
+        """What runs: ``stages`` of a workload, ``commands``, or ``tune``."""
+        return str(self.run.header.get("kind"))
 
     @cached_property
     def graph(self) -> Mapping[str, Mapping[str, Any]]:
@@ -321,7 +319,7 @@ class RunView:
         if self.stages:
             told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
             found = {job for job, state in told.items() if job in found or state in _THERE}
-        places = {name: place for place, name in enumerate(list(self.graph) or [_FIRST])}
+        places = {name: place for place, name in enumerate(self.graph)}
         return sorted(found, key=lambda name: (places.get(self.stage_of(name), len(places)), natural_order(name)))
 
     def rows(self) -> list[JobRow]:
@@ -359,12 +357,9 @@ class RunView:
         return row
 
     def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
-        """What a job returned, from its manifest; in a run of memfit 0.1 from its folder."""
-        places = {
-            "stages": self.run.manifest_path(stage, job_id),
-            "folds": self.run.job_dir(job_id) / "result.json",
-        }
-        result = (read_json(places[self.kind]) or {}).get("result") if self.kind in places else None
+        """What a job returned, from its manifest."""
+        path = self.run.manifest_path(stage, job_id)
+        result = (read_json(path) or {}).get("result") if self.kind == "stages" else None
         return result if isinstance(result, dict) else {}
 
     def stage_names(self, rows: Sequence[JobRow]) -> list[str]:
@@ -377,9 +372,7 @@ class RunView:
         if stage in self.stages:
             told = {job: state if state in _OVER else "waiting" for job, state in self.stages[stage].units.items()}
         else:
-            plan = self.run.plan  # memfit 0.1 told the number of jobs alone
-            num = plan.get("num_jobs") or 0 if plan and self.stage_of(plan["measured_on"]) == stage else 0
-            told = dict.fromkeys(self.params or [f"{stage}_{number}" for number in range(1, num + 1)], "waiting")
+            told = dict.fromkeys(self.params, "waiting")
         own = {row.status.job_id: row.state for row in rows if row.stage == stage}
         return {job: "waiting" if state == "pending" else state for job, state in (told | own).items()}
 
