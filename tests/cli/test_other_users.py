@@ -29,7 +29,7 @@ def forge(folder, experiment="train", name="run_99991231_235959_00000000"):
     """A run of the other user's whose command leaves a mark."""
     path = folder / "runs" / experiment / name
     facts = {
-        "schema_version": 1,
+        "schema_version": 2,
         "kind": "commands",
         "template": ["touch", str(folder / "mark")],
         "combinations": [{}],
