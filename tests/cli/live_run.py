@@ -6,10 +6,10 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+from jobs.contract import wait_until
 from memfit.jobs import running_jobs
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 #: Marks a phase, holds some memory, and exits as one that has checkpointed when it is asked to stop.
 JOB = """

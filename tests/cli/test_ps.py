@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
+from jobs.contract import wait_until
 from memfit.jobs import read_status, running_jobs
 from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 RUN = [sys.executable, "-m", "memfit", "run"]
 

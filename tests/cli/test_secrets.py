@@ -5,11 +5,11 @@ import stat
 
 import pytest
 
+from jobs.contract import submit, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.masking import mask
 from memfit.memory import Footprint
 from memfit.rundir import RunDir
-from memfit.testing import submit, wait_until
 
 pytestmark = pytest.mark.slow
 

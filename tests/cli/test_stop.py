@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
+from jobs.contract import submit, wait_until
 from memfit.errors import UsageError
 from memfit.jobs import Job, LocalBackend, find_supervisor, read_status, running_jobs, stop
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
-from memfit.testing import submit, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.memory import Walls, list_entries, why_no_walls
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 from memfit.units import MIB
 
 pytestmark = pytest.mark.slow

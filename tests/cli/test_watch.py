@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
+from jobs.contract import wait_until
 from memfit.jobs import running_jobs, stop
 from memfit.rundir import RunDir, write_json
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jobs.contract import FakeBackend, FakeJob, ListSource
 from memfit.errors import DoesNotFitError
 from memfit.jobs import Job, JobStatus, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
 from memfit.jobs._reservation import Reservation
 from memfit.memory import HOST, Budget, Device, Footprint, Others
-from memfit.testing import FakeBackend, FakeJob, ListSource
 
 GIB, MIB = 1 << 30, 1 << 20
 

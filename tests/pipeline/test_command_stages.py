@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import memfit
+from jobs.contract import wait_until
 from memfit.errors import ConfigError, UsageError
 from memfit.jobs import read_status
 from memfit.pipeline import Choice
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import memfit.pipeline
+from jobs.contract import is_alive, wait_until
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.memory import is_locked
 from memfit.pipeline import resolve_settings, resume, run_commands
 from memfit.rundir import RunDir
-from memfit.testing import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -266,7 +266,7 @@ class Enforcer(Protocol):
 
 
 class Backend(Protocol):
-    """The seam: whatever runs jobs implements these. ``memfit.testing.ProcessContract`` is what it must pass.
+    """The seam: whatever runs jobs implements these. `tests/jobs/contract.py` has what it must pass.
 
     The run directory holds the state. A backend object only follows it, so a new one can be made at any time.
     """

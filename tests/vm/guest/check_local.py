@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from jobs.contract import is_alive, submit, wait_for_end, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.memory import JobGroup, Walls, why_no_walls
 from memfit.rundir import RunDir
-from memfit.testing import is_alive, submit, wait_for_end, wait_until
 from vm.guest.groups import MIB, NOBODY, TOP, call_in, events, groups_below, made_group, own_group
 
 HOLD = "import sys, time; kept = [bytearray(b'x') * (1 << 20) for _ in range(int(sys.argv[1]))]; time.sleep(1)"

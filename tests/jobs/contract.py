@@ -1,4 +1,4 @@
-"""For those who write a backend: the contract that it must pass, and a fake for those who use one."""
+"""The contract that a backend must pass, a fake backend, and small helpers for tests of jobs."""
 
 from __future__ import annotations
 

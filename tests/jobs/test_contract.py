@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
+from jobs.contract import BackendContract, FakeBackend, FakeJob, ProcessContract, submit
 from memfit.jobs import ENDED, Job, Verdict
 from memfit.memory import Footprint
-from memfit.testing import BackendContract, FakeBackend, FakeJob, ProcessContract, submit
 
 
 def job(name="a", **options):
