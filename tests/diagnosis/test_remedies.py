@@ -74,6 +74,19 @@ def test_a_killers_own_figures_stand_in_for_the_accounting_and_a_cut_peak_is_no_
     assert first.setting == "--mem=48G" and first.enough is None and "cut it off" in first.reason
 
 
+def test_more_memory_is_advised_in_the_unit_of_the_script():
+    asked = Amount(4 * GIB, "cpu")
+    spread = list_remedies(diagnosis("host_cgroup"), Job(request=asked, script_request=asked))[0]
+    assert (spread.title, spread.setting) == ("request 6G per cpu", "--mem-per-cpu=6G")
+    assert "4.00 GiB of each CPU + 50%" in spread.reason
+    step = list_remedies(diagnosis("host_cgroup"), Job(script_request=asked, step_request=Amount(GIB, "cpu")))[0]
+    assert step.setting.startswith("--mem-per-cpu=1536M of srun")
+    known = replace(NODE, cpus_per_task=16, script_request=asked)
+    assert list_remedies(diagnosis("host_cgroup"), known)[0].setting == "--mem-per-cpu=5344M"  # 334 GiB / 64 CPUs
+    whole = list_remedies(diagnosis("host_cgroup"), Job(request=Amount(32 * GIB, "job")))[0]
+    assert whole.title == "request 48G per job"
+
+
 def test_nothing_measured_gives_a_request_without_bytes():
     first = list_remedies(diagnosis("host_cgroup"))[0]
     assert first.saves_bytes is None and "--sacct" in first.reason

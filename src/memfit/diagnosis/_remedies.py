@@ -311,7 +311,8 @@ def _larger_request(job: Job) -> Remedy:
         written = write_size(size.bytes, ("GiB", "MiB"))
         setting = _MEMORY.format(written, f" above {written}")
         return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
-    own = raise_request(job, job.script_request, size) if job.script_request else size
+    asked = job.step_request or job.script_request
+    own = raise_request(job, asked, size) if asked else size
     written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY.items()}
     title, setting = f"request {written} per {own.per}", f"{flags.get(own.per, '--mem')}={written}"
     if job.most_bytes is not None and size.per == "node" and size.bytes > job.most_bytes:
