@@ -39,6 +39,35 @@ def test_the_first_failure_is_the_cause_and_the_timeout_an_hour_later_is_a_conse
     assert [(one.file, one.line) for one in found.evidence] == [(str(tmp_path / "job.out"), 7)]
 
 
+EPOCH = """2025-10-16 14:11:10 training starts, max_epochs=40
+Epoch 0:   0%|          | 0/242 [00:00<?, ?it/s]
+Epoch 0:  50%|#####     | 121/242 [11:27<11:27, 0.18it/s, loss=9.1]
+Epoch 0: 100%|##########| 242/242 [22:54<00:00, 0.18it/s, loss=5.19]
+Training completed
+"""
+OOM_KILL = (
+    "slurmstepd: error: Detected 4 oom_kill events in StepId=273202.0. Some of the step tasks have been OOM Killed."
+)
+
+
+def test_the_end_of_a_bar_has_the_time_of_the_line_before_it_and_its_own_clock():
+    times = {one.what: one.time for one in look(EPOCH + OOM_KILL).timeline}
+    assert times["start"] == "2025-10-16 14:11:10"
+    assert times["last progress"] == times["failure"] == "2025-10-16 14:11:10 + 22m 54s"  # 14:34:04
+    stamped = EPOCH.replace("Epoch 0:  50%", "2025-10-16 14:22:37 | Epoch 0:  50%") + OOM_KILL
+    assert look(stamped).timeline[-1].time == "2025-10-16 14:22:37 + 11m 27s"
+
+
+def test_a_log_that_says_it_is_done_too_early_is_doubted_beside_the_kill_too(tmp_path):
+    said = "the log says that it is done after 1 of 40 epochs"
+    assert (look(EPOCH).cause, look(EPOCH).arithmetic[0]) == ("incomplete", said)
+    assert look(EPOCH + OOM_KILL).arithmetic == (said,)
+    (tmp_path / "job.out").write_text(EPOCH)
+    (tmp_path / "job.err").write_text(OOM_KILL)
+    found = diagnose(tmp_path)
+    assert (found.kind, found.arithmetic) == ("host_cgroup", (said,))
+
+
 def test_the_arithmetic_names_memory_of_others_with_its_scope():
     sentences = look(CHAIN).arithmetic
     assert any("Memory of others on GPU 3: 31.75 GiB total - 0.13 GiB free - 22.33 GiB" in text for text in sentences)

@@ -1,5 +1,6 @@
 """The corrected script: the smallest change, a reason for each line, and nothing overwritten."""
 
+import re
 import shutil
 import subprocess
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.amounts import Amount
 from memfit.diagnosis import Diagnosis, Evidence, Job, Ran, job_of, make_fix
 from memfit.errors import UsageError
 from memfit.units import GIB
@@ -126,8 +128,8 @@ srun --mem=32G python train.py --mem 7
 
 def test_the_request_of_the_srun_that_died_is_raised_and_the_jobs_is_never_lowered(script):
     fix = make_fix(script(STEP), diagnosis())
-    assert changed(fix) == ["#SBATCH -N 2", "#SBATCH --mem=64G", "srun --mem=48G python train.py --mem 7"]
-    assert "contradicts --mem-per-cpu=4G on line 3" in fix.edits[0].reason and "dropped" in fix.edits[0].reason
+    assert changed(fix) == ["#SBATCH --mem-per-cpu=6G", "srun --mem=48G python train.py --mem 7"]
+    assert any("--mem=64G and --mem-per-cpu=4G contradict each other" in check.finding for check in fix.checks)
     small = STEP.replace("#SBATCH --mem-per-cpu=4G\n", "").replace("64G", "32G")
     assert changed(make_fix(script(small), diagnosis())) == [
         "#SBATCH -N 2 --mem 48G",
@@ -135,14 +137,15 @@ def test_the_request_of_the_srun_that_died_is_raised_and_the_jobs_is_never_lower
     ]
 
 
-def test_of_two_directives_that_contradict_each_other_the_later_is_changed_and_the_other_dropped(script):
+def test_two_directives_that_contradict_each_other_are_named_and_both_raised(script):
     fix = make_fix(script("#!/bin/bash\n#SBATCH --mem=8G\n#SBATCH --mem=16G\npython a.py\n"), diagnosis())
-    assert changed(fix) == ["##SBATCH --mem=8G", "#SBATCH --mem=24G"]
+    assert changed(fix) == ["#SBATCH --mem=24G", "#SBATCH --mem=24G"]
+    assert any("--mem=8G and --mem=16G contradict each other" in check.finding for check in fix.checks)
     assert read(fix.write().new_path).request_bytes == 24 * GIB
 
 
 def test_a_fix_says_where_the_accounting_and_the_script_disagree_on_the_request(script):
-    fix = make_fix(script(), diagnosis(), Job(request_bytes=128 * GIB))
+    fix = make_fix(script(), diagnosis(), Job(request=Amount(128 * GIB, "node")))
     [told] = [check for check in fix.checks if "the accounting has 128.00 GiB" in check.finding]
     assert told.verdict == "warning" and "the script requests 256.00 GiB" in told.finding
 
@@ -177,9 +180,106 @@ def test_no_more_is_asked_for_than_a_node_has(script):
     assert [check.verdict for check in hopeless.checks if "more than the 300.00 GiB" in check.finding] == ["problem"]
 
 
-def test_memory_of_each_cpu_becomes_memory_of_the_node(script):
+def test_memory_of_each_cpu_stays_memory_of_each_cpu(script):
     fix = make_fix(script(SCRIPT.replace("--mem=256GB ", "--mem-per-cpu=4G ")), diagnosis(), MEASURED)
-    assert changed(fix) == ["#SBATCH --mem=334G"]
+    assert changed(fix) == ["#SBATCH --mem-per-cpu=5344M   # of each node"]  # 334 GiB over 4 tasks of 16 CPUs
+    assert "334.00 GiB: 5.22 GiB of each CPU" in fix.edits[0].reason
+
+
+SPREAD = "#!/bin/bash\n#SBATCH --ntasks=128 {}\nsrun python process.py\n"
+
+
+def test_where_the_nodes_are_not_known_memory_of_each_cpu_is_raised_as_such(script):
+    fix = make_fix(script(SPREAD.format("--mem-per-cpu=4096M")), diagnosis())
+    assert changed(fix) == ["#SBATCH --ntasks=128 --mem-per-cpu=6G"]
+    measured = make_fix(script(SPREAD.format("--mem-per-cpu=4G -c 2")), diagnosis(), Job(task_peak_bytes=20 * GIB))
+    assert changed(measured) == ["#SBATCH --ntasks=128 --mem-per-cpu=12G -c 2"]  # 20 GiB of a task on 2 CPUs, + 15%
+    granted = Job(node_peak_bytes=128 * GIB, request=Amount(96 * GIB, "node"))
+    fixed = make_fix(script(SPREAD.format("--mem-per-cpu=4G")), diagnosis(), granted)
+    assert changed(fixed) == ["#SBATCH --ntasks=128 --mem-per-cpu=6315M"]  # by as much as the node: 148 of 96 GiB
+
+
+def test_memory_of_each_gpu_is_raised_as_such(script):
+    fix = make_fix(script("#!/bin/bash\n#SBATCH --gpus=8 --mem-per-gpu=64G\nsrun python a.py\n"), diagnosis(), MEASURED)
+    assert changed(fix) == ["#SBATCH --gpus=8 --mem-per-gpu=96G"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("--mem=0", "--mem=0 stays: --mem=84G could be less than the job was granted"),
+        ("--mem=$MEM", "--mem=$MEM stays: --mem=84G could be less than the job was granted"),
+        ("--time=1:00:00", "the script has no --mem: --mem=84G could be less than the job was granted"),
+    ],
+)
+def test_what_could_be_less_than_the_job_was_granted_is_said_and_not_written(script, given, why):
+    fix = make_fix(
+        script(f"#!/bin/bash\n#SBATCH {given}\nsrun python a.py\n"), diagnosis(), Job(node_peak_bytes=73 * GIB)
+    )
+    assert fix.edits == () and [check.finding for check in fix.checks if check.verdict == "problem"] == [why]
+
+
+def test_a_script_without_a_request_gets_one_where_the_accounting_shows_that_it_is_more(script):
+    granted = Job(node_peak_bytes=73 * GIB, request=Amount(64 * GIB, "node"))
+    fix = make_fix(script("#!/bin/bash\n#SBATCH --time=1:00:00\nsrun python a.py\n"), diagnosis(), granted)
+    assert changed(fix) == ["#SBATCH --mem=84G"]
+
+
+def test_neither_memory_above_that_of_a_node_nor_tasks_are_lowered(script):
+    fix = make_fix(script(SCRIPT.replace("256GB", "600G")), diagnosis("none", "own_exception"), MEASURED)
+    assert fix.edits == () and any("a node has 513.00 GiB" in check.finding for check in fix.checks)
+    many = make_fix(script(SCRIPT.replace("--ntasks=16", "--ntasks=20")), diagnosis(), MEASURED)
+    assert changed(many) == ["#SBATCH --mem=334G   # of each node"]
+    assert any("--ntasks=20 stays" in check.finding for check in many.checks)
+
+
+KEYS = ("mem", "mem-per-cpu", "mem-per-gpu")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def grants(text, free):
+    """What Slurm gives a node of a script, by the directive that it takes; ``free`` is what the script leaves open."""
+    given = dict(re.findall(r"^#SBATCH --([\w-]+)=(\w+)$", text, re.M))
+    nodes, cpus = (int(given.get(name, free[name])) for name in ("nodes", "cpus-per-task"))
+    tasks = int(given.get("ntasks", nodes * int(given.get("ntasks-per-node", free["ntasks-per-node"]))))
+    many = {"mem": 1, "mem-per-cpu": -(-tasks // nodes) * cpus, "mem-per-gpu": free["gpus"]}
+    steps = re.findall(r"^srun --(mem\S*)=(\d+)(\w)", text, re.M)
+    found = {key: many[key] * int(given[key][:-1]) * UNITS[given[key][-1]] or 1 << 60 for key in KEYS if key in given}
+    return found | {f"step {key}": many[key] * int(size) * UNITS[unit] for key, size, unit in steps}
+
+
+counts = st.none() | st.integers(1, 6)
+sizes = st.none() | st.sampled_from(["0G", "300M", "4096M", "6G", "64G", "700G"])
+measures = st.none() | st.sampled_from([GIB // 8, 5 * GIB, 90 * GIB, 800 * GIB])
+
+
+@pytest.mark.slow
+@given(
+    st.fixed_dictionaries({"nodes": counts, "ntasks": counts, "ntasks-per-node": counts, "cpus-per-task": counts}),
+    st.fixed_dictionaries(dict.fromkeys(KEYS, sizes)),
+    st.sampled_from(["", "--mem=32G ", "--mem-per-cpu=3G "]),
+    st.fixed_dictionaries(
+        {
+            "task_peak_bytes": measures,
+            "node_peak_bytes": measures,
+            "tasks_per_node": counts,
+            "most_bytes": st.sampled_from([None, 513 * GIB]),
+        }
+    ),
+    st.none() | st.builds(Amount, st.sampled_from([GIB, 64 * GIB]), st.sampled_from(["cpu", "node", "job"])),
+    st.fixed_dictionaries(dict.fromkeys(("nodes", "ntasks-per-node", "cpus-per-task", "gpus"), st.integers(1, 8))),
+)
+def test_no_fix_gives_a_node_less_whatever_slurm_grants(tmp_path_factory, shape, memory, step, seen, got, free):
+    lines = [f"#SBATCH --{key}={value}\n" for key, value in (shape | memory).items() if value is not None]
+    text = f"#!/bin/bash\n#SBATCH --partition=p\n{''.join(lines)}srun {step}python a.py\n"
+    path = tmp_path_factory.mktemp("grid") / "a.slurm"
+    path.write_text(text)
+    fix = make_fix(path, diagnosis(), Job(request=got, **seen))
+    before, after = grants(text, free), grants(fix.text, free)
+    if not before.keys() & set(KEYS) and "mem" in after:  # only written where the accounting shows what there was
+        before["mem"] = got.bytes
+    assert before.keys() == after.keys()
+    assert all(after[key] >= size for key, size in before.items())
 
 
 def test_the_allocator_is_set_before_the_interpreter_starts(script):

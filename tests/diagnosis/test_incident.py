@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.amounts import Amount
 from memfit.diagnosis import Diagnosis, Evidence, Job, list_remedies, make_fix, write_incident
 from memfit.units import GIB
 
 NODE = Job(
-    nodes=4, tasks_per_node=4, gpus_per_node=4, request_bytes=256 * GIB, most_bytes=513 * GIB, batch=22, workers=2,
+    nodes=4, tasks_per_node=4, gpus_per_node=4, request=Amount(256 * GIB, "node"), most_bytes=513 * GIB, batch=22, workers=2,
     task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB), samples=85109, epochs=40, epoch_seconds=23 * 60,
     limit_seconds=24 * 3600,
 )  # fmt: skip
@@ -40,7 +41,7 @@ def test_it_has_its_sections_in_order_below_the_verdict():
 
 def test_the_memory_of_a_node_is_a_sum_with_its_margin_and_never_added_to_a_device():
     host = report(diagnosis(), NODE)["Memory"]
-    assert "4 x 72.5 GiB (MaxRSS of a task) = 290.00 GiB on each node" in host
+    assert "4 x 72.5 GiB (MaxRSS of a task) = 290.00 GiB of each node" in host
     assert "| measured | 290.00 GiB |" in host and "| a node has | 513.00 GiB |" in host
     assert "Margin = request - measured = 44.00 GiB, 15%" in host
     both = report(diagnosis("gpu", phase="train", **CARD), NODE)["Memory"]
@@ -62,9 +63,11 @@ def test_the_next_run_is_told_its_steps_and_its_time():
 
 
 def test_two_accounts_of_one_request_are_named():
-    found = report(diagnosis(), replace(NODE, script_bytes=128 * GIB))["Memory"]
+    found = report(diagnosis(), replace(NODE, script_request=Amount(128 * GIB, "node")))["Memory"]
     assert "accounting has 256.00 GiB of each node, the script requests 128.00 GiB" in found
-    assert "accounting has" not in report(diagnosis(), replace(NODE, script_bytes=256 * GIB))["Memory"]
+    assert (
+        "accounting has" not in report(diagnosis(), replace(NODE, script_request=Amount(256 * GIB, "node")))["Memory"]
+    )
 
 
 def test_the_hypothesis_says_how_sure_it_is_and_the_result_is_left_to_fill_in():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.amounts import Amount
 from memfit.diagnosis import Diagnosis, Evidence, Job, list_remedies, read_ran
 from memfit.units import GIB, MIB
 
@@ -17,7 +18,7 @@ LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 NODE = Job(
-    nodes=4, tasks_per_node=4, request_bytes=256 * GIB, most_bytes=513 * GIB, batch=22, workers=2,
+    nodes=4, tasks_per_node=4, request=Amount(256 * GIB, "node"), most_bytes=513 * GIB, batch=22, workers=2,
     task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB),
 )  # fmt: skip
 
@@ -60,7 +61,7 @@ def test_a_request_beyond_the_partition_asks_for_larger_nodes():
 
 
 def test_a_sample_far_below_the_limit_is_no_peak_and_the_request_says_so():
-    sampled = Job(request_bytes=300 * MIB, task_peak_bytes=1 * MIB)
+    sampled = Job(request=Amount(300 * MIB, "node"), task_peak_bytes=1 * MIB)
     first = list_remedies(diagnosis("host_cgroup"), sampled)[0]
     assert first.setting == "--mem=512M" and first.enough is None and "missed its peak" in first.reason
 
@@ -71,6 +72,19 @@ def test_a_killers_own_figures_stand_in_for_the_accounting_and_a_cut_peak_is_no_
     cut = diagnosis("host_cgroup", used=32 * GIB, limit=32 * GIB)
     first = list_remedies(cut)[0]
     assert first.setting == "--mem=48G" and first.enough is None and "cut it off" in first.reason
+
+
+def test_more_memory_is_advised_in_the_unit_of_the_script():
+    asked = Amount(4 * GIB, "cpu")
+    spread = list_remedies(diagnosis("host_cgroup"), Job(request=asked, script_request=asked))[0]
+    assert (spread.title, spread.setting) == ("request 6G per cpu", "--mem-per-cpu=6G")
+    assert "4.00 GiB of each CPU + 50%" in spread.reason
+    step = list_remedies(diagnosis("host_cgroup"), Job(script_request=asked, step_request=Amount(GIB, "cpu")))[0]
+    assert step.setting.startswith("--mem-per-cpu=1536M of srun")
+    known = replace(NODE, cpus_per_task=16, script_request=asked)
+    assert list_remedies(diagnosis("host_cgroup"), known)[0].setting == "--mem-per-cpu=5344M"  # 334 GiB / 64 CPUs
+    whole = list_remedies(diagnosis("host_cgroup"), Job(request=Amount(32 * GIB, "job")))[0]
+    assert whole.title == "request 48G per job"
 
 
 def test_nothing_measured_gives_a_request_without_bytes():
@@ -86,9 +100,9 @@ def test_a_smaller_batch_and_persistent_workers_change_nothing_on_the_host():
 
 
 def test_what_neither_script_nor_log_mentions_is_not_spoken_of():
-    found = str(list_remedies(diagnosis("host_cgroup"), Job(request_bytes=GIB)))
+    found = str(list_remedies(diagnosis("host_cgroup"), Job(request=Amount(GIB, "node"))))
     assert "batch" not in found and "persistent_workers" not in found
-    printed = str(list_remedies(diagnosis("host_cgroup"), Job(request_bytes=GIB, mentioned=("batch",))))
+    printed = str(list_remedies(diagnosis("host_cgroup"), Job(request=Amount(GIB, "node"), mentioned=("batch",))))
     assert "a smaller batch" in printed
 
 
@@ -241,4 +255,4 @@ def test_the_accounting_gives_the_scope_of_each_figure():
     )
     job = read_ran([], text).job
     assert (job.nodes, job.tasks_per_node, job.request_bytes) == (4, 4, 256 * GIB)
-    assert job.node_bytes[0] == 4 * int(72.5 * GIB)
+    assert job.peak()[0].bytes == 4 * int(72.5 * GIB)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from memfit.amounts import Amount
 from memfit.diagnosis import read_ran
 from memfit.units import GIB, MIB
 from reading import look
@@ -71,10 +72,25 @@ def test_a_job_killed_before_its_first_sample_gets_no_sum():
     assert sums(text) == []
 
 
-def test_without_the_number_of_nodes_only_one_task_is_counted_on_one():
+def test_without_the_number_of_nodes_the_tasks_of_a_node_are_not_known_and_no_sum_is_made():
     text = "JobID|State|ReqMem|MaxRSS|AveRSS|NTasks\n7|OUT_OF_MEMORY|256Gn|||\n7.0|OUT_OF_MEMORY||72G|71G|16\n"
-    assert job(text).tasks_per_node == 1
-    assert "below" in sums(text)[0]
+    assert job(text).tasks_per_node is None
+    assert "how many tasks share them is not known" in sums(text)[0]
+
+
+def test_without_the_number_of_nodes_a_jobs_total_is_held_against_all_of_its_tasks():
+    text = "JobID|State|ReqMem|MaxRSS|AveRSS|NTasks\n7|OUT_OF_MEMORY|256G|||\n7.0|OUT_OF_MEMORY||72G|71G|16\n"
+    assert job(text).request == Amount(256 * GIB, "job") and job(text).request_bytes is None
+    assert "16 tasks x 71.00 GiB = 1.11 TiB on average, over the 256.00 GiB of the job" in sums(text)[0]
+
+
+def test_a_request_without_its_unit_is_no_limit_where_one_task_held_more_than_a_share_of_it():
+    # Slurm writes the job's total there; people who copy a table write what they requested of a node.
+    found = look("Killed\n", sacct=RANKS.format(request="256G")).arithmetic
+    assert not any("over the 64.00 GiB" in one for one in found)
+    assert any("64.00 GiB of each node as the job's total, and one task held 72.50 GiB" in one for one in found)
+    assert job(RANKS.format(request="256G")).request is None
+    assert job(RANKS.format(request="512G")).request_bytes == 128 * GIB  # four tasks of 72.5 GiB, none above it
 
 
 def test_the_killed_step_comes_first_and_the_last_attempt_counts():

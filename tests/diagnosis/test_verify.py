@@ -172,3 +172,14 @@ def test_checkpoints_are_counted_and_an_empty_one_is_a_problem(against, tmp_path
         (folder / "last.ckpt").write_bytes(content)
         bad = of(verify_fix(read_ran([folder]), against()), "checkpoints")
         assert bad.verdict == "problem" and "cannot be loaded: last.ckpt" in bad.finding
+
+
+def test_memory_of_each_cpu_is_held_against_what_the_granted_cpus_have_of_it(run, tmp_path):
+    path = tmp_path / "a.fixed.slurm"
+    path.write_text("#!/bin/bash\n#SBATCH --ntasks=8 --mem-per-cpu=6G\nsrun python a.py\n")
+    rows = "JobID|State|ReqMem|NTasks|NNodes|NCPUS\n7|COMPLETED|{}||2|16\n7.0|COMPLETED||8|2|16\n"
+    granted, other = run(accounting=rows.format("96G")), run(accounting=rows.format("64G"), name="other")
+    assert of(verify_fix(granted, path), "memory").verdict == "ok"
+    assert of(verify_fix(other, path), "memory").finding == (
+        "32.00 GiB of each node in force, 48.00 GiB of each node in the fixed script"
+    )

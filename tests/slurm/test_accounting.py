@@ -57,7 +57,7 @@ def test_a_parsable_listing_is_read_with_the_scope_of_each_number():
     assert (step.state, step.exit_code, step.signal) == ("OUT_OF_MEMORY", 0, 125)
     assert (step.max_rss_bytes, step.ave_rss_bytes, step.total_rss_bytes) == (258908 << 10, 99804 << 10, 399216 << 10)
     assert (step.num_tasks, step.num_nodes, step.nodes) == (4, 2, "n[1-2]")
-    assert (rows["2"].request.bytes, rows["2"].request.scope, rows["2"].allocated_bytes) == (
+    assert (rows["2"].request.bytes, rows["2"].request.per, rows["2"].allocated_bytes) == (
         600 * MIB,
         "job",
         600 * MIB,
@@ -152,7 +152,7 @@ def test_a_job_without_the_signal_of_memory_has_another_cause(rows, expected):
 )
 def test_a_request_says_of_what_it_is(text, expected):
     request = parse_request(text)
-    assert (request.bytes, request.scope) == expected
+    assert (request.bytes, request.per) == expected
 
 
 def test_rows_amid_a_log_are_found_and_its_other_lines_are_none():
@@ -184,7 +184,7 @@ JobId=2 JobName=two words
 def test_scontrol_shows_a_jobs_shape():
     shape = parse_shapes(SHOWN.split("\n"))[0]
     assert (shape.state, shape.num_nodes, shape.num_tasks, shape.tasks_per_node) == ("OUT_OF_MEMORY", 2, 4, 2)
-    assert (shape.request.bytes, shape.request.scope, shape.limit_seconds) == (300 * MIB, "node", 86400)
+    assert (shape.request.bytes, shape.request.per, shape.limit_seconds) == (300 * MIB, "node", 86400)
     assert (shape.job, shape.partition, shape.allocated_bytes) == ("2", "lab", 600 * MIB)
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit.amounts import Scope
 from memfit.errors import UsageError
 
 #: The long names of sbatch's short options that are read. Source: sbatch(1), Slurm 24.11.
 _LONG = {"c": "cpus-per-task", "G": "gpus", "N": "nodes", "n": "ntasks", "p": "partition", "t": "time"}
-#: The options that request memory. Source: sbatch(1), srun(1), Slurm 24.11.
-MEMORY = ("mem", "mem-per-cpu")
+#: The options that request memory, each with its scope. Source: sbatch(1), srun(1), Slurm 24.11.
+MEMORY: dict[str, Scope] = {"mem": "node", "mem-per-cpu": "cpu", "mem-per-gpu": "gpu"}
 _DIRECTIVE = re.compile(
     r"(?:--(?P<long>[a-z][a-z-]*)|-(?P<short>[A-Za-z]))(?:(?:=|[ \t]+(?!-))?(?P<value>[^\s#]+))?(?!\S)"
 )

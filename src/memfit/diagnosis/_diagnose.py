@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from memfit.diagnosis._granted import find_files, torn_files
 from memfit.diagnosis._phase import JobPhase, find_phase
-from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
+from memfit.diagnosis._progress import Reading, check_rate, clock_between, read_counters, read_progress
 from memfit.diagnosis._remedies import foreign_bytes
 from memfit.diagnosis._runs import find_run, logs_of, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
@@ -21,7 +21,7 @@ from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import NOTICEABLE, events, exceptions, is_clone, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
-from memfit.units import GIB
+from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
 #: The figures that the JSON form has.
@@ -246,6 +246,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
     is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
     sure: Sure = "likely" if is_unlinked(best) else best.meaning.sure
+    early = filter(None, (read_progress(one).doubt for one in streams))
     return Diagnosis(
         oom=best.kind != "none",
         recovered=recovered,
@@ -257,7 +258,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
-        arithmetic=(*_arithmetic(best, figures), *(witnesses.arithmetic if is_host else ()), *_rates(readings)),
+        arithmetic=(*_arithmetic(best, figures), *(witnesses.arithmetic if is_host else ()), *_rates(readings), *early),
         checks=_checks(streams, best),
         under_memfit=any("own_kills" in one.values for one in findings),
     )
@@ -326,8 +327,10 @@ def _timeline(
     """Start, last progress before the failure, the failure, and what followed from it."""
 
     def moment(what: str, index: int, place: int, line: Line) -> Moment:
-        near = reversed(streams[index].lines[max(0, place - 80) : place + 1])  # its own time, or the last one before it
-        time = next((one.time for one in near if one.time), "")
+        lines = streams[index].lines  # its own time, or the last one before it and what a bar's clock ran since
+        at = next((at for at in range(place, max(-1, place - 81), -1) if lines[at].time), None)
+        ran = clock_between(readings[index], at, place) if at is not None else 0
+        time = "" if at is None else lines[at].time + (f" + {format_duration(ran)}" if ran > 0 else "")
         return Moment(what, time, line.file, line.number, line.text[:200])
 
     is_known = sign is not None and bool(sign.lines)
@@ -465,8 +468,8 @@ def _ended(
     doubts: list[str] = []
     lines: list[Line | None] = []
     for progress in map(read_progress, streams):
-        if progress.is_premature:
-            doubts.append(f"the log says that it is done after {progress.epochs_done} of {progress.num_epochs} epochs")
+        if progress.doubt:
+            doubts.append(progress.doubt)
             lines += [progress.bar.line if progress.bar else None, progress.claim]
     if witnesses.status:
         doubts.append(f"the log says that it is done, and the accounting has exit status {witnesses.status}")

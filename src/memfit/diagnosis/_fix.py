@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.amounts import Amount
 from memfit.checks import Check
 from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
-from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_script, read_value
-from memfit.diagnosis._remedies import DEVICES, list_remedies, wanted_request, wanted_time, with_figures
+from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, amount_of, job_of_script, read_value
+from memfit.diagnosis._remedies import (
+    DEVICES,
+    list_remedies,
+    raise_request,
+    wanted_request,
+    wanted_time,
+    with_figures,
+)
 from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
-from memfit.slurm import format_time
+from memfit.slurm import format_time, parse_seconds
 from memfit.units import GIB, format_bytes, write_size
 
 if TYPE_CHECKING:
@@ -111,9 +120,7 @@ def make_fix(
             remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
         )
     fixer = _Fixer(script, diagnosis, job or Job())
-    notes = [*fixer.memory(), *fixer.apply_remedy(config)]
-    fixer.tasks()
-    fixer.time()
+    notes = [*fixer.memory(), *fixer.apply_remedy(config), *fixer.tasks(), *fixer.time()]
     text = fixer.text()
     return Fix(path, text, tuple(fixer.edits), (*_inconsistent(parse_script(text), fixer.job), *notes))
 
@@ -122,12 +129,14 @@ class _Fixer:
     """Edits one script; each method concerns one resource and yields what no edit can solve."""
 
     def __init__(self, script: BatchScript, diagnosis: Diagnosis, job: Job) -> None:
-        asked = job_of_script(script)
-        self.script, self.diagnosis = script, diagnosis
+        asked, known = job_of_script(script), with_figures(job, diagnosis)
+        self.script, self.diagnosis, self.granted = script, diagnosis, job
         self.edits: list[Edit] = []
         self._pieces: dict[int, list[tuple[int, int, str]]] = {}
-        self.job = asked.with_known(with_figures(job, diagnosis))
-        self.disagreement = replace(asked, request_bytes=job.request_bytes).disagreement
+        self.job = asked.with_known(known)
+        self.disagreement = replace(self.job, request=job.request).disagreement
+        if self.job.request_bytes is None and known.request is not None:
+            self.job = replace(self.job, request=known.request)
 
     def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
         """Replace a part of a line; the columns are those of the old line."""
@@ -164,103 +173,78 @@ class _Fixer:
             found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
         return "\n".join(found) + "\n"
 
-    def _set(self, name: str, value: str, reason: str) -> None:
-        """Give a directive another value, or add it after the last one."""
-        found = self.script.directives.get(name)
-        if found is not None:
+    def _request(self, name: str, value: str, reason: str, one: Setting | None = None) -> Iterator[Check]:
+        """Write a request, unless it could be less than the old one. More in its own unit is more in every layout."""
+        found = one or self.script.directives.get(name)
+        granted = {"mem": self.granted.request_bytes, "time": self.granted.limit_seconds}
+        old = _number(name, found.value) if found else granted.get(name)
+        if old is None or (_number(name, value) or 0) < old:
+            what = f"--{name}={found.value} stays" if found else f"the script has no --{name}"
+            said = f"{what}: --{name}={value} could be less than the job was granted"
+            yield Check(name, "problem", said, reason, "change it by hand, if it is more" if found else "add --sacct")
+        elif found is not None:
             self.change(found, value, reason)
-            return
-        has_shebang = bool(self.script.lines) and self.script.lines[0].startswith("#!")
-        last = max((one.line for one in self.script.given), default=0 if has_shebang else -1)
-        self.insert(last, f"#SBATCH --{name}={value}", reason)
+        else:
+            has_shebang = bool(self.script.lines) and self.script.lines[0].startswith("#!")
+            last = max((one.line for one in self.script.given), default=0 if has_shebang else -1)
+            self.insert(last, f"#SBATCH --{name}={value}", reason)
 
     def memory(self) -> Iterator[Check]:
-        """Raise what the step and the job request, each where it says so; never lower a request."""
-        job, script, diagnosis = self.job, self.script, self.diagnosis
+        """Raise what the step and the job request, each where it says so and in its own unit."""
         if self.disagreement:
             yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
-        given = self._drop_contradictions()
-        wanted = wanted_request(job) if diagnosis.kind == "host_cgroup" else None
-        most, now, limit = job.most_bytes, job.request_bytes or 0, job.limit_bytes
-        if wanted is not None and (limit is None or wanted[0] > limit):
-            size, reason = wanted
-            if most is not None and size > most:
-                if job.node_bytes is None or job.node_bytes[0] > most:
-                    what = f"{write_size(size)} of each node is more than the {format_bytes(most)} that a node has"
-                    remedy = "use fewer tasks per node, or a partition with larger nodes"
-                    yield Check("memory", "problem", what, reason, remedy, job.partition)
-                    return
-                size = most // GIB * GIB
-                reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most)}"
-            if job.step_bytes:
-                self._raise_step(size, reason)
-                reason = f"the job must hold what its srun requests: {write_size(size)} of each node"
-            least = max((now, *(self._bytes(one) for one in script.given if one.key in MEMORY)))
-            if given is None or max(size, least) > now:
-                self._set_memory(given, max(size, least), reason)
-        elif given is not None and not _SIZE.fullmatch(given.value) and now:
-            reason = f"--mem takes K, M, G or T: {given.value} is written {write_size(now)}"
-            self.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
-        elif given is not None and most is not None and now > most:
-            self._set_memory(given, most // GIB * GIB, f"no node has more than {format_bytes(most)}")
+        given = [one for one in self.script.given if one.key in MEMORY]
+        if len({(one.key, one.value) for one in given}) > 1:
+            what = " and ".join(f"--{one.key}={one.value}" for one in given) + " contradict each other"
+            yield Check("memory", "problem", what, "Slurm takes the later one or refuses both", "keep one of them")
+        if self.diagnosis.kind == "host_cgroup" and (wanted := wanted_request(self.job)):
+            yield from self._raise_memory(given, *wanted)
+            return
+        for one in given:
+            if (size := amount_of(one)) and not _SIZE.fullmatch(one.value):
+                reason = f"--{one.key} takes K, M, G or T: {one.value} is written {write_size(size.bytes)}"
+                yield from self._request(one.key, write_size(size.bytes), reason, one)
 
-    def _bytes(self, setting: Setting) -> int:
-        return bytes_of(setting, self.job.cpus_of_node) or 0
+    def _raise_memory(self, given: Sequence[Setting], size: Amount, reason: str) -> Iterator[Check]:
+        """Raise the request of the step that died (found by its size, else the last one), and each of the job's."""
+        job, most = self.job, self.job.most_bytes
+        if most is not None and size.per == "node" and size.bytes > most:
+            measured = job.peak()
+            if measured is None or measured[0].bytes > most:
+                what = f"{write_size(size.bytes)} of each node is more than the {format_bytes(most)} that a node has"
+                remedy = "use fewer tasks per node, or a partition with larger nodes"
+                yield Check("memory", "problem", what, reason, remedy, job.partition)
+                return
+            size = Amount(most // GIB * GIB, "node")
+            reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most)}"
+        steps = [one for one in self.script.step_memory if amount_of(one)] if job.step_request else []
+        steps = [one for one in steps if amount_of(one) == job.step_request] or steps[-1:]
+        whole = f"the job must hold what its srun requests: {size}" if steps else reason
+        for one in (*steps, *given):
+            old, why = amount_of(one), f"this step's own limit: {reason}" if one in steps else whole
+            new = raise_request(job, old, size) if old else size
+            if old is None or new.bytes > old.bytes:
+                why += "" if new.per == size.per else f": {new}"
+                yield from self._request(one.key, write_size(new.bytes), why, one)
+        if not given and (self.granted.request_bytes or 0) < size.bytes:
+            yield from self._request("mem-per-cpu" if size.per == "cpu" else "mem", write_size(size.bytes), whole)
 
-    def _drop_contradictions(self) -> Setting | None:
-        """Return the last memory directive, which Slurm takes; drop those that contradict it."""
-        kept = self.script.memory
-        for one in self.script.given:
-            if kept is None or one.key not in MEMORY or (one.key, one.value) == (kept.key, kept.value):
-                continue
-            line = self.script.lines[one.line]
-            reason = (
-                f"--{one.key}={one.value} contradicts --{kept.key}={kept.value} on line {kept.line + 1}. Slurm takes "
-                "the later one or refuses both: dropped"
-            )
-            if self._is_alone(one):
-                self.replace(one.line, 0, 0, "#", reason)
-            else:
-                end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
-                begin = one.begin if line[end:] else len(line[: one.begin].rstrip())
-                self.replace(one.line, begin, end, "", reason)
-        return kept
-
-    def _is_alone(self, one: Setting) -> bool:
-        """Whether its line has no other directive."""
-        line = self.script.lines[one.line]
-        return line[: one.begin].split() == ["#SBATCH"] and not line[one.end :].partition("#")[0].strip()
-
-    def _raise_step(self, size: int, reason: str) -> None:
-        """Raise the request of the step that died: found by its size, else the last one."""
-        steps = [one for one in self.script.step_memory if self._bytes(one)]
-        for one in [one for one in steps if self._bytes(one) == self.job.step_bytes] or steps[-1:]:
-            value = size if one.key == "mem" else -(-size // self.job.cpus_of_node)
-            self.change(one, write_size(value), f"this step's own limit: {reason}")
-
-    def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
-        if given is not None and given.key == "mem-per-cpu":
-            end = len(self.script.lines[given.line]) if self._is_alone(given) else given.end
-            self.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
-        else:
-            self._set("mem", write_size(size), reason)
-
-    def tasks(self) -> None:
+    def tasks(self) -> Iterator[Check]:
         """Make nodes and tasks agree."""
         names = ("nodes", "ntasks", "ntasks-per-node")
         given = self.script.directives
         nodes, tasks, each = (read_value(given[name].value) if name in given else None for name in names)
         if nodes and tasks and each and tasks != nodes * each:
             reason = f"{nodes} nodes x {each} tasks of each = {nodes * each}, not {tasks}"
-            self._set("ntasks", str(nodes * each), reason)
+            yield from self._request("ntasks", str(nodes * each), reason)
 
-    def time(self) -> None:
+    def time(self) -> Iterator[Check]:
         """Raise the time limit by the pace that was seen, if it is too short."""
         wanted, limit = wanted_time(self.job), self.job.limit_seconds
         if wanted is None or limit is None or wanted[0] <= limit:
             return
         if self.diagnosis.cause == "walltime" or (self.job.needed_seconds or 0) > limit:
-            self._set("time", format_time(wanted[0]), wanted[1])
+            yield from self._request("time", format_time(wanted[0]), wanted[1])
 
     def apply_remedy(self, config: Mapping[str, Any] | None) -> Iterator[Check]:
         """Apply the cheapest remedy that a script can express; one at a time, so that the next run shows its effect."""
@@ -332,6 +316,14 @@ class _Fixer:
         if found is not None:
             self.change(found, remedy.setting.partition("=")[2].partition(",")[0], remedy.reason)
         return found is not None
+
+
+def _number(name: str, text: str) -> float | None:
+    """A request as a number in its own unit; ``--mem=0`` is all of a node's."""
+    if name in MEMORY:
+        found = amount_of(Setting(name, text, 0, 0, 0))
+        return found.bytes if found else math.inf if re.fullmatch(r"0+[KMGTkmgt]?", text) else None
+    return parse_seconds(text) if name == "time" else read_value(text)
 
 
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:

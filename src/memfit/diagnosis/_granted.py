@@ -150,7 +150,7 @@ def job_of(ran: Ran, script: Path | None = None) -> Job:
     if script is None:
         return ran.job
     asked = job_of_script(read_script(script))
-    return replace(asked, request_bytes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
+    return replace(asked, request=None, nodes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
 
 
 def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Path]]:
@@ -236,9 +236,10 @@ def is_any_shown(checks: Sequence[Check]) -> bool:
 
 
 def _resources(found: Job, fixed: Job) -> Iterator[Check]:
-    """The shape and the memory that Slurm granted."""
+    """The shape and the memory that Slurm granted; memory of a CPU or a GPU by the layout that it granted."""
+    memory = replace(found, request=fixed.request).request_bytes or fixed.request_bytes
     sizes = (
-        ("memory", fixed.request_bytes, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
+        ("memory", memory, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
         ("nodes", fixed.nodes, found.nodes, str),
         ("tasks", fixed.tasks_per_node, found.tasks_per_node, lambda count: f"{count} on each node"),
         ("cpus", fixed.cpus_per_task, found.cpus_per_task, lambda count: f"{count} of each task"),

@@ -122,13 +122,14 @@ def _memory(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     """The figures of a node and those of a device; they are never added up."""
     if job.disagreement:
         yield f"- {job.disagreement[:1].upper()}{job.disagreement[1:]}."
-    measured, wanted = job.node_bytes, wanted_request(job) if diagnosis.kind == "host_cgroup" else None
+    measured, wanted = job.peak(), wanted_request(job) if diagnosis.kind == "host_cgroup" else None
     if measured and job.task_peak_bytes:
-        yield f"- {measured[1]} = {format_bytes(measured[0])} on each node. MaxRSS is of one task, --mem is of a node."
-    if measured and wanted:
-        margin = wanted[0] - measured[0]
-        yield f"- Margin = request - measured = {format_bytes(margin)}, {margin / measured[0]:.0%} of the peak."
-    node = {"requested": job.limit_bytes, "measured": measured and measured[0], "to request": wanted and wanted[0]}
+        yield f"- {measured[1]} = {measured[0]}. MaxRSS is of one task, --mem is of a node."
+    if measured and wanted and wanted[0].per == "node":
+        margin = wanted[0].bytes - measured[0].bytes
+        yield f"- Margin = request - measured = {format_bytes(margin)}, {margin / measured[0].bytes:.0%} of the peak."
+    sizes = {"requested": job.limit, "measured": measured and measured[0], "to request": wanted and wanted[0]}
+    node = {name: one.bytes if one and one.per == "node" else None for name, one in sizes.items()}
     ledgers: dict[str, dict[str, int | None]] = {"Host memory of each node": {**node, "a node has": job.most_bytes}}
     if diagnosis.kind in DEVICES:
         figures = diagnosis.figures

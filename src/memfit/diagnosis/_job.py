@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from memfit.diagnosis._batch_script import BatchScript, Setting
+from memfit.amounts import Amount, Layout, Scope
+from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting
 from memfit.slurm import Limit, parse_request, parse_seconds
 from memfit.units import format_bytes
 
@@ -36,9 +37,9 @@ class Job:
 
     Attributes:
         nodes, tasks_per_node, cpus_per_task, gpus_per_node: Its shape.
-        request_bytes: The memory that it requested of each node.
-        step_bytes: What its script's ``srun`` requests of each node; that step is held to it.
-        script_bytes: What its script requests of each node, where the accounting may say something else.
+        request: The memory that it requested.
+        step_request: What its script's ``srun`` requests; that step is held to it.
+        script_request: What its script requests, where the accounting may say something else.
         most_bytes: The memory of a node of its partition.
         task_peak_bytes, task_mean_bytes: Of its largest task (MaxRSS), and the mean over its tasks (AveRSS).
         node_peak_bytes: The peak of a whole node or container, as its cgroup counted it.
@@ -59,9 +60,9 @@ class Job:
     tasks_per_node: int | None = None
     cpus_per_task: int | None = None
     gpus_per_node: int | None = None
-    request_bytes: int | None = None
-    step_bytes: int | None = None
-    script_bytes: int | None = None
+    request: Amount | None = None
+    step_request: Amount | None = None
+    script_request: Amount | None = None
     most_bytes: int | None = None
     task_peak_bytes: int | None = None
     task_mean_bytes: int | None = None
@@ -90,14 +91,25 @@ class Job:
         return replace(self, **theirs)
 
     @property
-    def limit_bytes(self) -> int | None:
-        """What a node's tasks are held to: the request of their step, else of the job."""
-        return self.step_bytes or self.request_bytes
+    def layout(self) -> Layout:
+        """How it lies on its nodes."""
+        return Layout(self.nodes, self.tasks_per_node, self.cpus_per_task, self.gpus_per_node)
+
+    @property
+    def request_bytes(self) -> int | None:
+        """The memory that it requested of each node; None if that is not known."""
+        return found.bytes if self.request and (found := self.layout.to(self.request, "node")) else None
+
+    @property
+    def limit(self) -> Amount | None:
+        """What its tasks are held to, the request of their step or of the job: of a node, if that is known."""
+        given = self.step_request or self.request
+        return given and (self.layout.to(given, "node") or given)
 
     @property
     def disagreement(self) -> str:
         """A sentence, if the accounting and the script name different requests."""
-        granted, written = self.request_bytes, self.script_bytes
+        granted, written = self.request_bytes, replace(self, request=self.script_request).request_bytes
         if not granted or not written or abs(granted - written) <= 0.02 * written:
             return ""
         return (
@@ -106,27 +118,21 @@ class Job:
         )
 
     @property
-    def cpus_of_node(self) -> int:
-        """The CPUs that its tasks request of each node."""
-        return max((self.tasks_per_node or 1) * (self.cpus_per_task or 1), 1)
-
-    @property
     def devices(self) -> int | None:
         """The ranks of the training: its tasks where each has a device, else its GPUs."""
         per_node = max(self.tasks_per_node or 0, self.gpus_per_node or 0)
-        return (self.nodes or 1) * per_node if per_node else None
+        return self.nodes * per_node if self.nodes and per_node else None
 
-    @property
-    def node_bytes(self) -> tuple[int, str] | None:
-        """The memory of a node that was measured, and its arithmetic; None if nothing was measured."""
-        found = []
-        tasks = self.tasks_per_node or 1
+    def peak(self, per: Scope = "node") -> tuple[Amount, str] | None:
+        """Return what was measured, in this scope, and its arithmetic; None if that is not known."""
         each, name = (self.task_peak_bytes, "MaxRSS") if self.task_peak_bytes else (self.task_mean_bytes, "AveRSS")
-        if each:
-            found.append((tasks * each, f"{tasks} x {_gib(each)} ({name} of a task)"))
-        if self.node_peak_bytes:
-            found.append((self.node_peak_bytes, f"{_gib(self.node_peak_bytes)} (the node's own count)"))
-        return max(found) if found else None
+        found: list[tuple[Amount, str]] = []
+        if each and (task := self.layout.to(Amount(each, "task"), per)):
+            times = f"{self.tasks_per_node} x " if per == "node" else ""
+            found.append((task, f"{times}{_gib(each)} ({name} of a task)"))
+        if self.node_peak_bytes and (node := self.layout.to(Amount(self.node_peak_bytes, "node"), per)):
+            found.append((node, f"{_gib(self.node_peak_bytes)} (the node's own count)"))
+        return max(found, key=lambda one: one[0].bytes, default=None)
 
     @property
     def halved(self) -> tuple[int, int]:
@@ -151,20 +157,22 @@ def job_of_script(script: BatchScript) -> Job:
     nodes, tasks, per_node, cpus = (
         read_value(given.get(name)) for name in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
     )
+    if not {"nodes", "ntasks", "gpus"} & given.keys():
+        nodes = 1  # sbatch(1): the nodes that one task needs
     if per_node is None and tasks and nodes and tasks % nodes == 0:
         per_node = tasks // nodes
-    shape = Job(nodes=nodes, tasks_per_node=per_node, cpus_per_task=cpus)
-    steps = [size for one in script.step_memory if (size := bytes_of(one, shape.cpus_of_node))]
+    steps = [size for one in script.step_memory if (size := amount_of(one))]
     memory, shm = script.memory, script.find("shm_size")
-    request = bytes_of(memory, shape.cpus_of_node) if memory else None
-    is_sure = memory is not None and (memory.key == "mem" or bool(per_node and cpus))
+    request = amount_of(memory) if memory else None
     settings = {name: found for name, keys in SETTINGS.items() if (found := script.find(*keys))}
-    return replace(
-        shape,
-        gpus_per_node=_gpus(given, per_node or 1),
-        request_bytes=request,
-        step_bytes=steps[-1] if steps else None,
-        script_bytes=request if is_sure else None,
+    return Job(
+        nodes=nodes,
+        tasks_per_node=per_node,
+        cpus_per_task=cpus,
+        gpus_per_node=_gpus(given, nodes, per_node),
+        request=request,
+        step_request=steps[-1] if steps else None,
+        script_request=request,
         shm_bytes=_size(shm.value) if shm else None,
         limit_seconds=parse_seconds(given.get("time", "")),
         partition=given.get("partition", ""),
@@ -175,10 +183,10 @@ def job_of_script(script: BatchScript) -> Job:
     )
 
 
-def bytes_of(setting: Setting, cpus: int) -> int | None:
-    """Return the bytes of each node that ``--mem`` or ``--mem-per-cpu`` requests; None for all of a node's."""
+def amount_of(setting: Setting) -> Amount | None:
+    """Return what an option of `MEMORY` requests, in its own unit; None for all of a node's, and for no size."""
     size = _size(setting.value)
-    return size * (1 if setting.key == "mem" else cpus) if size else None
+    return Amount(size, MEMORY[setting.key]) if size else None
 
 
 def _size(text: str) -> int | None:
@@ -187,7 +195,7 @@ def _size(text: str) -> int | None:
     return None if found is None or not found.bytes else found.bytes
 
 
-def _gpus(given: dict[str, str], tasks_per_node: int) -> int | None:
+def _gpus(given: dict[str, str], nodes: int | None, tasks_per_node: int | None) -> int | None:
     """The GPUs that the directives request of each node."""
     for part in given.get("gres", "").split(","):
         if part.partition(":")[0] == "gpu":
@@ -195,8 +203,8 @@ def _gpus(given: dict[str, str], tasks_per_node: int) -> int | None:
     counts = {name: read_value(given.get(name, "").rpartition(":")[2]) for name in _GPU_OPTIONS}
     per_node, per_task, total = (counts[name] for name in _GPU_OPTIONS)
     if per_task:
-        per_task *= tasks_per_node
-    return per_node or per_task or (total // (read_value(given.get("nodes")) or 1) if total else None)
+        return per_node or (per_task * tasks_per_node if tasks_per_node else None)
+    return per_node or (total // nodes if total and nodes and total % nodes == 0 else None)
 
 
 _GPU_OPTIONS = ("gpus-per-node", "gpus-per-task", "gpus")

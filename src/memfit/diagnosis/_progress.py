@@ -128,6 +128,13 @@ def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
     return any(len(values) >= least for values in after.values())
 
 
+def clock_between(readings: Sequence[Reading], first: int, last: int) -> int:
+    """Return the seconds for which a bar's own clock ran between two lines, at least."""
+    known = {one.counter: one.seconds for one in readings if one.place <= first and one.seconds}
+    later = [one for one in readings if first < one.place <= last]
+    return max((one.seconds - known.get(one.counter, 0) for one in later if one.seconds), default=0)
+
+
 def check_rate(readings: Sequence[Reading]) -> str:
     """Return a sentence if the last full bar of training names a rate that its clock contradicts, else nothing."""
     full = [one for one in readings if one.is_training and one.value == one.total and one.rate and one.seconds]
@@ -156,13 +163,14 @@ class Progress:
     has_reason: bool = False  # a line says why it ended before its last epoch
 
     @property
-    def is_premature(self) -> bool:
-        """Whether it says that it is done, and its bars say that it is not."""
+    def doubt(self) -> str:
+        """A sentence, if it says that it is done and its bars say that it is not."""
         if self.claim is None or self.has_reason or self.num_epochs is None:
-            return False
+            return ""
         epoch = self.bar.epoch if self.bar else None  # a log that begins at a checkpoint shows the last epochs alone
         last = int(epoch["epoch"]) + 1 if epoch else 0
-        return 1 <= max(self.epochs_done, last) < self.num_epochs
+        is_early = 1 <= max(self.epochs_done, last) < self.num_epochs
+        return f"the log says that it is done after {self.epochs_done} of {self.num_epochs} epochs" if is_early else ""
 
 
 def read_progress(stream: Stream) -> Progress:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from memfit.amounts import Amount
+from memfit.diagnosis._batch_script import MEMORY
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
 from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
 from memfit.diagnosis._verdict import NOTICEABLE
@@ -64,8 +66,11 @@ def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
     job = replace(job, under_memfit=job.under_memfit or diagnosis.under_memfit)
     if diagnosis.kind != "host_cgroup":
         return job
-    used, limit = diagnosis.figures.get("used") or None, diagnosis.figures.get("limit") or None
-    return job.with_known(Job(node_peak_bytes=used if limit else None, request_bytes=limit))
+    used, limit = diagnosis.figures.get("used") or None, diagnosis.figures.get("limit")
+    if not limit:
+        return job
+    request = job.request if job.request_bytes is not None else Amount(limit, "node")
+    return replace(job, request=request).with_known(Job(node_peak_bytes=used))
 
 
 def foreign_bytes(figures: Mapping[str, int]) -> int | None:
@@ -237,20 +242,30 @@ def _as_written(change: Change, setup: Setup) -> str:
     return _HF_WORDS.get(change.options[0], "memfit estimate " + " ".join(change.options))
 
 
-def wanted_request(job: Job) -> tuple[int, str] | None:
-    """Return the bytes to request on each node, and the arithmetic; None if no figure is known."""
-    measured, limit = job.node_bytes, job.limit_bytes
-    if measured is not None and (limit is None or measured[0] > _CUT * limit):
-        size = round_up_size(measured[0] * (1 + RESERVE))
-        why = f"{measured[1]} = {format_bytes(measured[0])} on each node; + {RESERVE:.0%} = {format_bytes(size)}"
-        return size, why
+def wanted_request(job: Job) -> tuple[Amount, str] | None:
+    """Return what to request, in the limit's own scope, and the arithmetic; None if no figure is known."""
+    limit = job.limit
+    measured = job.peak(limit.per if limit else "node")
+    if measured is not None and (limit is None or measured[0].bytes > _CUT * limit.bytes):
+        size = Amount(round_up_size(measured[0].bytes * (1 + RESERVE)), measured[0].per)
+        return size, f"{measured[1]} = {measured[0]}; + {RESERVE:.0%} = {format_bytes(size.bytes)}"
     if limit is None:
         return None
-    seen = ""
-    if measured is not None:
-        missed = "is where the limit cut it off" if measured[0] > 0.9 * limit else "missed its peak"
-        seen = f"; the largest sample, {format_bytes(measured[0])}, {missed}"
-    return round_up_size(1.5 * limit), f"{format_bytes(limit)} + 50%: the peak was not measured{seen}"
+    alone = (job.task_peak_bytes or 0) if limit.per in ("node", "job") else 0  # a part of what all tasks held
+    seen = measured[0].bytes if measured else alone
+    base = Amount(max(limit.bytes, seen), limit.per)
+    missed = "is where the limit cut it off" if seen > 0.9 * limit.bytes else "missed its peak"
+    said = f"; the largest sample, {format_bytes(seen)}, {missed}" if seen else ""
+    return Amount(round_up_size(1.5 * base.bytes), base.per), f"{base} + 50%: the peak was not measured{said}"
+
+
+def raise_request(job: Job, old: Amount, wanted: Amount) -> Amount:
+    """Return a request of the script raised to what is wanted, in its own unit; never less than it was."""
+    new = job.layout.to(wanted, old.per)
+    if new is None:  # whatever the layout is, more of each CPU by this factor is more of each node by it
+        limit = job.limit and job.layout.to(job.limit, wanted.per)
+        new = old.scaled(wanted.bytes / limit.bytes if limit else 1.5)
+    return new if new.bytes > old.bytes else old
 
 
 def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
@@ -284,34 +299,37 @@ def _fewer_workers(name: str, workers: int | None) -> Remedy:
 def _larger_request(job: Job) -> Remedy:
     wanted = wanted_request(job)
     if wanted is None:
-        title, why = "request more memory", "It hit its limit. Neither the limit nor a peak is known"
+        title, why = "request more memory", "It hit its limit. Neither the limit nor a node's peak is known"
         if job.under_memfit:
             return row("request", title=title, setting=_MEMORY.format("SIZE", ""), why=f"{why}.")
         setting = "--mem (Slurm), mem_limit (Compose), resources.limits.memory (Kubernetes)"
         return row("request", title=title, setting=setting, why=f"{why}: add --sacct or --script.")
-    size, why = wanted
-    gain = size - job.limit_bytes if job.limit_bytes else None
-    enough = True if job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0) else None
+    (size, why), limit = wanted, job.limit
+    gain, measured = size.bytes - limit.bytes if limit else None, job.peak(size.per)
+    enough = True if measured is not None and measured[0].bytes > _CUT * (limit.bytes if limit else 0) else None
     if job.under_memfit:
-        written = write_size(size, ("GiB", "MiB"))
+        written = write_size(size.bytes, ("GiB", "MiB"))
         setting = _MEMORY.format(written, f" above {written}")
         return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
-    title, setting = f"request {write_size(size)} per node", f"--mem={write_size(size)}"
-    if job.most_bytes is not None and size > job.most_bytes:
+    asked = job.step_request or job.script_request
+    own = raise_request(job, asked, size) if asked else size
+    written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY.items()}
+    title, setting = f"request {written} per {own.per}", f"{flags.get(own.per, '--mem')}={written}"
+    if job.most_bytes is not None and size.per == "node" and size.bytes > job.most_bytes:
         title += " of a partition with larger nodes"
         why += f"; a node of {job.partition or 'this partition'} has {format_bytes(job.most_bytes)}"
         enough = True
-    elif job.step_bytes is not None:
+    elif job.step_request is not None:
         title += " for the step"
-        setting += f" of srun, and #SBATCH --mem={write_size(max(size, job.request_bytes or 0))} or more"
+        setting += " of srun, and as much or more of #SBATCH"
     return row("request", gain, enough=enough, title=title, setting=setting, why=why)
 
 
 def _fewer_tasks(job: Job) -> Iterator[Remedy]:
-    tasks, task = job.tasks_per_node or 1, job.task_peak_bytes or job.task_mean_bytes
+    tasks, task = job.tasks_per_node, job.task_peak_bytes or job.task_mean_bytes
     limit = job.most_bytes or job.request_bytes
     fit = int(limit // (task * (1 + RESERVE))) if task and limit else 0
-    if task and limit and 1 <= fit < tasks:
+    if tasks and task and limit and 1 <= fit < tasks:
         why = f"{fit} x {format_bytes(task)} + {RESERVE:.0%} fit in {format_bytes(limit)}"
         yield row("fewer_tasks", (tasks - fit) * task, fit=fit, tasks=tasks, why=why, times=tasks / fit)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from memfit.amounts import Amount, Layout
 from memfit.diagnosis._job import Job
 from memfit.slurm import Row
 from memfit.units import format_bytes
@@ -26,16 +28,20 @@ class StepMemory(NamedTuple):
     text: str = ""  # the sum in a sentence; empty without a limit or a sample
 
 
-def _sum_up(step: str, job: Job, limit_source: str) -> StepMemory:
-    """Add up a node's tasks; ``limit_source`` is the setting that says what they may use."""
-    tasks, limit = job.tasks_per_node or 1, job.request_bytes or 0
+def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
+    """Add up the tasks that share a limit; ``limit_source`` is the setting that says what they may use."""
+    per = job.request.per if job.request else "node"
+    known = job.tasks_per_node if per == "node" else step.num_tasks
+    tasks, limit = known or 1, job.request.bytes if job.request else 0
     mean, most = tasks * (job.task_mean_bytes or 0), tasks * (job.task_peak_bytes or 0)
     total, is_over = mean if mean > limit else most, max(mean, most) > limit
-    if not limit or not total:
-        return StepMemory(step, job, most)
-    words = f"the {format_bytes(limit)} of a node ({limit_source})"
+    if not limit or not total or per == "cpu":
+        return StepMemory(step.id, job, most)
+    words = f"the {format_bytes(limit)} of {'a node' if per == 'node' else 'the job'} ({limit_source})"
     said = f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total // tasks)} = {format_bytes(total)}"
-    if mean > limit:
+    if known is None and not is_over:
+        said += f" of {words}: how many tasks share them is not known"
+    elif mean > limit:
         said += f" on average, over {words}"
     elif most > limit:
         below = "; their mean is below it" if mean else ""
@@ -44,7 +50,7 @@ def _sum_up(step: str, job: Job, limit_source: str) -> StepMemory:
         said += f" at most, close to {words}: samples can miss the peak"
     else:
         said += f" at most, below {words}: these samples do not explain a kill"
-    return StepMemory(step, job, most, is_over, said)
+    return StepMemory(step.id, job, most, is_over, said)
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:
@@ -71,45 +77,46 @@ def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
 
     nodes = first("num_nodes") or next((count for one in known if (count := count_nodes(one.nodes))), None)
     cpus, tasks = first("num_cpus"), step.num_tasks or (shape.num_tasks if shape else None)
-    limit, source = _limit([one for one in (shape, whole, step) if one is not None], nodes or 1, cpus)
-    each = math.ceil((tasks or 1) / (nodes or 1))
-    fullest = first("tasks_per_node")
-    if fullest and each <= fullest <= (tasks or fullest):
+    each, fullest = math.ceil(tasks / nodes) if tasks and nodes else None, first("tasks_per_node")
+    if tasks == 1 or (step.step and not step.step.isdigit()):  # one task is surely on one node
+        each = 1
+    elif fullest and (each or 1) <= fullest <= (tasks or fullest):
         each = fullest
-    elif nodes is None and source != _TOTAL:  # one task alone is surely on one node
-        each = 1
-    if step.step and not step.step.isdigit():
-        each = 1
     # A task that was never sampled shows 0: that is no measurement.
     mean = step.ave_rss_bytes or (step.total_rss_bytes or 0) // (step.num_tasks or 1)
+    layout = Layout(nodes, each, cpus // tasks or None if cpus and tasks else None)
+    if cpus and nodes and layout.cpus_per_task is None and cpus % nodes == 0:  # all CPUs of a node, as if of one task
+        layout = Layout(nodes, 1, cpus // nodes)
+    limit, source = _limit([one for one in (shape, whole, step) if one is not None], layout)
     job = Job(
         nodes=nodes,
-        tasks_per_node=each if tasks or fullest else None,
+        tasks_per_node=each,
         cpus_per_task=cpus // tasks or None if cpus and tasks else None,
-        request_bytes=limit,
+        request=limit,
         task_peak_bytes=step.max_rss_bytes or None,
         task_mean_bytes=mean or None,
         limit_seconds=first("limit_seconds"),
         partition=first("partition") or "",
     )
-    return _sum_up(step.id, job, source)
+    alone = max(mean, step.max_rss_bytes or 0)
+    if limit is None or source != _TOTAL or alone <= limit.bytes or max(one.num_nodes or 1 for one in known) == 1:
+        return _sum_up(step, job, source)
+    said = f"ReqMem would be {limit} as the job's total, and one task held {format_bytes(alone)}: it may be a node's. "
+    said += "What a node may use is not known without the script"
+    return StepMemory(step.id, replace(job, request=None), alone, text=said)
 
 
-def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | None, str]:
-    """What a node's tasks may use, and the setting that says so."""
-    requests = [(one, one.request) for one in known if one.request and one.request.bytes]
-    for _, request in requests:
-        if request.scope == "node":
-            return request.bytes, "requested"
-        if request.scope == "cpu" and cpus:
-            return request.bytes * (cpus // nodes), f"requested of a CPU x {cpus // nodes} CPUs"
-    for one in reversed(known):
-        if one.allocated_bytes:
-            return one.allocated_bytes // (one.num_nodes or nodes), "AllocTRES over its nodes"
-    for one, request in requests:  # without n or c: of the whole job, since Slurm 21.08
-        if not one.step:
-            return request.bytes // (one.num_nodes or nodes), _TOTAL
-    return None, ""
+def _limit(known: Sequence[Row], layout: Layout) -> tuple[Amount | None, str]:
+    """What a node's tasks may use (else the whole job's, or a CPU), and the setting that says so."""
+    asked = [(one, one.request, "requested") for one in known if one.request and one.request.bytes]
+    found = [row for row in asked if row[1].per != "job"]
+    found += [(one, Amount(one.allocated_bytes, "job"), "AllocTRES") for one in known[::-1] if one.allocated_bytes]
+    found += [row for row in asked if row[1].per == "job" and not row[0].step]  # without n or c, since Slurm 21.08
+    for one, amount, source in found:
+        if node := replace(layout, nodes=one.num_nodes or layout.nodes).to(amount, "node"):
+            of_cpu = f" of a CPU x {node.bytes // amount.bytes} CPUs"
+            return node, source + {"cpu": of_cpu, "job": " over its nodes"}.get(amount.per, "")
+    return found[0][1:] if found else (None, "")
 
 
 def count_nodes(names: str) -> int | None:

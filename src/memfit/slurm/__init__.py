@@ -1,6 +1,6 @@
 """Slurm's tools: what they print, as records, and calls that submit, ask and cancel."""
 
-from memfit.slurm._accounting import Request, Row, parse_request, parse_sacct, parse_seconds
+from memfit.slurm._accounting import Row, parse_request, parse_sacct, parse_seconds
 from memfit.slurm._control import (
     Element,
     NoAnswerError,
@@ -22,7 +22,6 @@ __all__ = [
     "Element",
     "Limit",
     "NoAnswerError",
-    "Request",
     "Row",
     "cancel_elements",
     "check_script",

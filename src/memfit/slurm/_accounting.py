@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from memfit.amounts import Amount, Scope
 from memfit.units import GIB, KIB, MIB, TIB
 
-Scope = Literal["node", "cpu", "job"]
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": TIB, "P": TIB << 10}
 _STATES = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "CONFIGURING", "DEADLINE", "FAILED", "NODE_FAIL",
@@ -31,19 +30,6 @@ _PAIR = re.compile(r"\d+:\d+")
 
 
 @dataclass(frozen=True)
-class Request:
-    """Memory that was requested.
-
-    Attributes:
-        bytes: How much; 0 is all that a node has.
-        scope: Of what: each node, each CPU, or the whole job.
-    """
-
-    bytes: int
-    scope: Scope
-
-
-@dataclass(frozen=True)
 class Row:
     """A job or one of its steps, as ``sacct`` or ``scontrol show job`` prints it; None where it does not say.
 
@@ -52,6 +38,7 @@ class Row:
         step: ``batch``, ``extern``, ``interactive`` or a number; empty for the job itself.
         raw_job: The number in ``StepId=``; another one for an array's task.
         state: In full; empty if it does not say.
+        request: The memory that it requested; 0 is all that a node has.
         exit_code, signal: Of its ``ExitCode``; signal 125 stands for memory.
         derived_signal: The worst of a job's steps.
         allocated_bytes: The memory that it got, over all of its nodes.
@@ -70,7 +57,7 @@ class Row:
     exit_code: int | None = None
     signal: int | None = None
     derived_signal: int | None = None
-    request: Request | None = None
+    request: Amount | None = None
     allocated_bytes: int | None = None
     max_rss_bytes: int | None = None
     ave_rss_bytes: int | None = None
@@ -101,7 +88,7 @@ def parse_sacct(text: str | Sequence[str]) -> list[Row]:
         >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024
         True
         >>> wide = "JobID             State ReqMem\\n------------ ---------- ------\\n7            OUT_OF_ME+ 4000Mn\\n"
-        >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.scope
+        >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.per
         ('OUT_OF_MEMORY', 'node')
     """
     lines = [line.rstrip("\r") for line in (text.split("\n") if isinstance(text, str) else text)]
@@ -242,21 +229,21 @@ def parse_size(text: str) -> int | None:
     return round(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def parse_request(text: str) -> Request | None:
+def parse_request(text: str) -> Amount | None:
     """A request with its scope: ``n`` of each node, ``c`` of each CPU; since Slurm 21.08, without, of the whole job.
 
     A bare number is MiB. Measured on Slurm 22.05: two nodes with ``--mem=300M`` show ``600M``.
 
     >>> parse_request("4Gn"), parse_request("2Gc")
-    (Request(bytes=4294967296, scope='node'), Request(bytes=2147483648, scope='cpu'))
-    >>> parse_request("600M").scope
+    (Amount(bytes=4294967296, per='node'), Amount(bytes=2147483648, per='cpu'))
+    >>> parse_request("600M").per
     'job'
     """
     found = re.fullmatch(r"([\d.]{1,20})([KMGTP]?)([nc?]?)", text.strip())
     if not found or found[1].count(".") > 1 or found[1] == ".":
         return None
     scope: Scope = "node" if found[3] == "n" else "cpu" if found[3] == "c" else "job"
-    return Request(round(float(found[1]) * _UNITS[found[2] or "M"]), scope)
+    return Amount(round(float(found[1]) * _UNITS[found[2] or "M"]), scope)
 
 
 def parse_seconds(text: str) -> int | None:

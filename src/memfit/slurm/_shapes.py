@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.slurm._accounting import Request, Row, full_state, parse_seconds, parse_size, parse_tres
+from memfit.amounts import Amount
+from memfit.slurm._accounting import Row, full_state, parse_seconds, parse_size, parse_tres
 from memfit.units import MIB
 
 
@@ -36,7 +37,7 @@ def parse_shapes(lines: Sequence[str]) -> list[Row]:
         >>> text = "JobId=2 JobName=a b\\n   NumNodes=2 NumTasks=4\\n   MinMemoryNode=300M MinTmpDiskNode=0"
         >>> job = parse_shapes(text.splitlines())[0]
         >>> job.num_tasks, job.request
-        (4, Request(bytes=314572800, scope='node'))
+        (4, Amount(bytes=314572800, per='node'))
     """
     return [_job(found) for found in _blocks(lines, "JobId")]
 
@@ -47,7 +48,7 @@ def _job(found: dict[str, str]) -> Row:
         size = found.get(name, "")
         count = int(size) * MIB if size.isdigit() else parse_size(size)
         if count is not None:
-            request = Request(count, "node" if name == "MinMemoryNode" else "cpu")
+            request = Amount(count, "node" if name == "MinMemoryNode" else "cpu")
     tres = parse_tres(found.get("AllocTRES") or found.get("TRES") or found.get("ReqTRES") or "")
     return Row(
         found["JobId"],

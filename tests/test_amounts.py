@@ -1,0 +1,35 @@
+"""Memory by scope: what a layout does not tell is never made up."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.amounts import Amount, Layout
+from memfit.units import GIB
+
+SCOPES = ("task", "cpu", "gpu", "node", "job")
+FULL = Layout(nodes=2, tasks_per_node=4, cpus_per_task=8, gpus_per_node=2)
+#: The counts that a change from one scope to another takes.
+NEEDS = {
+    "node": set(), "job": {"nodes"}, "task": {"tasks_per_node"}, "cpu": {"tasks_per_node", "cpus_per_task"},
+    "gpu": {"gpus_per_node"},
+}  # fmt: skip
+counts = st.none() | st.integers(1, 64)
+
+
+def test_a_node_has_what_all_that_is_on_it_has():
+    found = {per: FULL.to(Amount(GIB, per), "node").bytes / GIB for per in SCOPES}
+    assert found == {"task": 4, "cpu": 32, "gpu": 2, "node": 1, "job": 0.5}
+
+
+@given(st.builds(Layout, counts, counts, counts, counts), st.sampled_from(SCOPES), st.sampled_from(SCOPES))
+def test_another_scope_is_known_exactly_when_the_counts_between_them_are(layout, per, scope):
+    needs = NEEDS[per] ^ NEEDS[scope] if {per, scope} == {"task", "cpu"} else NEEDS[per] | NEEDS[scope]
+    needs = set() if per == scope else needs
+    amount = Amount(3 * GIB + 1, per)
+    assert (layout.to(amount, scope) is not None) == all(getattr(layout, name) for name in needs)
+
+
+@given(st.builds(Layout, *[st.integers(1, 64)] * 4), st.sampled_from(SCOPES), st.sampled_from(SCOPES), st.integers(1))
+def test_there_and_back_is_never_less(layout, per, scope, size):
+    amount = Amount(size, per)
+    assert layout.to(layout.to(amount, scope), per).bytes >= size
