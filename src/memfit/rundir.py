@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.masking import NO_ARGUMENTS, mask
+from memfit.masking import mask, mask_line, mask_record
 
 SCHEMA_VERSION = 2
 
@@ -137,7 +137,7 @@ def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) 
 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace a JSON file, its secrets masked; a file beside it, for its owner alone, holds what was masked."""
-    shown = mask(value) | {name: one for name, one in value.items() if name in NO_ARGUMENTS}
+    shown = mask_record(value)
     hidden = {name: one for name, one in value.items() if one != shown[name]}
     if hidden:
         write_atomic(_private(path), json.dumps(hidden) + "\n", durable=durable, mode=0o600)
@@ -229,7 +229,8 @@ class EventWriter:
         """
         own = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
         record = own | fields | own  # first in the line, and not to be overwritten
-        os.write(self._descriptor, f"{json.dumps(record, separators=(',', ':'))}\n".encode())
+        line = mask_line(json.dumps(record, separators=(",", ":")))
+        os.write(self._descriptor, f"{line}\n".encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -254,8 +255,8 @@ class EventTail:
         self._offset += len(whole)
         records = []
         for line in whole.splitlines():
-            with suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
+            with suppress(ValueError, RecursionError, AttributeError):  # no object
+                records.append(json.loads(mask_line(line.decode())))
         return [record for record in records if isinstance(record, dict)]
 
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 import shlex
 import sys
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
+from memfit.masking import mask
 
 __all__ = ["app", "expand_files", "main"]
 
@@ -112,6 +114,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of memfit's own is printed in its three parts and gives the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # what a job writes passes by as bytes, and stays as it is
+        stream.write = partial(lambda write, text: write(mask(text, by_name=False)), stream.write)
     words, command = _split(sys.argv[1:])
     try:
         sys.exit(app(args=words, prog_name="memfit", obj=command, standalone_mode=False))

@@ -21,6 +21,7 @@ from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import NOTICEABLE, events, exceptions, is_clone, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
+from memfit.masking import mask, redact
 from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
@@ -163,7 +164,9 @@ def diagnose(
         signs = ()
     witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
-    return _diagnose(streams, witnesses, torn_files(checkpoints))
+    found = _diagnose(streams, witnesses, torn_files(checkpoints))
+    evidence = tuple(replace(one, text=redact(one.text)) for one in found.evidence)
+    return replace(found, evidence=evidence, timeline=tuple(replace(m, text=redact(m.text)) for m in found.timeline))
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
@@ -286,7 +289,7 @@ def _figures(best: Sign, findings: Sequence[Sign]) -> dict[str, int]:
 
 
 def _evidence(lines: Iterable[Line]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(line.file, line.number, line.text) for line in lines)
+    return tuple(Evidence(line.file, line.number, mask(line.text)) for line in lines)
 
 
 def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any]:
@@ -331,11 +334,11 @@ def _timeline(
         at = next((at for at in range(place, max(-1, place - 81), -1) if lines[at].time), None)
         ran = clock_between(readings[index], at, place) if at is not None else 0
         time = "" if at is None else lines[at].time + (f" + {format_duration(ran)}" if ran > 0 else "")
-        return Moment(what, time, line.file, line.number, line.text[:200])
+        return Moment(what, time, line.file, line.number, mask(line.text)[:200])
 
     is_known = sign is not None and bool(sign.lines)
     starts = (line for stream in streams for line in stream.lines if line.time)
-    found = [Moment("start", line.time, line.file, line.number, line.text[:200]) for line in islice(starts, 1)]
+    found = [Moment("start", line.time, line.file, line.number, mask(line.text)[:200]) for line in islice(starts, 1)]
     progress: tuple[int, int, Line] | None = None
     for index, stream in enumerate(streams):
         for one in readings[index]:

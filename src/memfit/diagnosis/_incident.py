@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import DEVICES, foreign_bytes, wanted_request, wanted_time, with_figures
 from memfit.diagnosis._remedy_table import Remedy
+from memfit.masking import redact
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def write_incident(
     text = [f"# Incident: {headline_of(diagnosis)}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
-    return "\n".join(text)
+    return redact("\n".join(text))
 
 
 def _code(text: str) -> str:

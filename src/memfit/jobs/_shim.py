@@ -294,8 +294,6 @@ class Shim:
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
         ]
         cause = "; ".join(filter(None, (cause, *notes)))
-        # The end of its log may repeat its arguments.
-        cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
         if self.group is not None:
             end_group(self.group, keep=bool(self.job["keeps_group"]))
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
@@ -333,18 +331,21 @@ class Shim:
         refused = "its limit" if monitor.known.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
+        # What it said may repeat its arguments and variables.
+        said = {"error": _read_error(self.job_dir / ERROR), "end": _read_end(self.job_dir / "err.log")}
+        said = mask({name: self.job.get(name) for name in ("command", "params", "env")} | said)
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
             counters_before=before,
             counters_after=Counters.read(self.group),
-            error=_read_error(self.job_dir / ERROR),
+            error=said["error"],
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
             peak_bytes=monitor.peak_bytes,
             phase=monitor.known.phase,
             refused=refused,
             met_above=self.group.first_met() if returncode and self.group is not None else "",
-            last_words=_read_end(self.job_dir / "err.log") if returncode else "",
+            last_words=said["end"] if returncode else "",
             starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )

@@ -40,6 +40,7 @@ from memfit.jobs import (
     running_jobs,
     take_stop,
 )
+from memfit.masking import mask
 from memfit.memory import (
     HOST,
     Budget,
@@ -330,7 +331,7 @@ def supervised(
             ) from error
         if not (run.path / "outcome.json").exists():  # an outcome that is there says how the jobs ended
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
-            write_json(run.path / "outcome.json", {"state": "failed", "cause": cause})
+            write_json(run.path / "outcome.json", {"state": "failed", "cause": mask(cause)})
         raise
     finally:
         spent = psutil.cpu_times_percent()

@@ -116,7 +116,7 @@ def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
     series = [_read(one) for one in runs]
     colours = _colours(series)
     seen = [_Seen(one, summarize(one), own, colours) for one, own in zip(runs, series, strict=True)]
-    write_atomic(path, _page(seen))
+    write_atomic(path, mask(_page(seen), by_name=False))
     return path
 
 

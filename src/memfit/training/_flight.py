@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memfit.masking import mask
 from memfit.memory import Budget, TreeMeter
 from memfit.rundir import current_run, read_heap, record, write_json
 from memfit.training._exactness import place
@@ -70,7 +71,7 @@ def write_flight_record(
             "time": time.time(),
             "pid": os.getpid(),
             "kind": str(kind),
-            "error": error_text,
+            "error": mask(error_text),
             "where": dict(where),
             "devices": _or_reason(device_bytes),
             "host": _or_reason(_host),
