@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.dataset
 from pydantic import Field, model_validator
 
 from memfit import config
@@ -229,7 +228,9 @@ def batches_of(data: DataParams, *columns: str) -> Iterator[pa.RecordBatch]:
         yield from found.to_batches(columns=list(columns))
 
 
-def _datasets(data: DataParams) -> Iterator[tuple[Path, pyarrow.dataset.Dataset]]:
+def _datasets(data: DataParams) -> Iterator[tuple[Path, Any]]:
+    import pyarrow.dataset  # it loads pandas
+
     assert data.path is not None  # checked by DataParams
     for path in sorted(data.path.rglob("*")) if data.path.is_dir() else [data.path]:
         if path.is_file() and (path == data.path or path.suffix in _SUFFIXES):
