@@ -43,8 +43,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         write_atomic(path, "x" * 100)
+    assert caught.value.filename == str(path)
     assert read_json(path) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
 

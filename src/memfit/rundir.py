@@ -77,8 +77,10 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
         raise
     if durable:
         sync_folder(path.parent)

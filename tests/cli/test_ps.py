@@ -31,6 +31,15 @@ def test_without_a_run_it_says_so(memfit):
     assert memfit("ps", "--json").out == "[]\n"
 
 
+def test_a_report_without_a_name_is_written_into_no_run_of_another_folder(memfit, tmp_path, monkeypatch):
+    with running(tmp_path) as (_, run):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        done = memfit("report")
+        assert (done.exit_code, "there is no run below runs" in done.err) == (2, True)
+        assert not (run.path / "report.html").exists()
+
+
 def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memfit, tmp_path, monkeypatch):
     with running(tmp_path) as (process, run):
         (tmp_path / "elsewhere").mkdir()

@@ -41,10 +41,10 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
         assert process.wait(60) == 75
     assert (watcher.returncode, first, err) == (0, f"Run {run.path}\n", "")
     *lines, last = out.splitlines()
-    assert last == f"Run {run.path} has ended: preempted"
+    assert last == f"Run {run.path} has ended: stopped"
     assert all(re.match(STAMP, line) for line in lines)
     told = [re.split(r" \(| and | with |\. ", re.sub(STAMP, "", line))[0] for line in lines]
-    wanted = ["cmd_0001 fold=1 preempted", "cmd_0003 fold=3 started", "cmd_0002 fold=2 preempted"]
+    wanted = ["cmd_0001 fold=1 stopped", "cmd_0003 fold=3 started", "cmd_0002 fold=2 stopped"]
     assert [line for line in told if line in wanted] == wanted
 
 

@@ -241,7 +241,7 @@ def _how_to_go_on(result: RunResult) -> str:
         return text
     names = ", ".join(anew[:_MOST_NAMES]) + (f" and {len(anew) - _MOST_NAMES} more" if len(anew) > _MOST_NAMES else "")
     start = "starts" if len(anew) == 1 else "start"
-    return f"{text}\n{names} {start} again: no checkpoint was reported (exit code 75), but the command may have its own"
+    return f"{text}\n{names} {start} from the beginning, unless the command saves and loads checkpoints of its own"
 
 
 class _Echo:

@@ -214,9 +214,14 @@ class JobStatus:
         """Return the state, the time it took and the peak: ``completed (5.2s), peak 228 MiB of 251 MiB reserved``."""
         took = "" if self.started is None or self.ended is None else f" ({format_duration(self.ended - self.started)})"
         reserved = f" of {format_bytes(reserved_bytes)} reserved" if reserved_bytes else ""
-        return f"{self.state}{took}, peak " + (
+        return f"{show_state(self.state)}{took}, peak " + (
             f"{format_bytes(self.peak_bytes)}{reserved}" if self.peak_bytes else "not measured"
         )
+
+
+def show_state(state: str) -> str:
+    """Return the word that people read: a stop is one word, whoever asked for it and whether the job had saved."""
+    return "stopped" if state in ("cancelled", "preempted") else state
 
 
 @dataclass(frozen=True)

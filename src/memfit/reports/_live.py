@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from memfit.jobs import show_state
 from memfit.memory import Budget
 from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
@@ -339,7 +340,7 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     state = "waiting" if row.state == "pending" else row.state
     if state == "running":
         state = "stopped" if status.stopped_pid is not None else "stalled" if status.stalled else state
-    text = state
+    text = show_state(state)
     if state == "running":
         text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
         text += f" ~{row.guess}" if row.guess else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memfit.jobs import ENDED, JobStatus, name_jobs, read_status
+from memfit.jobs import ENDED, JobStatus, name_jobs, read_status, show_state
 from memfit.rundir import FolderTail, RunDir, event_time, fits, read_json
 from memfit.units import format_bytes, natural_order
 
@@ -35,7 +35,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 #: States of a unit that will not run any more, and those in which its result is there.
-_OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed"})
+_OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed", "cancelled"})
 _THERE = frozenset({"kept", "reused", "completed", "stopped"})
 _NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
@@ -368,13 +368,14 @@ class RunView:
         return told or list(dict.fromkeys([*(row.stage for row in rows), *(map(self.stage_of, [*self.params][:1]))]))
 
     def states(self, stage: str, rows: Sequence[JobRow]) -> dict[str, str]:
-        """The state of each known unit of a stage, by job id: a job's own is newer than that of the stage's events."""
+        """The state to show of each known unit of a stage, by job id: a job's own is newer than the stage's events."""
         if stage in self.stages:
             told = {job: state if state in _OVER else "waiting" for job, state in self.stages[stage].units.items()}
         else:
             told = dict.fromkeys(self.params, "waiting")
         own = {row.status.job_id: row.state for row in rows if row.stage == stage}
-        return {job: "waiting" if state == "pending" else state for job, state in (told | own).items()}
+        own = {job: state for job, state in own.items() if state != "pending" or told.get(job) != "cancelled"}
+        return {job: "waiting" if state == "pending" else show_state(state) for job, state in (told | own).items()}
 
     def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
         """How many jobs are in which state, the most telling first; kept and reused results count as completed."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.errors import MemfitError
+from memfit.jobs import show_state
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._epoch_memory import explain_memory, memory_of
@@ -211,7 +212,7 @@ def _fate(view: RunView, stage: StageView, states: Mapping[str, str]) -> str:
     text = ", ".join(f"{state} {number}" if len(states) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
         text += f", which saved {format_duration(stage.saved_seconds)}"
-    if "stopped" in counts:
+    if "stopped" in stage.units.values():
         text += f" the run (exit code {_outcome(view.run).get('exit_code')})"
     return text + (f": {stage.why}" if stage.why else "")
 
@@ -350,7 +351,7 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
 
 
 def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
-    yield "run", f"{short_path(view.run.path)} ({view.run.state})"
+    yield "run", f"{short_path(view.run.path)} ({show_state(view.run.state)})"
     if not is_one:
         names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if view.kind != "commands" else []
@@ -364,7 +365,7 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
     first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = [(row.state, or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
+    facts = [(show_state(row.state), or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
     headings = ("state", "time", "peak", "reserved")
     rest = [
         (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)
