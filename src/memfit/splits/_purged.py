@@ -102,8 +102,8 @@ class DateSplitter(ABC):
         Args:
             X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
             y: Ignored.
-            groups: The date of each row, in any order: ``datetime64``, numbers, date objects or ISO 8601 text without an
-                offset. None: each row is a date of its own, numbered from 0; a pandas index must agree.
+            groups: The date of each row, in any order: ``datetime64``, a number, a date object or ISO 8601 text without
+                an offset. None: each row is a date of its own, numbered from 0; a pandas index must agree.
 
         Returns:
             An iterator of pairs (train, test) of ascending int64 row numbers.
