@@ -11,14 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._granted import find_files, torn_files
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, clock_between, read_counters, read_progress
-from memfit.diagnosis._remedies import foreign_bytes
 from memfit.diagnosis._runs import find_run, logs_of, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.diagnosis._verdict import NOTICEABLE, events, exceptions, is_clone, is_unlinked, rank, settle, survived
+from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
 from memfit.masking import mask, redact
@@ -97,6 +97,7 @@ class Diagnosis:
         checks: What to look at by hand.
         remedies: What to change, the cheapest in speed first.
         under_memfit: Whether memfit's own record of the job was read.
+        emitter: The library whose message decides: ``torch.cuda``, ``torch.npu``, ``vllm`` ...; empty if not known.
     """
 
     oom: bool
@@ -113,6 +114,12 @@ class Diagnosis:
     checks: tuple[str, ...] = ()
     remedies: tuple[Any, ...] = ()
     under_memfit: bool = False
+    emitter: str = ""
+
+    @property
+    def checked(self) -> Figures:
+        """The figures, held against each other."""
+        return Figures.read(self.figures, " ".join(one.text for one in self.evidence))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; figures in GiB, None where the text has none."""
@@ -248,7 +255,8 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
     is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
-    sure: Sure = "likely" if is_unlinked(best) else best.meaning.sure
+    checked = Figures.read({} if best.kind == "none" else figures, best.text)
+    sure: Sure = "likely" if is_unlinked(best) or checked.contradictions else best.meaning.sure
     early = filter(None, (read_progress(one).doubt for one in streams))
     return Diagnosis(
         oom=best.kind != "none",
@@ -261,9 +269,15 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
-        arithmetic=(*_arithmetic(best, figures), *(witnesses.arithmetic if is_host else ()), *_rates(readings), *early),
-        checks=_checks(streams, best),
+        arithmetic=(
+            *_arithmetic(best, figures, checked),
+            *(witnesses.arithmetic if is_host else ()),
+            *_rates(readings),
+            *early,
+        ),
+        checks=_checks(best),
         under_memfit=any("own_kills" in one.values for one in findings),
+        emitter=best.emitter,
     )
 
 
@@ -355,27 +369,26 @@ def _timeline(
     return tuple(found)
 
 
-def _arithmetic(finding: Sign, size: Mapping[str, int]) -> list[str]:
-    """How a finding's figures add up, each with its scope."""
-    values, total, others = finding.values, size.get("device_total", 0), foreign_bytes(size)
-    found: list[str] = []
+def _arithmetic(finding: Sign, size: Mapping[str, int], device: Figures) -> list[str]:
+    """How a finding's figures add up, each with its scope; contradictions come first."""
+    values, total, held, found = finding.values, device.total or 0, device.held or 0, [*device.contradictions.values()]
     card = f"GPU {values['device']}" if "device" in values else "the card"
-    if {"allocated", "reserved"} <= size.keys():
-        slack = size["reserved"] - size["allocated"]
+    if (slack := device.slack) is not None:
         share = f", {slack / total:.0%} of {card}" if total else ""
         found.append(
             f"This process's allocator holds {_gib(size['reserved'])}: {_gib(size['allocated'])} in tensors"
             f" and {_gib(slack)} in its cache{share}."
         )
         if "tried" in size and finding.kind == "gpu_fragmentation":
-            full = "too little of the card to matter: it is simply full"
-            seen = "a noticeable share" if total and slack >= NOTICEABLE * total else full
+            seen = "a noticeable share" if total and slack >= NOTICEABLE * total else "too little of the card to matter"
             found.append(f"{_gib(size['tried'])} failed although {_gib(slack)} of cache is free in pieces; {seen}.")
-    if others and others >= NOTICEABLE * total:
+    if device.own_pids:
+        pids, what = " or ".join(map(str, device.own_pids)), "is this process, by its number outside of the container"
+        found.append(f"Process {pids} {what}: with {_gib(size['reserved'])} of another it would exceed the card.")
+    if device.foreign and device.foreign >= NOTICEABLE * total:
         found.append(
-            f"Memory of others on {card}: {_gib(total)} total - {_gib(size['free'])} free"
-            f" - {_gib(size['reserved'])} of this process's allocator = {_gib(others)}"
-            " (other processes, and this one's context and libraries)."
+            f"Memory of others on {card}: {_gib(total)} total - {_gib(size['free'])} free - {_gib(held)} of this"
+            f" process = {_gib(device.foreign)} (other processes, and this one's context and libraries)."
         )
     if {"used", "limit"} <= size.keys():
         over = size["used"] - size["limit"]
@@ -393,11 +406,10 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _checks(streams: Sequence[Stream], finding: Sign) -> tuple[str, ...]:
+def _checks(finding: Sign) -> tuple[str, ...]:
     """What a person should look at next."""
     name = "killed" if finding.cause in ("killed", "bus_error") else finding.name
-    broken = _BROKEN if is_clone(streams[finding.stream], finding) else ""
-    return tuple(filter(None, (broken, _CHECKS.get(name))))
+    return tuple(filter(None, (_BROKEN if "Failed to clone" in finding.text else "", _CHECKS.get(name))))
 
 
 def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: int) -> JobPhase:
@@ -416,7 +428,7 @@ def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: i
 
 
 def _phase_at(streams: list[Stream], index: int, place: int) -> JobPhase:
-    return find_phase(streams, Sign("served", (streams[index].lines[place],), {}, index, place))
+    return find_phase(streams, Sign("success", (streams[index].lines[place],), {}, index, place))
 
 
 def _later_phase(streams: list[Stream], sign: Sign, readings: _Readings) -> JobPhase:
