@@ -139,6 +139,8 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
     """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames = _frames(stream, sign)
+    if sign.name == "exit_status" and not frames:
+        return "unknown"  # words such as a path's do not say what a command did
     if frames and frames[-1].source.startswith(("import ", "from ")):
         return "unknown"  # a program that is still loading its modules, whatever their names say
     of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
