@@ -307,7 +307,7 @@ def _checkpoints(ran: Ran) -> Iterator[Check]:
     """The checkpoints: how many, how large, how old; one that cannot be loaded was not fully written."""
     if not ran.checkpoints:
         return
-    newest = max(ran.checkpoints, key=lambda one: one.written)
+    newest = max(ran.checkpoints, key=lambda one: (one.written, one.name))
     age = format_duration(max(0.0, time.time() - newest.written), short=True)
     said = f"{len(ran.checkpoints)} files, {format_bytes(sum(one.bytes for one in ran.checkpoints))}"
     if torn := names_of(ran.checkpoints, "damaged"):

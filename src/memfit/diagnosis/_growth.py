@@ -90,19 +90,21 @@ def _peaks(samples: Sequence[Sample], sizes: Sequence[float], ends: Sequence[flo
 def find_growth(points: Sequence[tuple[float, float]]) -> float:
     """Return by how much a series of (epoch, size) rises an epoch; 0 if that is not sure.
 
-    The newer half counts, at least five points. The slope must exceed 1 % of the peak, and three standard errors.
+    The slope must exceed 1 % of the peak and three times its standard error, and the newer half must rise as well.
 
-    >>> find_growth([*enumerate([9, 20, 30, 40, 50, 60])]), find_growth([*enumerate([9, 50, 50, 51, 50, 50])])
+    >>> find_growth([*enumerate([10, 20, 30, 40, 50])]), find_growth([*enumerate([10, 30, 50, 50, 50, 50])])
     (10.0, 0.0)
     """
-    recent = points[-max(_LEAST_EPOCHS, len(points) // 2) :]
-    if len(recent) < _LEAST_EPOCHS:
+    if len(points) < _LEAST_EPOCHS:
         return 0.0
-    at, sizes = zip(*recent, strict=True)
+    at, sizes = zip(*points, strict=True)
     slope, start = statistics.linear_regression(at, sizes)
     spread = (len(at) - 2) * len(at) * statistics.pvariance(at)
-    error = math.sqrt(sum((size - start - slope * one) ** 2 for one, size in recent) / spread)
-    return slope if slope > max(_LEAST_SHARE * max(sizes), _LEAST_ERRORS * error) else 0.0
+    error = math.sqrt(sum((size - start - slope * one) ** 2 for one, size in points) / spread)
+    half = len(at) // 2
+    least = _LEAST_SHARE * max(sizes)
+    newest = statistics.linear_regression(at[half:], sizes[half:]).slope
+    return slope if slope > max(least, _LEAST_ERRORS * error) and newest > least else 0.0
 
 
 def _largest_tensors(folder: Path) -> Iterator[str]:

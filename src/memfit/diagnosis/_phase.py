@@ -107,6 +107,8 @@ _WORDS: tuple[tuple[JobPhase, str], ...] = (
          r"|loading (?:images|features|embeddings|samples)"),
 )  # fmt: skip
 _PRINTED = tuple((phase, re.compile(words, re.IGNORECASE)) for phase, words in _WORDS)
+#: The words in a path do not say what a program does.
+_PATH = re.compile(r"(?<!\S)(?:['\"(]?[.~]{0,2}/\S+|\S+/\S+/\S+)")
 _HAPPENED = re.compile(
     r"finished|completed|\bdone\b|saved|(?:validation|evaluation) (?:summary|result)|valid_loss|val_loss|val/|test_loss"
     r"|loaded model weights|took \d",
@@ -235,7 +237,7 @@ def _by_words(stream: Stream, sign: Sign) -> JobPhase:
     printed = [line for line in reversed(before) if not _frame_in(line.text)]  # they say more than a file's path
     for line in [*printed, *(line for line in reversed(before) if _frame_in(line.text)), *behind]:
         is_mark = sign.meaning.tier > 4
-        text = line.text if is_mark else _CUT.split(line.text)[0]
+        text = _PATH.sub("", line.text if is_mark else _CUT.split(line.text)[0])
         if not text.strip() or (_HAPPENED.search(text) and line is not own) or _FOREIGN.search(text):
             continue
         for phase, regex in _PRINTED:

@@ -94,7 +94,7 @@ def read_series(path: Path) -> list[Sample]:
     with open_own(path) as file:
         samples, lines = [], file.read().split(b"\n")
     for line in lines:
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, RecursionError):
             one = Sample(**json.loads(line))
             samples += [one] if fits(vars(one), _SHAPE) else []
     if not samples and len(lines) > 1:
