@@ -107,8 +107,8 @@ _WORDS: tuple[tuple[JobPhase, str], ...] = (
          r"|loading (?:images|features|embeddings|samples)"),
 )  # fmt: skip
 _PRINTED = tuple((phase, re.compile(words, re.IGNORECASE)) for phase, words in _WORDS)
-#: The words in a path do not say what a program does.
-_PATH = re.compile(r"(?<!\S)(?:['\"(]?[.~]{0,2}/\S+|\S+/\S+/\S+)")
+#: What a tool such as cat says of a file; the words in its path do not say what a training did.
+_TOOL = re.compile(r"\s*[a-z][\w-]*: .*: [A-Z][a-z ]+$")
 _HAPPENED = re.compile(
     r"finished|completed|\bdone\b|saved|(?:validation|evaluation) (?:summary|result)|valid_loss|val_loss|val/|test_loss"
     r"|loaded model weights|took \d",
@@ -141,8 +141,8 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
     """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames = _frames(stream, sign)
-    if sign.name == "exit_status" and not frames:
-        return "unknown"  # words such as a path's do not say what a command did
+    if not frames and (sign.name == "exit_status" or _TOOL.match(stream.lines[sign.place].text)):
+        return "unknown"
     if frames and frames[-1].source.startswith(("import ", "from ")):
         return "unknown"  # a program that is still loading its modules, whatever their names say
     of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
@@ -237,7 +237,7 @@ def _by_words(stream: Stream, sign: Sign) -> JobPhase:
     printed = [line for line in reversed(before) if not _frame_in(line.text)]  # they say more than a file's path
     for line in [*printed, *(line for line in reversed(before) if _frame_in(line.text)), *behind]:
         is_mark = sign.meaning.tier > 4
-        text = _PATH.sub("", line.text if is_mark else _CUT.split(line.text)[0])
+        text = line.text if is_mark else _CUT.split(line.text)[0]
         if not text.strip() or (_HAPPENED.search(text) and line is not own) or _FOREIGN.search(text):
             continue
         for phase, regex in _PRINTED:
