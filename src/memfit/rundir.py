@@ -136,8 +136,14 @@ def open_own(path: Path | str) -> BinaryIO:
     raise OSError(errno.EPERM, f"it belongs to uid {owner}, this is uid {os.geteuid()}", str(path))
 
 
-#: What ``open_own`` says of a file that it does not read, whatever happens to the disk.
-REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
+def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
+    """Return the content of a file that ``open_own`` opens, or its beginning."""
+    with open_own(path) as file:
+        return file.read(most_bytes)
+
+
+#: What ``open_own`` says of a file that it refuses.
+_REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
 
 
 @functools.cache
@@ -161,12 +167,11 @@ def read_json(
             are renamed into place whole, so a broken one was changed from outside.
     """
     try:
-        with open_own(path) as file:
-            text = file.read(most_bytes + 1)
+        text = read_own(path, most_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno not in REFUSED:
+        if error.errno not in _REFUSED:
             raise
         raise damaged(path, f"cannot be read: {error.strerror}") from None
     if len(text) > most_bytes:
@@ -304,7 +309,7 @@ class EventTail:
         except FileNotFoundError:
             return []
         except OSError as error:
-            if error.errno not in REFUSED:
+            if error.errno not in _REFUSED:
                 raise
             pass_over(f"{self.path}: {error.strerror}")
             return []

@@ -49,7 +49,7 @@ def noise():
 
 def test_noise_is_told_to_be_no_text_and_has_no_phase(tmp_path):
     (tmp_path / "noise.log").write_bytes(noise() * 48)
-    with pytest.raises(UsageError, match="noise.log") as caught:
+    with pytest.raises(UsageError, match=r"noise\.log") as caught:
         diagnose(tmp_path / "noise.log")
     assert "no text" in caught.value.rule
 

@@ -8,52 +8,42 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from memfit.diagnosis._runs import open_file
 
 State = Literal["whole", "damaged", "not proved"]
 
-_NAME = re.compile(r".*\.(?:ckpt|pt|pth|safetensors)|pytorch_model.*\.bin|.*\.(?:safetensors|bin)\.index\.json")
-#: What torch.save writes is a zip archive.
-_ARCHIVE = b"PK\x03\x04"
+#: Names of checkpoints, and of a list of the parts of one.
+CHECKPOINT = re.compile(r".*\.(?:ckpt|pt|pth|safetensors)|pytorch_model.*\.bin|.*\.(?:safetensors|bin)\.index\.json")
 #: So much is read of a folder's checkpoints, the newest first. Of the others the table of contents and sizes are.
 _MOST_READ = 2 << 30
 _TORN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint file; ``damaged`` cannot be loaded, and of ``not proved`` the file itself shows neither."""
+class Checkpoint(NamedTuple):
+    """A file and its path below the folder that was given. A ``damaged`` one cannot be loaded."""
 
-    path: Path
-    name: str  # the path below the folder that was given
+    name: str
     bytes: int
     written: float  # in Unix seconds
     state: State
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a file's name is that of a checkpoint, or of an index of its parts."""
-    return bool(_NAME.fullmatch(path.name))
-
-
 def judge_checkpoints(paths: Mapping[Path, str], *, whole: bool = False) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints of these names and the parts that an index names; ``whole`` reads every byte."""
-    found: dict[Path, str] = {}
+    """Return the checkpoints of these names and the parts that a list names; ``whole`` reads every byte."""
+    names: dict[Path, str] = {}
     for path, name in paths.items():
         parts = _parts(path) if path.suffix == ".json" else [path.name]
-        found |= {path.with_name(part): str(Path(name).with_name(part)) for part in parts}
-    about = {path: path.stat() if path.exists() else os.stat_result([0] * 10) for path in found}
-    left, judged = _MOST_READ, []
-    for path in sorted(found, key=lambda one: (-about[one].st_mtime, one)):
-        size = about[path].st_size
-        is_read = whole or size <= left
-        left -= size if is_read else 0
-        judged.append(Checkpoint(path, found[path], size, about[path].st_mtime, _judge(path, is_read)))
-    return tuple(sorted(judged, key=lambda one: one.path))
+        names |= {path.with_name(part): str(Path(name).with_name(part)) for part in parts}
+    about = {path: path.stat() if path.exists() else os.stat_result([0] * 10) for path in names}
+    found, left = [], _MOST_READ
+    for path, stat in sorted(about.items(), key=lambda one: (-one[1].st_mtime, one[0])):
+        is_read = whole or stat.st_size <= left
+        left -= stat.st_size if is_read else 0
+        found.append(Checkpoint(names[path], stat.st_size, stat.st_mtime, _judge(path, is_read)))
+    return tuple(sorted(found))
 
 
 def names_of(checkpoints: Iterable[Checkpoint], state: State) -> str:
@@ -63,7 +53,7 @@ def names_of(checkpoints: Iterable[Checkpoint], state: State) -> str:
 
 
 def _parts(index: Path) -> set[str]:
-    """The names of the files that an index of Hugging Face lists; its own if it cannot be read."""
+    """The names of the files that Hugging Face's list holds; its own if it cannot be read."""
     try:
         with open_file(index) as file:
             return {Path(name).name for name in json.load(file)["weight_map"].values()} - {""}
@@ -77,22 +67,21 @@ def _judge(path: Path, is_read: bool) -> State:
             head = file.read(8)
             if path.suffix == ".safetensors":
                 return _judge_safetensors(file, head)
-            if not head.strip(b"\0") or path.suffix == ".json":  # empty, or never written: a disk's zeros
+            if not head.strip(b"\0") or path.suffix == ".json":  # empty, or a disk's zeros
                 return "damaged"
-            return _judge_archive(file, is_read) if head.startswith(_ARCHIVE) else "not proved"
+            return _judge_archive(file, is_read) if head.startswith(b"PK\x03\x04") else "not proved"
     except (FileNotFoundError, *_TORN):
         return "damaged"
-    except (OSError, NotImplementedError, RuntimeError):  # unreadable, or packed or encrypted in an unknown way
+    except (OSError, RuntimeError):  # not to be opened; packed or encrypted in an unknown way
         return "not proved"
 
 
 def _judge_archive(file: BinaryIO, is_read: bool) -> State:
-    """Torch writes the checksum 0 where it was told to make none."""
     with zipfile.ZipFile(file) as archive:
-        records, end = archive.infolist(), archive.start_dir
-        if any(one.header_offset + one.compress_size > end for one in records):
+        records = archive.infolist()
+        if any(one.header_offset + one.compress_size > archive.start_dir for one in records):
             return "damaged"
-        if not is_read or any(one.file_size and not one.CRC for one in records):
+        if not is_read or any(one.file_size and not one.CRC for one in records):  # torch was told to make no checksums
             return "not proved"
         return "whole" if archive.testzip() is None else "damaged"
 
@@ -100,8 +89,6 @@ def _judge_archive(file: BinaryIO, is_read: bool) -> State:
 def _judge_safetensors(file: BinaryIO, head: bytes) -> State:
     """Eight bytes with the header's length, the header, and the tensors up to the file's end."""
     length, size = int.from_bytes(head, "little"), os.fstat(file.fileno()).st_size
-    if len(head) < 8 or length > size:
-        return "damaged"
-    header = json.loads(file.read(length))
+    header = json.loads(file.read(length)) if length < size else {}
     end = max((one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"), default=0)
     return "whole" if 8 + length + end == size else "damaged"

@@ -16,13 +16,12 @@ import yaml
 
 from memfit.checks import Check, Verdict
 from memfit.diagnosis._batch_script import BatchScript, read_script
-from memfit.diagnosis._checkpoints import Checkpoint, is_checkpoint, judge_checkpoints, names_of
+from memfit.diagnosis._checkpoints import CHECKPOINT, Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
 from memfit.diagnosis._progress import Progress, read_progress
-from memfit.diagnosis._runs import open_file, read_log
+from memfit.diagnosis._runs import open_file, read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream
-from memfit.rundir import pass_over
 from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
 
@@ -78,7 +77,7 @@ class Ran:
         if self.progress.steps_per_epoch:
             return self.progress.steps_per_epoch
         for one in self.checkpoints:
-            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", one.path.name)
+            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", one.name)
             if found and int(found[2]) % (int(found[1]) + 1) == 0:
                 return int(found[2]) // (int(found[1]) + 1)
         step, epochs = self.progress.global_step, self.progress.num_epochs
@@ -100,10 +99,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "", *, whole: bool = False
         if path.suffix in (".yaml", ".yml"):
             shown += [(key, value, str(path)) for key, value in _config(path)]
         else:
-            try:
-                lines += [line for stream in read_log(path) for line in stream.lines]
-            except OSError as error:
-                pass_over(f"{path}: {error.strerror}")
+            lines += [line for stream in read_or_say(read_log, path) or () for line in stream.lines]
     texts = [line.text for line in lines]
     for line in (line for line in lines if "=" in line.text or ":" in line.text):
         found = (match for pattern in (_PRINTED, _ENVIRONMENT) for match in pattern.finditer(line.text))
@@ -159,7 +155,7 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
         for folder, names, found in islice(os.walk(path), _MOST_FOLDERS):
             names.sort()
             for one in (Path(folder, name) for name in sorted(found)):
-                if is_checkpoint(one):
+                if CHECKPOINT.fullmatch(one.name):
                     checkpoints[one] = str(one.relative_to(path) if len(paths) == 1 else one)
                 elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
                     files.append(one)

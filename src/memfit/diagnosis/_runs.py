@@ -11,15 +11,16 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, UsageError
-from memfit.rundir import RunDir, check_owner, open_own, open_regular, pass_over, read_json
+from memfit.rundir import RunDir, check_owner, open_own, open_regular, pass_over, read_json, read_own
 
+T = TypeVar("T")
 _SIGKILL = -9
 #: Reading a larger log takes so long that a person wants to see it go on.
 _LONG_LOG_BYTES = 64 << 20
@@ -54,11 +55,7 @@ _EVENTS = {
 
 
 def find_run(path: Path) -> RunDir | None:
-    """Return the run directory that a path is or lies in; None if there is none.
-
-    Raises:
-        UsageError: If it belongs to another user.
-    """
+    """Return the run directory that a path is or lies in, or None; refuse that of another user."""
     for folder in (path, *path.parents[:5], *path.absolute().parents[:5]):
         if os.path.lexists(folder / "run.json") and (folder / "jobs").is_dir():
             check_owner(folder.resolve())
@@ -67,12 +64,9 @@ def find_run(path: Path) -> RunDir | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file that a user names or that lies below a folder; in a run directory only an own one.
+    """Open a file that a user names or that lies below a folder. Only in a run directory must it be an own one.
 
-    Elsewhere it may be a link, and another user's. A pipe is read only where the shell made it, as ``<(...)`` does.
-
-    Raises:
-        OSError: It is not there, or nothing that may be read.
+    Elsewhere it may be a link. A pipe is read only where the shell made it, as ``<(...)`` does; others are an OSError.
     """
     if str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/")):
         return open(path, "rb")
@@ -85,11 +79,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_log(path: Path) -> list[Stream]:
-    """Return the streams of a log; none if it is no text. A long one shows how far it is.
-
-    Raises:
-        OSError: As for ``open_file``.
-    """
+    """Return the streams of a log, opened by ``open_file``; none if it is no text. A long one shows how far it is."""
     with open_file(path) as file:
         about = os.fstat(file.fileno())
     return _read(path, about.st_size, about.st_ino, about.st_mtime_ns)
@@ -107,6 +97,17 @@ def _read(path: Path, size: int, *_: int) -> list[Stream]:
         screen = Console(stderr=True)
         with wrap_file(file, size, description=f"reading {path.name}", console=screen, transient=True) as source:
             return read_streams(path, source)
+
+
+def read_or_say(read: Callable[[Path], T], path: Path) -> T | None:
+    """Return what a reader makes of a file; say so, and return None, if it refuses the file."""
+    try:
+        return read(path)
+    except DamagedError as error:
+        pass_over(error.what)
+    except OSError as error:
+        pass_over(f"{path}: {error.strerror}")
+    return None
 
 
 def logs_of(run: RunDir, job: str) -> list[Path]:
@@ -143,12 +144,7 @@ def _ends_of(folder: Path) -> Iterator[Sign]:
         paths.append(folder / "status.json")  # it still runs, or its watcher died
     records: list[tuple[Path, dict[str, Any]]] = []
     for path in paths:
-        try:
-            found = read_json(path, _END)
-        except (DamagedError, OSError) as error:
-            pass_over(error.what if isinstance(error, DamagedError) else f"{path}: {error.strerror}")
-            continue
-        if found is not None:
+        if (found := read_or_say(lambda one: read_json(one, _END), path)) is not None:
             records.append((path, found))
     is_completed = bool(records) and records[-1][1].get("state") == "completed"
     for place, (path, record) in enumerate(records):
@@ -207,13 +203,8 @@ def _judge(
 
 def _events(path: Path, only: str | None) -> Iterator[Sign]:
     """What a training recorded."""
-    try:
-        with open_own(path) as file:
-            content = file.read().decode(errors="replace")
-    except OSError as error:
-        pass_over(f"{path}: {error.strerror}")
-        return
-    for number, text in enumerate(content.split("\n"), 1):
+    content = read_or_say(read_own, path) or b""
+    for number, text in enumerate(content.decode(errors="replace").split("\n"), 1):
         try:
             event = json.loads(text)
         except (ValueError, RecursionError):  # a torn last record

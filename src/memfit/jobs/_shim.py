@@ -40,7 +40,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, open_own, read_json, read_whole, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -104,8 +104,8 @@ class Stop:
 
     def read_request(self) -> None:
         """Obey the file that asks for a stop."""
-        with contextlib.suppress(OSError), open_own(self._file) as file:
-            self.now = file.read().strip() == b"now" or self.now
+        with contextlib.suppress(OSError):
+            self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
             self.begin()
 

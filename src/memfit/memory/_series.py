@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.memory._meter import Sample
-from memfit.rundir import fits, open_own
+from memfit.rundir import fits, read_own
 
 #: A file with this many lines is thinned to half of them: about 2 MB, however long the job runs.
 MAX_LINES = 8192
@@ -88,11 +88,10 @@ def read_series(path: Path) -> list[Sample]:
     """Return a job's memory over time, oldest first; a line that a kill cut is left out.
 
     Raises:
-        OSError: As for ``memfit.rundir.open_own``.
+        OSError: As for ``memfit.rundir.read_own``.
         DamagedError: If no line of the file is a sample.
     """
-    with open_own(path) as file:
-        samples, lines = [], file.read().split(b"\n")
+    samples, lines = [], read_own(path).split(b"\n")
     for line in lines:
         with suppress(ValueError, TypeError, RecursionError):
             one = Sample(**json.loads(line))

@@ -21,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import RunDir, open_own, read_json
+from memfit.rundir import RunDir, read_json, read_own
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
@@ -380,8 +380,8 @@ class Sweep:
             return reported[max(reported)]
         lines: list[str] = []
         if unit.stage.command is not None:
-            with suppress(OSError), open_own(self.run.job_dir(job_id) / "out.log") as log:
-                lines = log.read().decode(errors="replace").split("\n")
+            with suppress(OSError):
+                lines = read_own(self.run.job_dir(job_id) / "out.log").decode(errors="replace").split("\n")
         return read_number(next((line for line in reversed(lines) if line.strip()), ""), name)
 
     def _measure(self, active: Active) -> dict[str, Any]:
