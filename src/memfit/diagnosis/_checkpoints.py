@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -42,7 +43,9 @@ def judge_checkpoints(paths: Mapping[Path, str], *, whole: bool = False) -> tupl
     for path, stat in sorted(about.items(), key=lambda one: (-one[1].st_mtime, one[0])):
         is_read = whole or stat.st_size <= left
         left -= stat.st_size if is_read else 0
-        found.append(Checkpoint(names[path], stat.st_size, stat.st_mtime, _judge(path, is_read)))
+        found.append(
+            Checkpoint(names[path], stat.st_size, stat.st_mtime, _judge(path, is_read, stat.st_size, stat.st_mtime_ns))
+        )
     return tuple(sorted(found))
 
 
@@ -61,7 +64,9 @@ def _parts(index: Path) -> set[str]:
         return {index.name}
 
 
-def _judge(path: Path, is_read: bool) -> State:
+@functools.lru_cache(maxsize=1024)
+def _judge(path: Path, is_read: bool, *_: int) -> State:
+    """Judge a file of a size and a time once, although diagnosis and settings both ask."""
     try:
         with open_file(path) as file:
             head = file.read(8)
