@@ -51,6 +51,7 @@ def rising(step, noise=0, num=8, base=1000):
         (rising(50, num=5), ""),  # four epochs behind the first
         (rising(5), ""),  # less than 1 % of the peak
         (rising(12, noise=60), ""),  # not beyond three times its error
+        ([size * MIB for size in (900, 1000, 1000, 1000, 1000, 1100, 1400, 1200)], ""),  # a slope within that error
         (rising(0, noise=5), ""),
         ([100 * MIB, *rising(0)], ""),  # the first epoch brings optimizer states and caches
         ([*rising(100, num=6), *[1600 * MIB] * 8], ""),  # it grew, and stands still since
