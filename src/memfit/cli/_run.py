@@ -24,7 +24,7 @@ from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, open_own
 
 R = TypeVar("R")
 _JOB = "cmd_0001"
@@ -257,7 +257,7 @@ class _Echo:
 
     def pass_on(self) -> None:
         for path in self._shown:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
+            with suppress(OSError), open_own(path) as file:
                 file.seek(self._shown[path])
                 left = path.stat().st_size - self._shown[path]  # a fast writer must not hold this process here
                 while left > 0 and (new := file.read(min(left, _PIECE_BYTES))):

@@ -9,24 +9,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from memfit.diagnosis._checkpoints import Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._figures import NOTICEABLE, Figures
-from memfit.diagnosis._granted import find_files, torn_files
+from memfit.diagnosis._granted import find_files
+from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, clock_between, read_counters, read_progress
-from memfit.diagnosis._runs import find_run, logs_of, run_signs
+from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
 from memfit.masking import mask, redact
+from memfit.rundir import pass_over
 from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
 #: The figures that the JSON form has.
 _FIGURES = ("device_total", "allocated", "reserved", "tried")
+_MOST_NOTES = 5
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
 
@@ -50,6 +54,7 @@ _CHECKS: dict[str, str] = {
     "blaming memory.",
     "bad_alloc": "A size that is wrong (negative, or from a broken file) fails the same way.",
 }
+_UNPROVED = "Load these checkpoints before you use them; they have no checksum, or were not read whole (--verify does):"
 _BROKEN = "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again."
 
 
@@ -98,6 +103,7 @@ class Diagnosis:
         remedies: What to change, the cheapest in speed first.
         under_memfit: Whether memfit's own record of the job was read.
         emitter: The library whose message decides: ``torch.cuda``, ``torch.npu``, ``vllm`` ...; empty if not known.
+        notes: What a run directory shows besides: memory that grows, the largest tensors.
     """
 
     oom: bool
@@ -115,6 +121,7 @@ class Diagnosis:
     remedies: tuple[Any, ...] = ()
     under_memfit: bool = False
     emitter: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def checked(self) -> Figures:
@@ -171,9 +178,13 @@ def diagnose(
         signs = ()
     witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
-    found = _diagnose(streams, witnesses, torn_files(checkpoints))
+    found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
+    # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.
+    by_time = found.oom and found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
+    notes = [redact(note) for one in files for note in run_notes(one, by_time=by_time)]
     evidence = tuple(replace(one, text=redact(one.text)) for one in found.evidence)
-    return replace(found, evidence=evidence, timeline=tuple(replace(m, text=redact(m.text)) for m in found.timeline))
+    timeline = tuple(replace(one, text=redact(one.text)) for one in found.timeline)
+    return replace(found, evidence=evidence, timeline=timeline, notes=tuple(notes[:_MOST_NOTES]))
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
@@ -212,26 +223,34 @@ def streams_of(path: Path | str) -> list[Stream]:
             )
     found = []
     for log in logs:
-        with _opened(log, "Give a log, a folder of logs, or - for standard input.") as file:
-            found += read_streams(str(log), file)
+        try:
+            streams = read_log(log)
+            why = "" if streams else "it is no text"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why and log is path:
+            raise UsageError(
+                f"Cannot read {path}.", rule=f"{why}.", remedy="Give a log, a folder of logs, or - for standard input."
+            )
+        if why:
+            pass_over(f"{log}: {why}")
+        else:
+            found += streams
     return found
 
 
 def _text(path: Path | str) -> str:
     """The text of what a scheduler or a kernel printed."""
-    with _opened(path, "Give a file with what sacct or dmesg printed.") as file:
-        return file.read().decode(errors="replace")
-
-
-def _opened(path: Path | str, remedy: str) -> BinaryIO:
     try:
-        return open(path, "rb")
+        with open_file(Path(path)) as file:
+            return file.read().decode(errors="replace")
     except OSError as error:
+        remedy = "Give a file with what sacct or dmesg printed."
         raise UsageError(f"Cannot read {path}.", rule=str(error), remedy=remedy) from None
 
 
-def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) -> Diagnosis:
-    """The diagnosis by logs, other witnesses, and the names of checkpoints that cannot be loaded."""
+def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkpoint]) -> Diagnosis:
+    """The diagnosis by logs, other witnesses, and the checkpoints that were kept."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
@@ -247,7 +266,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
         if marks:
             return _warned(streams, marks, signs, readings)
-        return _ended(streams, signs, readings, witnesses, torn)
+        return _ended(streams, signs, readings, witnesses, kept)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
@@ -459,7 +478,7 @@ def _rates(readings: _Readings) -> tuple[str, ...]:
 
 
 def _ended(
-    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, torn: Sequence[str]
+    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, kept: Sequence[Checkpoint]
 ) -> Diagnosis:
     """No failure in these lines. A good end needs all epochs, whole checkpoints and exit status 0."""
     phase: JobPhase = "unknown"
@@ -489,8 +508,8 @@ def _ended(
     if witnesses.status:
         doubts.append(f"the log says that it is done, and the accounting has exit status {witnesses.status}")
         lines.append(witnesses.row)
-    if torn:
-        doubts.append(f"checkpoints that cannot be loaded: {', '.join(torn[:5])}")
+    if torn := names_of(kept, "damaged"):
+        doubts.append(f"checkpoints that cannot be loaded: {torn}")
     if doubts:
         return replace(
             found,
@@ -505,4 +524,6 @@ def _ended(
     )
     check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."
     sure: Sure = "proved" if is_proved else "likely"
-    return replace(found, cause="completed", confidence=sure, checks=() if is_proved else (check,))
+    unproved = names_of(kept, "not proved")
+    checks = (*(() if is_proved else (check,)), *([f"{_UNPROVED} {unproved}"] if unproved else []))
+    return replace(found, cause="completed", confidence=sure, checks=checks)

@@ -29,6 +29,7 @@ _KINDS = {
 }
 _CAUSES = {
     "killed": "killed; by whom and why is not shown",
+    "exit_status": "ended by itself, with an exit status that is an error",
     "limit_touched": "touched its limit of host memory; nothing was killed",
 }
 
@@ -102,7 +103,7 @@ def write_incident(
             f"- {one.time or 'no time'}: {one.what}, `{one.file}:{one.line}` `{_code(one.text)}`"
             for one in diagnosis.timeline
         ],
-        "### Memory": [*(f"- {line}" for line in diagnosis.arithmetic), *_memory(diagnosis, job)],
+        "### Memory": [*(f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)), *_memory(diagnosis, job)],
         "## Hypothesis": [
             _HYPOTHESES[diagnosis.confidence if is_known else "not shown"].format(what_happened(diagnosis))
         ],

@@ -80,6 +80,8 @@ _WORDS: tuple[tuple[JobPhase, str], ...] = (
          r"|loading (?:images|features|embeddings|samples)"),
 )  # fmt: skip
 _PRINTED = tuple((phase, re.compile(words, re.IGNORECASE)) for phase, words in _WORDS)
+#: What a tool such as cat says of a file; the words in its path do not say what a training did.
+_TOOL = re.compile(r"\s*[a-z][\w-]*: .*: [A-Z][a-z ]+$")
 _HAPPENED = re.compile(
     r"finished|completed|\bdone\b|saved|(?:validation|evaluation) (?:summary|result)|valid_loss|val_loss|val/|test_loss"
     r"|loaded model weights|took \d",
@@ -112,6 +114,8 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
     """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames = _frames(stream, sign)
+    if not frames and (sign.name == "exit_status" or _TOOL.match(stream.lines[sign.place].text)):
+        return "unknown"
     if frames and frames[-1].source.startswith(("import ", "from ")):
         return "unknown"  # a program that is still loading its modules, whatever their names say
     of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()

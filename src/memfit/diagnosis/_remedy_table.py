@@ -161,6 +161,7 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
     ),
     "missing_file": (Remedy("check the path where the job runs", "ls -l PATH on that node", reason="It is missing."),),
     "config_error": (Remedy("correct the setting that is named", reason="The program refused it at its start."),),
+    "exit_status": (Remedy("read its last lines", reason="It ended by itself, without a traceback."),),
     "own_exception": (Remedy("read the innermost frame of its traceback", reason="The program raised it."),),
     "hang": (
         Remedy("see where each process waits", "py-spy dump --pid PID", reason="The frames tell who waits for whom."),

@@ -76,6 +76,7 @@ MEANINGS: dict[str, Meaning] = {
     "killed": Meaning(ENDED, cause="killed", sure="not shown"),
     "bus_error": Meaning(ENDED, cause="bus_error", sure="likely"),
     "own_exception": Meaning(OWN, cause="own_exception", sure="likely", told=True),
+    "exit_status": Meaning(FOLLOWED, cause="exit_status", sure="likely"),
     "collective_timeout": Meaning(FOLLOWED, cause="collective_timeout", sure="likely"),
     "aborted": Meaning(FOLLOWED, cause="aborted", sure="likely"),
     "worker_exited": Meaning(FOLLOWED, cause="worker_exited", sure="likely"),

@@ -40,7 +40,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, read_json, read_whole, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -105,7 +105,7 @@ class Stop:
     def read_request(self) -> None:
         """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
-            self.now = self._file.read_text().strip() == "now" or self.now
+            self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
             self.begin()
 
@@ -360,7 +360,7 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _read_end(path: Path) -> str:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_own(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""
