@@ -13,7 +13,7 @@ from memfit.errors import MemfitError
 from memfit.memory import read_series
 from memfit.rundir import RunDir
 
-MAP = ["map", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
+MAP = ["run", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
 #: Lives as long as a job has to for a status, an environment and a series of its memory.
 TEXT = "until ls runs/demo/*/jobs/cmd_000{a}/memory.jsonl > /dev/null 2>&1; do sleep 0.05; done; test {a} = 1"
 

@@ -26,7 +26,7 @@ _CONTEXT_BYTES = 1 * GIB
 #: A peak above this multiple of the limit was not cut off by the limit.
 _CUT = 1.02
 _LEAST_SHM = 2 * GIB
-_MEMORY = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
+_MEMORY = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit run --help)"
 _GROW = "expandable_segments:True"
 _LIST = "nvidia-smi -i {} --query-compute-apps=pid,used_memory,name --format=csv"
 _LIST_OTHER = "npu-smi info, rocm-smi --showpids or xpu-smi ps"

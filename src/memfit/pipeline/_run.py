@@ -356,7 +356,7 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
     """Return a table for each stage with units and results: a row for each unit."""
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
-        everything = dataclasses.replace(order.choice, units="all", only=None, anew=None)
+        everything = dataclasses.replace(order.choice, units="all", anew=None)
         others = Graph(dataclasses.replace(order, choice=everything), graph.run)
         others.advance()
     found = []
