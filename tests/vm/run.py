@@ -4,7 +4,7 @@
     python tests/vm/run.py --sh 'COMMAND'         anything else, to look around
 
 The exit status is the command's; 2 when no guest can be had here, with what to install; 124 after VM_TIMEOUT seconds
-(default 600). VM_CACHE is where the kernel is kept (default: memfit-vm in the user's cache folder). See README.md.
+(default 900). VM_CACHE is where the kernel is kept (default: memfit-vm in the user's cache folder). See README.md.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
 
 def watch(daemon: subprocess.Popen[bytes], guest: subprocess.Popen[bytes], log: Path) -> int:
     """Show the guest's console until it ends; see ``boot`` for what it returns."""
-    seconds = float(os.environ.get("VM_TIMEOUT") or 600)
+    seconds = float(os.environ.get("VM_TIMEOUT") or 900)
     late = threading.Event()
 
     def bound() -> None:
