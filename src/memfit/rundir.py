@@ -97,6 +97,14 @@ def sync_folder(folder: Path | str) -> None:
         os.close(descriptor)
 
 
+def refresh(folder: Path) -> bool:
+    """Have the names in a folder looked up anew; return whether it is there. An NFS client remembers absent names."""
+    for one in (folder.parent, folder):
+        with suppress(OSError):  # opening a folder makes it ask: nfs(5), "Close-to-open cache consistency"
+            os.close(os.open(one, os.O_RDONLY | os.O_DIRECTORY))
+    return folder.is_dir()
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace a JSON file atomically."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
@@ -329,12 +337,12 @@ class FolderTail:
         self._dir = events_dir
         self._tails: dict[str, tuple[EventTail, int]] = {}
 
-    def read(self) -> list[dict[str, Any]]:
-        """The whole records that came since the last call, in order of time."""
+    def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
+        """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
         records = []
         for path in sorted(self._dir.glob("*.jsonl")):
             tail, size = self._tails.get(path.name) or (EventTail(path), -1)
-            if (size_now := path.lstat().st_size) != size:
+            if (size_now := path.lstat().st_size) != size or anew:
                 records += tail.read()
                 self._tails[path.name] = (tail, size_now)
         return sorted(records, key=event_time)
@@ -454,7 +462,7 @@ class RunDir:
         """
         parent = (root / experiment).resolve()
         paths = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
-        return [cls(path) for path in sorted(paths, reverse=True) if (path / "run.json").exists()]
+        return [cls(path) for path in sorted(paths, reverse=True) if refresh(path) and (path / "run.json").exists()]
 
     @classmethod
     def newest(cls, root: Path, experiment: str, fingerprint: str) -> RunDir | None:

@@ -19,7 +19,7 @@ from typing import Any
 from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
 from memfit.jobs._job import JobStatus
 from memfit.jobs._shim import Shim, Stop, main
-from memfit.rundir import open_own, write_masked
+from memfit.rundir import open_own, refresh, write_masked
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -64,7 +64,7 @@ class NodesShim(Shim):
 
     def run(self) -> JobStatus:
         status = super().run()
-        ends = {path.parent.name: read_record(status.job_id, path) for path in self._files(OUTCOME)}
+        ends = {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
         known = {name: end for name, end in ends.items() if end is not None}
         for name in sorted(known):
             for log in ("out.log", "err.log"):

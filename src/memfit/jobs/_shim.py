@@ -40,7 +40,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -135,8 +135,8 @@ def run_element(run_dir: Path, array: Path) -> int:
     """
     found = read_json(array, {"jobs": [[(str, int)]]}) or {"jobs": []}
     job_id, attempt = found["jobs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    order = read_whole(run_dir / "jobs" / job_id / JOB)
-    return main(run_dir / "jobs" / job_id) if order is not None and order["attempt"] == attempt else 0
+    order = read_whole(job_dir / JOB) if refresh(job_dir := run_dir / "jobs" / job_id) else None
+    return main(job_dir) if order is not None and order["attempt"] == attempt else 0
 
 
 def _run(job_dir: Path) -> JobStatus:

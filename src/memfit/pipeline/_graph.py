@@ -17,7 +17,7 @@ from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of, remove_result
 from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, refresh
 from memfit.units import format_duration
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class Graph:
     def ended(self, status: JobStatus) -> None:
         """Take note of a job's last end."""
         unit = self._running[status.job_id]
+        refresh(unit.manifest(self.run).with_suffix(""))  # another host may have filled it
         if status.state == "completed" and unit.stage.keyed and unit.stage.command is not None:
             # Large outputs take long to hash. Meanwhile the scheduler must watch the other jobs.
             self._sealing[status.job_id] = status, self._pool.submit(self._results.seal, unit, status)

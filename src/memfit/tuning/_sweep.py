@@ -250,7 +250,7 @@ class Sweep:
     # Pruning, time-outs, ends
 
     def _look(self) -> None:
-        self._reports.read()
+        self._reports.read(anew=any(active.graph.is_done for active in self._active.values()))
         for active in list(self._active.values()):
             if not active.verdict[0]:
                 self._check(active)
