@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import submit, wait_for_end
 from memfit.jobs import Job, JobStatus, LocalBackend, SlurmBackend, read_status
 from memfit.jobs._folder import read_record, take_lock, write_order, write_outcome
 from memfit.rundir import EventWriter, FolderTail, RunDir, read_json, write_json
-from memfit.testing import submit, wait_for_end
 
 ENDED = JobStatus("a", "completed", exit_code=0)
 
