@@ -8,7 +8,6 @@ that a reader sees the old content or the new one and never a part. ARCHITECTURE
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import getpass
@@ -606,8 +605,7 @@ _phase_now: str | None = None
 def phase(name: str) -> contextlib.ExitStack:
     """Mark the phase that this job enters, so that its peak memory is known by phase.
 
-    Each mark also records what the C allocator has in use (``live_bytes``) and holds (``resident_bytes``). Outside of a
-    run nothing is recorded.
+    Outside of a run nothing is recorded.
 
     Args:
         name: ``load``, ``build``, ``train``, ``validate``, ``checkpoint``, or a name of yours.
@@ -625,7 +623,7 @@ def phase(name: str) -> contextlib.ExitStack:
     global _phase_now
     before, _phase_now = _phase_now, name
     if current_run() is not None:
-        record("phase", phase=name, **read_heap(), **read_devices())
+        record("phase", phase=name, **read_devices())
     ends = contextlib.ExitStack()
     if before is not None:
         ends.callback(phase, before)
@@ -639,28 +637,3 @@ def read_devices() -> dict[str, list[dict[str, int]]]:
         return {}
     held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
     return {"devices": [{"bytes": held(n), "peak_bytes": peak(n)} for n in range(torch.cuda.device_count())]}
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``. Source: mallinfo(3)."""
-
-    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
-
-
-def read_heap() -> dict[str, int]:
-    """What the C allocator of this process has given out and what it holds, in bytes; empty where it does not tell.
-
-    Python's own small objects (up to 512 bytes) lie in arenas that do not count here. Source: mallinfo(3), glibc 2.33.
-
-    >>> heap = read_heap()
-    >>> not heap or 0 < heap["live_bytes"] <= heap["resident_bytes"]
-    True
-    """
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):  # another C library, or an older one
-        return {}
-    mallinfo2.restype = _MallInfo
-    info = mallinfo2()
-    return {"live_bytes": info.uordblks + info.hblkhd, "resident_bytes": info.arena + info.hblkhd}

@@ -1,10 +1,7 @@
 """``memfit run`` as a command: what it runs, what it prints, its exit codes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -138,24 +135,6 @@ def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memf
     assert not any(" started" in line for line in lines)
     quiet = memfit("run", "-q", "--new", *SWEEP).out.partition("\nbudget ")
     assert quiet[1] and len(quiet[0].splitlines()) == 1 and "cmd_0007 n=7 failed" in quiet[0]
-
-
-def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(tmp_path):
-    # They run until the line is there; on one core, so that four are enough.
-    text = f": {{a}}; while [ ! -e {tmp_path}/told ]; do :; done"
-    words = ["run", "--param", "a=1..4", "--memory", "32MiB", "--", "sh", "-c", text]
-    core = {min(os.sched_getaffinity(0))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memfit", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, core),
-    )  # fmt: skip
-    with process:
-        told = next(line for line in process.stdout if "--max-parallel" in line)
-        (tmp_path / "told").touch()
-        rest = process.stdout.read()
-    assert re.search(r"4 running jobs want \d cores of 1\. Faster: --max-parallel [12]\b", told), told
-    assert process.returncode == 0 and "--max-parallel" not in rest
-    assert re.search(r"at most 4 ran at the same time[\s\S]*; the jobs kept [01]\.\d cores busy", rest), rest
 
 
 def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):

@@ -507,26 +507,6 @@ def test_of_jobs_on_gpus_the_one_that_needs_more_there_is_the_larger(tmp_path):
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("wanted", "num_told"), [(0.9, 1), (0.7, 0)])
-def test_jobs_that_want_half_as_many_cores_again_are_told_once_and_all_run(tmp_path, wanted, num_told):
-    scripts = {f"j{i}": FakeJob((1,) * 400, wanted_cpus=wanted) for i in range(4)}
-    scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
-    machine.num_cpus = 2
-    scheduler.admission.forecast.learn(like({}), Footprint(1))
-    scheduler.run()
-    assert backend.most_at_once == 4
-    told = of_kind(events, "cpu")
-    assert [(fields["num_cpus"], fields["num_running"]) for fields in told] == [(2, 4)] * num_told
-
-
-def test_one_job_with_many_threads_is_no_reason_to_run_fewer(tmp_path):
-    scheduler, _, machine, events = make(tmp_path, {"a": FakeJob((1,) * 400, wanted_cpus=8)}, limit=10_000)
-    machine.num_cpus = 1
-    scheduler.run()
-    assert of_kind(events, "cpu") == []
-
-
 def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(6)}
     scheduler, backend, machine, _ = make(tmp_path, scripts, limit=700, slack=0.0, reserve=400)

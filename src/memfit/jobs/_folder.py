@@ -34,7 +34,7 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
-    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid", "stopped_pid"), (int, _NONE)),
+    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid"), (int, _NONE)),
     **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
 }
 

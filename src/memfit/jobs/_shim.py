@@ -211,8 +211,6 @@ class Shim:
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
                 monitor.guess_phase()
-                monitor.cpu.look(monitor.meter.pids)
-                monitor.look_for_stopped()
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False

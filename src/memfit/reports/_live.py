@@ -316,9 +316,7 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         yield Text("stages: " + ", ".join(_progress(name, [*view.states(name, rows).values()]) for name in names))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
         num_stalled = sum(row.status.stalled for row in rows)
-        num_stopped = sum(row.status.stopped_pid is not None for row in rows)
         counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
-        counts += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
         for stage in view.stage_names(rows) if view.kind != "tune" else ():
             eta = view.left(stage, rows)[1]
             of = f" of {stage}" if len(view.stages) > 1 else ""
@@ -355,7 +353,7 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     status = row.status
     state = "waiting" if row.state == "pending" else row.state
     if state == "running":
-        state = "stopped" if status.stopped_pid is not None else "stalled" if status.stalled else state
+        state = "stalled" if status.stalled else state
     text = show_state(state)
     if state == "running":
         text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]

@@ -130,7 +130,7 @@ class JobRow:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes, times in seconds."""
-        plain = ("pid", "phase", "phase_source", "stalled", "stopped_pid", "used_bytes", "peak_bytes")
+        plain = ("pid", "phase", "phase_source", "stalled", "used_bytes", "peak_bytes")
         return {
             "job": self.status.job_id,
             "stage": self.stage,
@@ -358,7 +358,7 @@ class RunView:
             params=self.params.get(job_id, {}),
         )
         if is_over and job_id in self._queued:
-            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
+            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False))
         if is_over or told in _THERE:
             self._settled[job_id] = row
         return row
