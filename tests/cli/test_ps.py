@@ -79,19 +79,6 @@ def test_a_run_whose_supervisor_died_is_shown_as_long_as_its_jobs_go_on(memfit, 
         assert "no run of yours is alive" in memfit("ps").out
 
 
-def test_a_job_that_sigstop_stopped_is_named_until_it_goes_on(memfit, tmp_path):
-    with running(tmp_path, folds="1", at_once=1) as (_, run):
-        wait_until(lambda: read_status(run, "cmd_0001").pid is not None)
-        pid = read_status(run, "cmd_0001").pid
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: f"stopped (SIGSTOP {pid})" in memfit("ps").out)
-        told = f"cmd_0001 is stopped: process {pid} got SIGSTOP. To continue it: kill -CONT {pid}"
-        wait_until(lambda: told in (tmp_path / "demo.log").read_text())
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: "SIGSTOP" not in memfit("ps").out)
-        wait_until(lambda: "cmd_0001 continues" in (tmp_path / "demo.log").read_text())
-
-
 def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):
     with running(tmp_path) as (process, run):
         wait_until(lambda: all(read_status(run, f"cmd_000{number}").pid for number in (1, 2)))

@@ -85,7 +85,6 @@ class FakeJob:
     state: State = "completed"
     ends: tuple[State, ...] = ()
     checkpoint_bytes: int = 0
-    wanted_cpus: float = 0.0
     num_queued: int = 0
     exit_code: int = 1
     phase: str | None = None
@@ -228,7 +227,6 @@ class FakeBackend:
             started=0.0,
             attempt=attempt,
             checkpoint_bytes=script.checkpoint_bytes,
-            wanted_cpus=0.0 if over else script.wanted_cpus,
             **ended,
         )
 

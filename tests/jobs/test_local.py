@@ -482,21 +482,6 @@ def test_a_job_without_phases_is_settled_when_it_has_stopped_growing(run_dir):
         wait_for_end(backend, name)
 
 
-def test_the_cores_that_a_job_wants_are_those_that_it_has_and_those_that_it_waits_for(run_dir):
-    code = (
-        "import os, sys, time\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "for _ in range(2): os.fork()\n"
-        "while True: pass\n"
-    )
-    backend = LocalBackend(run_dir)
-    submit(backend, python("crowded", code))
-    wait_until(lambda: backend.poll()["crowded"].wanted_cpus > 3.0)
-    assert backend.poll()["crowded"].wanted_cpus <= 4.5
-    backend.cancel("crowded", now=True)
-    assert wait_for_end(backend, "crowded").cpu_seconds > 0.0
-
-
 def test_without_walls_a_grant_limits_what_a_job_can_allocate(run_dir):
     backend = LocalBackend(run_dir)
     submit(backend, python("large", "block = bytearray(400 << 20)"), 256 * MIB)

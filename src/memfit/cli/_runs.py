@@ -122,7 +122,6 @@ def _print_run(one: Overview, log: Console) -> None:
         status = row.status
         guessed = f" ~{row.guess}" if row.guess else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
-        phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
         shown.add_row(
             Text(f"  {row.name}"),
             f"{status.node}{status.node and ':'}{status.pid or '-'}",

@@ -14,6 +14,7 @@ from memfit.memory._budget import Budget
 from memfit.memory._cgroup import memory_group, oom_kills_above
 from memfit.memory._devices import Device, DeviceProcess, device_reader
 from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
+from memfit.memory._heap import read_heap
 from memfit.memory._host import Limit, SharedMemory, Swap, parse_cpu_list, parse_limits, parse_mountinfo
 from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
@@ -62,6 +63,7 @@ __all__ = [
     "parse_cpu_list",
     "parse_limits",
     "parse_mountinfo",
+    "read_heap",
     "read_series",
     "reservation_bytes",
     "rooms_of",

@@ -130,7 +130,7 @@ class JobRow:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes, times in seconds."""
-        plain = ("pid", "phase", "phase_source", "stalled", "stopped_pid", "used_bytes", "peak_bytes")
+        plain = ("pid", "phase", "phase_source", "stalled", "used_bytes", "peak_bytes")
         return {
             "job": self.status.job_id,
             "stage": self.stage,
@@ -153,10 +153,13 @@ class _Attempt:
     first: tuple[float, float] | None = None
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
+    epoch_ends: list[float] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         now, done = float(event["time"]), float(event["epoch"])
-        if event["kind"] == "step":
+        if event["kind"] == "epoch":
+            self.epoch_ends.append(now)
+        else:
             done += event["step"] / max(1, event["num_steps"]) - 1
         self.num_epochs = int(event.get("num_epochs") or self.num_epochs)
         if self.first is None or done <= self.last[1]:  # what is behind the last is done again after a resume
@@ -289,6 +292,10 @@ class RunView:
         found = header.get("combinations" if self.kind == "commands" else "units") or ()
         return {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
 
+    def epoch_ends(self, job_id: str) -> Sequence[float]:
+        """When the epochs of a job's present attempt ended, in Unix seconds."""
+        return self._attempts[job_id].epoch_ends
+
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""
         told = next((stage.name for stage in self.stages.values() if job_id in stage.units), "")
@@ -351,7 +358,7 @@ class RunView:
             params=self.params.get(job_id, {}),
         )
         if is_over and job_id in self._queued:
-            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
+            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False))
         if is_over or told in _THERE:
             self._settled[job_id] = row
         return row

@@ -104,13 +104,11 @@ def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
-    """Return one job; ``heap`` is what its C allocator used and held at its last phase mark."""
-    mark = view.last("phase", row.status.job_id) or {}
+    """Return one job."""
     epoch = view.last("epoch", row.status.job_id) or {}
-    heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
     more: dict[str, Any] = {"epoch": epoch.get("epoch"), "epoch_memory": memory_of(epoch)}
     more |= {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
-    return row.to_dict() | more | {"heap": heap if all(map(is_number, heap.values())) else None}
+    return row.to_dict() | more
 
 
 def _log(view: RunView, row: JobRow) -> Path:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from memfit.masking import mask
-from memfit.memory import Budget, TreeMeter
-from memfit.rundir import current_run, read_heap, record, write_json
+from memfit.memory import Budget, TreeMeter, read_heap
+from memfit.rundir import current_run, record, write_json
 from memfit.training._exactness import place
 from memfit.training._oom import OomKind, device_bytes
 
