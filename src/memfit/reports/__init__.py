@@ -9,6 +9,7 @@ from memfit.reports._diagnosis import (
     print_diagnosis,
     print_fix,
     print_verification,
+    write_incident,
 )
 from memfit.reports._differences import find_changes, print_changes
 from memfit.reports._estimate import print_estimate
@@ -73,5 +74,6 @@ __all__ = [
     "summarize",
     "summarize_study",
     "summarize_metrics",
+    "write_incident",
     "write_page",
 ]
