@@ -91,3 +91,15 @@ def test_something_else_is_refused_by_name_and_a_stream_of_memfit_0_1_says_so(tm
         with pytest.raises(DamagedError, match=r"memory\.arrows is no series of memory samples") as caught:
             use(path)
     assert "memfit 0.1" in caught.value.rule
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "1e400", "NaN", '"x"', "null", "[]"])
+def test_a_line_whose_figures_are_no_numbers_is_left_out(tmp_path, value):
+    path = tmp_path / "memory.jsonl"
+    write(path, [sample(1), sample(2)])
+    first, second = path.read_text().splitlines()
+    for name in ("time", "peak_bytes", "private_bytes"):
+        bad = json.dumps(json.loads(first) | {name: "HERE"}).replace('"HERE"', value)
+        path.write_text(f"{bad}\n{second}\n")
+        assert read_series(path) == [sample(2)]
+        SeriesWriter(path).close()

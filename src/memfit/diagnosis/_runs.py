@@ -6,7 +6,6 @@ memfit and one by somebody else are three different things.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
 from memfit.errors import DamagedError
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir, parse_json, read_json
 
 _SIGKILL = -9
 _NONE = type(None)
@@ -143,7 +142,7 @@ def _events(path: Path, only: str | None) -> Iterator[Sign]:
     """What a training recorded."""
     for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):
         try:
-            event = json.loads(text)
+            event = parse_json(text)
         except (ValueError, RecursionError):  # a torn last record
             continue
         name = _EVENTS.get(str(event.get("kind"))) if isinstance(event, dict) else None

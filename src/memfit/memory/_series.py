@@ -10,9 +10,12 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.memory._meter import Sample
+from memfit.rundir import fits, parse_json
 
 #: A file with this many lines is thinned to half of them: about 2 MB, however long the job runs.
 MAX_LINES = 8192
+_BYTES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
+_SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict.fromkeys(_BYTES, int)
 
 
 class SeriesWriter:
@@ -90,7 +93,9 @@ def read_series(path: Path) -> list[Sample]:
     samples, lines = [], path.read_bytes().split(b"\n")
     for line in lines:
         with suppress(ValueError, TypeError):
-            samples.append(Sample(**json.loads(line)))
+            found = parse_json(line)
+            if fits(found, _SHAPE):
+                samples.append(Sample(**found))
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",
