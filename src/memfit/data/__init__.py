@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memfit.data._lines import JsonLines as JsonLines
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
+    from memfit.data._manifest import check_panel as check_panel
     from memfit.data._measure import choose_mode as choose_mode
     from memfit.data._measure import measure_loader as measure_loader
     from memfit.data._packed import PackedDataset as PackedDataset
@@ -40,6 +41,7 @@ _NAMES = {
     "_lines": "JsonLines",
     "_loader": "Loader",
     "_loader_footprint": "loader_footprint",
+    "_manifest": "check_panel",
     "_measure": "choose_mode measure_loader",
     "_packed": "PackedDataset pack",
     "_padding": "Padding Tokenized",
