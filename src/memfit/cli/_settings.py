@@ -20,6 +20,7 @@ Set = Annotated[
     list[str] | None,
     Option("--set", help="Change a setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
+AcceptTight = Annotated[bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory.")]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Flags(Output):
         Text,
         Option(help="Settings of torch's allocator, unless PYTORCH_CUDA_ALLOC_CONF is set.", metavar="KEY:VALUE,..."),
     ] = None
+    accept_tight: AcceptTight = False
     set_: Set = None
     new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
@@ -106,6 +108,7 @@ class Flags(Output):
         }
         flags |= {name: (name, text) for name, text in more.items()}
         flags["cuda_allocator"] = ("memory.cuda_allocator", self.cuda_allocator and json.dumps(self.cuda_allocator))
+        flags["accept_tight"] = ("accept_tight", "true" if self.accept_tight else None)
         flags["no_tight_malloc"] = ("memory.tight_malloc", "false" if self.no_tight_malloc else None)
         if self.memory and "{" in self.memory:
             flags["memory"] = ("memory.job_of", json.dumps(self.memory))

@@ -6,6 +6,7 @@ import bisect
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from memfit import estimation, jobs
@@ -23,8 +24,10 @@ from memfit.estimation import (
     find_batch,
     find_change,
     find_gpu,
+    in_words,
     judge,
     limit_time,
+    list_changes,
     split_batch,
 )
 from memfit.memory import Budget
@@ -53,6 +56,7 @@ class Question:
         largest_batch: Replace ``setup.batch`` by the largest that fits.
         global_batch: Samples per update, a multiple of the largest batch; None for any number.
         time_limit: Seconds for all tracing; after that the formula answers.
+        settings: What a workload calls the options of ``memfit estimate`` that it has; None for those options.
     """
 
     config: Mapping[str, Any]
@@ -64,6 +68,7 @@ class Question:
     largest_batch: bool = False
     global_batch: int | None = None
     time_limit: float = TIME_LIMIT
+    settings: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form, as ``from_dict`` takes it."""
@@ -212,20 +217,29 @@ def _answer_here(question: Question) -> dict[str, Any]:
             notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         else:
             scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
-            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make)
+            changes = partial(list_changes, settings=question.settings)
+            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make, changes)
             if change is None:
                 better["smaller_model"] = _smaller_model(config, setup, device, scale)
             else:
                 best, after = change
                 better["change"] = {
-                    "options": list(best.options),
+                    "options": in_words(best.options, question.settings),
                     "cost": best.cost,
                     "same_training": best.same_training,
                     "setup": asdict(best.setup),
                     "device": after.to_dict()["device"],
                     "method": after.method,
                 }
-    return found.to_dict() | {"notes": notes, "setup": asdict(setup), "largest_batch": chosen} | better
+    better["notes"] = [_in_words(note, question.settings) for note in notes]
+    return found.to_dict() | {"setup": asdict(setup), "largest_batch": chosen} | better
+
+
+def _in_words(note: str, settings: Mapping[str, str] | None) -> str:
+    """Return a note with the options that it advises as a workload's settings, without those that it lacks."""
+    fact, use, advice = note.partition("; use ")
+    words = [word for option in advice.split(" or ") for word in in_words([option], settings)]
+    return f"{fact}{use}{' or '.join(words)}" if use and words else fact
 
 
 def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
