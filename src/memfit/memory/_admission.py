@@ -38,7 +38,7 @@ def why_tight(upper_bytes: int, limit_bytes: int) -> str:
     """Say that a peak nobody has measured fits its limit and leaves less than 5 % of it; empty where that is not so.
 
     >>> why_tight(98 << 30, 100 << 30), why_tight(95, 100), why_tight(101, 100)
-    ('98.00 GiB of 100.00 GiB leave 2.0 %, under 5 %', '', '')
+    ('98.00 GiB of 100.00 GiB leave 2.0%, under 5%', '', '')
     """
     left = (limit_bytes - upper_bytes) / max(limit_bytes, 1)
     if not 0 <= left < _TIGHT:

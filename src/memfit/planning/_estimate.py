@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from memfit.errors import ConfigError, MissingExtraError, UsageError
 from memfit.estimation import (
     TIME_LIMIT,
     AllocatorSettings,
+    Change,
     Estimate,
     Gpu,
     Interval,
@@ -220,11 +221,11 @@ def _answer_here(question: Question) -> dict[str, Any]:
             changes = partial(list_changes, settings=question.settings)
             change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make, changes)
             if change is None:
-                better["smaller_model"] = _smaller_model(config, setup, device, scale)
+                better["smaller_model"] = _smaller_model(config, setup, device, scale, changes)
             else:
                 best, after = change
                 better["change"] = {
-                    "options": in_words(best.options, question.settings),
+                    "options": list(in_words(best.options, question.settings)),
                     "cost": best.cost,
                     "same_training": best.same_training,
                     "setup": asdict(best.setup),
@@ -242,14 +243,13 @@ def _in_words(note: str, settings: Mapping[str, str] | None) -> str:
     return f"{fact}{use}{' or '.join(words)}" if use and words else fact
 
 
-def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
-    """Return the most blocks of these widths that fit, with all else set to save memory."""
+def _smaller_model(
+    config: Mapping[str, Any], saving: Setup, device: Gpu, scale: float, changes: Callable[[Setup], Iterator[Change]]
+) -> dict[str, Any] | None:
+    """Return the most blocks of these widths that fit after all changes that keep the training."""
     numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
-    saving = replace(setup, foreach=False)
-    if setup.optimizer != "none":
-        parts = setup.batch
-        saving = replace(saving, gradient_checkpointing="full", loss_chunks=max(8, setup.loss_chunks), batch=1)
-        saving = replace(saving, num_microbatches=setup.num_microbatches * parts, optimizer_in_backward=False)
+    while change := next((one for one in changes(saving) if one.same_training), None):
+        saving = change.setup
     total = max(numbers.values(), default=0)
 
     def shrink(blocks: int) -> dict[str, Any]:
