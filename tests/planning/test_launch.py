@@ -88,7 +88,7 @@ def test_words_of_the_command_reach_the_training_as_they_are():
 
 
 def test_memory_counts_what_is_shared_once_and_a_measured_run_stands_for_a_node():
-    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4)
+    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4, accept_tight=True)
     assert 11 * GIB < own.memory_bytes <= 12 * GIB and "that they share" in own.memory_why
     run = Measured(6 * GIB, GIB, 60.0, "run_1")
     found = made(NODES | {"memory": {}, "epoch_seconds": None}, run)
@@ -265,6 +265,30 @@ def test_the_verb_prints_the_file_and_the_figures(tmp_path):
     assert large.returncode == 0 and "this host has" in large.stderr
     refused = memfit("--format", "env", "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_tight():
+    memory = {"node": "100GiB", "slack": 0.02}
+    with pytest.raises(DoesNotFitError, match=r"trajectory is tight: 100\.11 GiB of 103\.00 GiB leave 2\.8%") as caught:
+        made(memory=memory)
+    assert "--set memory.slack=0.25" in caught.value.remedy and "--accept-tight" in caught.value.remedy
+    assert made(memory=memory | {"slack": 0.25}).memory_bytes == 126 * GIB  # each remedy as it was printed
+    assert made(memory=memory, accept_tight=True).memory_bytes == 103 * GIB
+    measured = Measured(100 * GIB, 0, None, "run_1")
+    assert made(NODES | {"memory": {"slack": 0.02}}, measured).memory_bytes == 103 * GIB
+
+
+@pytest.mark.slow
+def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(tmp_path):
+    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 8GiB, slack: 0}\nimage: python\n')
+
+    def memfit(*words):
+        command = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--format", "compose", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    refused = memfit()
+    assert (refused.returncode, refused.stdout) == (3, "") and "a is tight: 8.00 GiB of 8.00 GiB" in refused.stderr
+    assert memfit("--accept-tight").returncode == memfit("--set", "memory.slack=0.25").returncode == 0
 
 
 @pytest.mark.slow

@@ -23,13 +23,14 @@ import kills  # noqa: E402
 from memfit import run  # noqa: E402
 from memfit.data import Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
+from memfit.estimation._changes import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import compiling, training  # noqa: E402
-from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
+from memfit_workloads.recipes.params import SETTINGS, RecipesParams, equation, plan_of  # noqa: E402
 
 SMALL = {
     "data": {"num_pairs": 60},
@@ -388,9 +389,9 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
 @pytest.mark.parametrize(
     ("gpu", "settings", "verdict", "change"),
     [
-        ("RTX 4090", {}, "does not fit", "--optimizer adamw8bit --gradient-checkpointing"),
+        ("RTX 4090", {}, "does not fit", "params.optimizer=adafactor params.gradient_checkpointing=true"),
         ("RTX 4090", {"gradient_checkpointing": "true", "optimizer": "adafactor"}, "fits", None),
-        ("RTX 5090", {}, "does not fit", "--gradient-checkpointing"),
+        ("RTX 5090", {}, "does not fit", "params.gradient_checkpointing=true"),
         ("RTX 5090", {"gradient_checkpointing": "true"}, "fits", None),
         ("A100-80GB", {}, "fits", None),
         ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
@@ -409,6 +410,19 @@ def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu
     else:
         assert set(change.split()) <= set(" ".join(found["change"]["options"]).split())
         assert found["change"]["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+        own = " ".join(found["change"]["options"]).replace("--set ", "").split()
+        again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=[*overrides, *own])
+        assert (again["verdict"], again["setup"]) == ("fits", found["change"]["setup"])
+    assert not [note for note in found["notes"] if "--" in note.replace("--set params.precision=bf16-mixed", "")]
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_option_makes(option):
+    text = SETTINGS[option].format(4).removeprefix("params.")
+    before, field = RecipesParams(batch_size=8, gradient_accumulation_steps=16, precision="bf16"), text.partition("=")
+    after = RecipesParams.model_validate(before.model_dump() | {field[0]: yaml.safe_load(field[2])})
+    options = list_options(plan_of(before)[1], plan_of(after)[1])
+    assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
 
 
 def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
@@ -423,7 +437,7 @@ def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_
         in file.getvalue()
     )
     assert "does not fit: 30.00 GiB (RTX 5090)" in file.getvalue()
-    assert "fits with --gradient-checkpointing: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
+    assert "fits with --set params.gradient_checkpointing=true: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
 
 
 def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):

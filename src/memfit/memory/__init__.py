@@ -9,6 +9,7 @@ from memfit.memory._admission import (
     keep_cache,
     reservation_bytes,
     rooms_of,
+    why_tight,
 )
 from memfit.memory._budget import Budget
 from memfit.memory._cgroup import memory_group, oom_kills_above
@@ -71,4 +72,5 @@ __all__ = [
     "sweep_groups",
     "systemd_scope_command",
     "why_no_walls",
+    "why_tight",
 ]

@@ -238,7 +238,9 @@ def estimate_workload(
         check_allocator(allocator, name="--allocator")
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
-    return ask_of_model(found, **how, formula=formula) if "question" in found else found
+    accepts = config.resolve(RunConfig, file=Path(source), overrides=overrides).value.accept_tight
+    answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
+    return answer | {"accept_tight": accepts}
 
 
 def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
@@ -259,7 +261,8 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     assert probe is not None and probe.model is not None
     model, setup = probe.model(workload.params.model_validate(params))
     text = f"the model and the settings of stage {stage} of '{target}', at its longest lengths"
-    return {"question": Question(model, setup, allocator=allocator).to_dict(), "text": text}
+    asked = Question(model, setup, allocator=allocator, settings=probe.settings)
+    return {"question": asked.to_dict(), "text": text}
 
 
 def estimate_in_child(
