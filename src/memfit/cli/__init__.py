@@ -40,8 +40,11 @@ _VERBS = {
     "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
     "average": ("_average:average", "Average checkpoints of one training.", None),
     "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
-    "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
-    "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
+    "panel": ("_panel:panel", "Build, check, extend and prune panels.", None),
+}
+#: Verbs and flags that memfit had once, and what to type.
+_DROPPED = {
+    "bench": "measure it from Python: memfit.data.measure_loader(make_loader).text; docs/loading.md shows it",
 }
 
 
@@ -71,7 +74,7 @@ class _Verbs(TyperGroup):
             raise UsageError(
                 f"memfit has no verb '{cmd_name}'.",
                 rule="memfit --help lists the verbs.",
-                remedy=nearest(cmd_name, self.list_commands(ctx)),
+                remedy=_DROPPED.get(cmd_name) or nearest(cmd_name, self.list_commands(ctx)),
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
