@@ -51,10 +51,10 @@ def test_a_panel_is_built_by_patterns_and_found_again(memfit, prices):
 
 
 def test_build_takes_a_type_and_prints_json(memfit, prices):
-    done = memfit(*BUILD, "--dtype", "bfloat16", "--json")
+    done = memfit(*BUILD, "--dtype", "float16", "--json")
     facts = json.loads(done.out)
     panel = Panel.open(facts["path"])
-    assert panel.dtype == facts["dtype"] == "bfloat16"
+    assert panel.dtype == facts["dtype"] == "float16"
     assert (facts["num_dates"], facts["num_assets"], facts["num_rows"]) == (10, 5, 50)
     assert (facts["features"], facts["targets"], facts["reused"]) == (["f1", "f2"], ["f_ret"], False)
     assert facts["bytes"] == panel.nbytes
