@@ -203,8 +203,8 @@ class _Array:
         with open(path, "r+b" if base else "wb") as file:
             file.write(self.header)
             file.truncate(self.num_bytes(self.shape[0]))
-        _allocate(path)
         start = self.num_bytes(self.shape[0] - self.num_new)
+        _allocate(path, start)
         return np.memmap(path, self.dtype, "r+", start, (self.num_new, *self.shape[1:]))
 
 
@@ -319,15 +319,17 @@ def _write_arrays(
     (aside / ASSETS).write_text(json.dumps(axes.assets.to_pylist(), ensure_ascii=True) + "\n")
 
 
-def _allocate(path: Path) -> None:
-    """Take the disk blocks of a new file that holds zeros: a full disk fails here and not as SIGBUS later."""
+def _allocate(path: Path, start: int) -> None:
+    """Take the disk blocks of a file that holds zeros from a byte on: a full disk fails here, not as SIGBUS later."""
     size = path.stat().st_size
+    if size == start:
+        return
     with open(path, "r+b") as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), start, size - start)
             return
-        for start in range(0, size, 1 << 20):
-            os.pwrite(file.fileno(), bytes(min(1 << 20, size - start)), start)
+        for at in range(start, size, 1 << 20):
+            os.pwrite(file.fileno(), bytes(min(1 << 20, size - at)), at)
 
 
 def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:

@@ -100,7 +100,7 @@ def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context,
             rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
             remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
             "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)); docs/commands.md shows them",
+            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
