@@ -158,6 +158,12 @@ def test_a_missing_argument_and_an_unknown_verb_give_2(memfit, words):
     assert memfit(*words).exit_code == 2
 
 
+def test_a_verb_that_is_gone_names_what_to_type(memfit):
+    done = memfit("bench", "loader", "config.yaml")
+    assert (done.exit_code, done.out) == (2, "")
+    assert "memfit.data.measure_loader(" in three_parts(done.err)["remedy"]
+
+
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     text = memfit("run", "--help").out
     for flag in (

@@ -106,12 +106,12 @@ def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_p
 def test_what_is_tight_ends_with_3_in_a_plan_and_in_a_run_unless_it_is_accepted(memfit, tmp_path):
     words = ["--param", "a=1", "--memory", "97MiB", "--limit", "100MiB", "--reserve", "1"]
     command = ["--", "sh", "-c", "echo {a} >> ran"]
-    plan = memfit("map", *words, "--plan", *command)
+    plan = memfit("run", *words, "--plan", *command)
     assert plan.exit_code == 3
     assert re.search(r"tight: 97\.0 MiB of .* leave \d\.\d%, under 5%; to accept that: --accept-tight", plan.out)
-    assert memfit("map", *words, "--plan", "--accept-tight", *command).exit_code == 0
-    assert memfit("map", *words, *command).exit_code == 3 and not (tmp_path / "ran").exists()
-    assert memfit("map", *words, "--accept-tight", *command).exit_code == 0 and (tmp_path / "ran").exists()
+    assert memfit("run", *words, "--plan", "--accept-tight", *command).exit_code == 0
+    assert memfit("run", *words, *command).exit_code == 3 and not (tmp_path / "ran").exists()
+    assert memfit("run", *words, "--accept-tight", *command).exit_code == 0 and (tmp_path / "ran").exists()
 
 
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._manifest import fingerprint_files
     from memfit.pipeline._order import Order, order_of_config, resolve_settings
     from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
-    from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
+    from memfit.pipeline._probe import call_alone, context_of, estimate_workload
     from memfit.pipeline._results import Index, Unit
     from memfit.pipeline._run import make_job, resume, run, run_commands, start_folder, take_up, write_order
     from memfit.pipeline._supervise import RunResult, Supervisor, View, read_budget, supervised
@@ -26,7 +26,6 @@ __all__ = [
     "Context",
     "Graph",
     "Index",
-    "LoaderBench",
     "MemorySettings",
     "Order",
     "Output",
@@ -42,7 +41,6 @@ __all__ = [
     "Unit",
     "View",
     "Workload",
-    "bench_loader",
     "call_alone",
     "estimate_workload",
     "expand",

@@ -196,7 +196,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Probe:
-    """How ``bench loader``, ``estimate`` and ``run --plan`` look at a training stage without a run.
+    """How ``estimate`` and ``run --plan`` look at a training stage without a run.
 
     Attributes:
         loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
