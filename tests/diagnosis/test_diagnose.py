@@ -248,3 +248,16 @@ def test_a_kill_that_nothing_links_to_the_job_explains_no_other_end(tmp_path):
     (tmp_path / "job.out").write_text("step 1 loss 0.5\nKilled\n")
     found = diagnose(tmp_path / "job.out", kernel_log=tmp_path / "dmesg")
     assert (found.kind, found.confidence) == ("host_cgroup", "likely")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch 3/9 ━━━━━━━━╸      120/242 0:01:09 • 0:01:12 1.68it/s",
+        "Epoch: [3][ 120/242]  loss 0.3",
+        "       3/9      4.1G     0.05     0.02",
+    ],
+)
+def test_counters_of_rich_torchvision_and_yolo_are_progress(line):
+    found = look(f"hello\n{line}\n{OOM}")
+    assert [(one.line, one.text) for one in found.timeline if one.what == "last progress"] == [(2, line)]

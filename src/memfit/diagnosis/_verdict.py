@@ -13,7 +13,7 @@ from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, O
 from memfit.diagnosis._text import Stream
 
 #: Text before a sign that makes its line speak of it: advice, options, source, an address, bold words of a document.
-_MENTION = re.compile(r"\b(?:if|may|might|possible)\b|^\s*(?:\* |--\w|raise\b)|[?&]\S*$|\*$", re.IGNORECASE)
+_MENTION = re.compile(r"\b(?:if|may|might)\b|^\s*(?:\* |--\w|raise\b)|[?&]\S*$|\*$", re.IGNORECASE)
 #: What stands before an event: nothing, or who says it.
 _SPEAKER = re.compile(
     r"^\W*$|(?:Error|Exception|Warning|Failure|ERROR|WARN(?:ING)?|FATAL|CRITICAL|error|warning|kernel|slurmstepd\S*|srun"
