@@ -214,7 +214,8 @@ xpu_error
     (?:UR_RESULT|PI|ZE_RESULT)_ERROR_(?:OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|MEM_OBJECT_ALLOCATION_FAILURE)
 library_alloc
     (?:CU|HIP)(?:BLAS|DNN|FFT|RAND|SOLVER|SPARSE)_\w{0,50}?ALLOC(?:ATION)?_FAILED
-        | Unable to find a valid cuDNN algorithm to run convolution
+        | Unable to find a valid cuDNN algorithm to run convolution | failed to create cublas handle
+        | rocblas_status_memory_error | miopenStatusAllocFailed | CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
 library_alloc; emitter thrust
     (?:instance of ')? (?:thrust|cub|raft|cudf|rmm)::[\w:]{0,40}?(?:bad_alloc|out_of_memory)
 nccl_oom; emitter nccl
@@ -241,11 +242,13 @@ host_refused
     java\.lang\.OutOfMemoryError | JavaScript heap out of memory | LoadError: OutOfMemoryError\(\)
         | C error: out of memory | Out of memory\. Type \"help memory\" | \[?WinError 1455\]?
         | The paging file is too small
-    memory allocation of (?P<tried_b>\d+) bytes failed
+    memory allocation of (?P<tried_b>\d+) bytes failed | UR_RESULT_ERROR_OUT_OF_HOST_MEMORY
 host_refused; lines
     ^\s*(?!\S*(?:cuda|opencl))(?:[\w.]*\.)?MemoryError\s*(?:$|:(?! std::bad_alloc: out_of_memory: CUDA))
 bad_alloc
     std::bad_alloc (?!:out_of_memory:CUDA|:cudaError)(?!.{0,300}?(?:cudaErrorMemoryAllocation|rmm|cudaMalloc))
+bad_alloc; lines
+    \bcould not (?:create|execute) a primitive\s*$
 shm
     insufficient shared memory \(shm\) | workers are out of shared memory
         | DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal: Bus error
