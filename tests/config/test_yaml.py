@@ -1,11 +1,12 @@
-"""Unquoted scalars read as YAML 1.2 reads them, whatever YAML 1.1 or Python make of them."""
+"""A settings file reads as YAML 1.2, whatever YAML 1.1 or Python make of a value."""
 
 import math
+from pathlib import Path
 
 import pytest
 from pydantic import Field
 
-from memfit.config import Settings, read_plain, resolve
+from memfit.config import Settings, read_file, read_plain, resolve
 from memfit.errors import ConfigError
 
 
@@ -53,13 +54,92 @@ class Free(Settings):
     params: dict[str, object] = Field(default_factory=dict)
 
 
-def test_quotes_and_blocks_make_text(tmp_path) -> None:  # type: ignore[no-untyped-def]
+#: What a file holds below ``a``.
+MEANINGS: dict[str, object] = {
+    **{f"a: {word}": word for word in ("yes", "no", "on", "off", "Y", "tRue", "nan", "inf", "nUll", "=", "<<")},
+    **{f"a: {word}": word for word in ("1_000", "010", "09", "-010", "01.5", "0b11", "0X10", "+0x10", "1e", "1.2.3")},
+    **{f"a: {word}": word for word in ("12:30:00", "190:20:30.15", "2024-01-31", "2024-01-31T12:30:00Z")},
+    **{f"a: {word}": word for word in ("http://x:1", "x#y", "?x", "1 2", "9" * 500)},
+    **dict.fromkeys(("a: true", "a: True", "a: TRUE"), True),
+    **dict.fromkeys(("a:", "a: ~", "a: null", "a: Null", "a: NULL", "a: # none"), None),
+    **dict.fromkeys(("a: 1e-4", "a: 1E-4", "a: 1.e-4", "a: 0.1e-3"), 0.0001),
+    **dict.fromkeys((f"a: {number}" for number in ("0o20", "0x10", "16", "+16")), 16),
+    **dict.fromkeys(("a: .inf", "a: .Inf", "a: +.INF", "a: 1e999"), math.inf),
+    "a: -.inf": -math.inf,
+    "a: .5e1": 5.0,
+    "a: 0.": 0.0,
+    "a: '010'": "010",
+    'a: "true"': "true",
+    "a: 'it''s'": "it's",
+    'a: "\\u00e9\\x41\\n"': "éA\n",
+    "a: |\n  3\n  4\n": "3\n4\n",
+    "a: |-\n  3\n": "3",
+    "a: |+\n  3\n\n": "3\n\n",
+    "a: >\n  3\n  4\n\n  5\n": "3 4\n5\n",
+    "a: 3\n  4\n": "3 4",
+    'a: "3\n  4"': "3 4",
+    "a: 'x\ty'": "x\ty",
+    "a: [1, 010, 2,]": [1, "010", 2],
+    "a:\n- 1\n-\n- b: 1\n  c: 2\n": [1, None, {"b": 1, "c": 2}],
+    "a: {b, c: }": {"b": None, "c": None},
+    "a: {1: x, true: y, ~: z, 1.5: w}": {"1": "x", "true": "y", "~": "z", "1.5": "w"},
+    "a: {'<<': 1}": {"<<": 1},
+    "a:\r\n  b: 1\r\n": {"b": 1},
+    "? a\n: 1": 1,
+    "\ufeffa: 1": 1,
+    "a: 1\n...\n": 1,
+    "--- {a: 1}": 1,
+    "%YAML 1.1\n---\na: yes\n": "yes",
+    "%YAML 1.1\n---\na: 010\n": "010",
+    "%YAML 1.3\n---\na: 1_0\n": "1_0",
+}
+
+
+@pytest.mark.parametrize("text", MEANINGS)
+def test_a_text_has_one_meaning(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("params:\n  a: '3'\n  b: \"true\"\n  c: |\n    3\n  d: >\n    3\n")
-    assert resolve(Free, file=file, env={}).value.params == {"a": "3", "b": "true", "c": "3\n", "d": "3\n"}
+    file.write_bytes(text.encode())
+    value = read_file(file)["a"]
+    assert (type(value), value) == (type(MEANINGS[text]), MEANINGS[text])
 
 
-def test_an_aliased_bomb_is_refused_before_it_grows(tmp_path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("text", ["", "\n", "# c\n", "---\n", "---\n...\n", "{}", "null", "~"])
+def test_a_file_without_a_value_has_no_settings(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert read_file(file) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\ta: 1", 1),
+        ("a:\n\tb: 1", 2),
+        ("a: |\n\tx\n", 2),
+        ("a: 1\n---\nb: 2\n", 2),
+        ("---\n---\n", 2),
+        ("a: 1\n b: 2", 2),
+        ("a: x: y", 1),
+        ("a: 'x' y", 1),
+        ("a: @x", 1),
+        ("a: %x", 1),
+        ("a: -", 1),
+        ('a: "\\q"', 1),
+        ("a: \x01", 1),
+        ("a: {b: 1", 1),
+        ("b: {x: 1}\na: *b", 2),
+        ("a: 1\nb: !x 3", 2),
+        ("b: &b {x: 1}\na: {<<: *b}", 1),
+    ],
+)
+def test_a_text_that_is_no_settings_file_is_refused_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"c\.yaml:{line}\b.* cannot be read"):
+        read_file(file)
+
+
+def test_an_aliased_bomb_is_refused_before_it_grows(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("a: &a [x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(30)))
     with pytest.raises(ConfigError, match="anchors"):
