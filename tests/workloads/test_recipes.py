@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -45,7 +44,7 @@ SMALL = {
 def config(folder, **params):
     content = {"schema_version": 1, "experiment": "t5", "target": "memfit_workloads.recipes.stages:RECIPES", "seed": 1}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
     return path
 
 

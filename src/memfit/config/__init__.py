@@ -4,10 +4,16 @@
 ``fingerprint`` names a value by its content. Models derive from ``Settings``.
 """
 
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
 from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
 from memfit.config._resolve import INTERNAL_VARIABLES, Resolved, read_file, resolve, resolve_nested
+from memfit.config._scalars import read_plain
 from memfit.config._types import ByteSize, Settings, differences, fingerprint, size_text, to_plain
-from memfit.config._yaml import read_plain
+
+if TYPE_CHECKING:
+    from memfit.config._yaml import write_yaml
 
 __all__ = [
     "ARGUMENT",
@@ -27,4 +33,7 @@ __all__ = [
     "size_text",
     "to_plain",
     "variable",
+    "write_yaml",
 ]
+
+__getattr__, __dir__ = load_lazily(__name__)
