@@ -100,7 +100,8 @@ def resolve(
 
     A file is one YAML document with a mapping. Numbers, ``true``, ``false`` and ``null`` are as in YAML 1.2, so that
     ``1e-3`` is a number and ``no``, ``off``, ``12:30``, ``0050`` and ``2024-01-31`` are text. Types are strict: ``3.0``
-    is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted.
+    is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted. A file may
+    have anchors, 100 aliases and YAML's own tags; other tags, merge keys and a key that is there twice are refused.
 
     Args:
         model: The settings' pydantic model, usually derived from ``Settings``.

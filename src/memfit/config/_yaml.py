@@ -147,7 +147,7 @@ def write_yaml(values: Mapping[str, Any]) -> str:
       name: 'no'
       lr: 1.0e-05
     """
-    yaml = YAML(typ="safe", pure=True)
+    yaml: Any = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = yaml.sort_base_mapping_type_on_output = False
     yaml.width = sys.maxsize  # ruamel.yaml 0.19 breaks long keys too, and cannot read them.
