@@ -2,7 +2,7 @@
 
     python tools/find_dead.py
 
-vulture reads the source; ``__all__`` does not count as a use. Words of the documentation, the examples and the
+vulture reads the source; exports of a package do not count as a use. Words of the documentation, the examples and the
 workloads do, and so do entry points that are written as text (``"package.module:function"``). Fields of records are
 left out: many are written for people and machines that read a JSON file. Exit status 1 if a name is dead, or if an
 exception below is not needed any more.
@@ -35,11 +35,16 @@ _ENTRY = re.compile(r"[\w.}]:(\w+)")
 
 
 def _without_exports(text: str) -> str:
-    """A module's source whose ``__all__`` is empty, on the same lines."""
+    """A module's source without ``__all__`` and ``from module import Name as Name``, on the same lines."""
     lines = text.splitlines()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * ((node.end_lineno or 0) - node.lineno)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            is_export = getattr(node.targets[0], "id", "") == "__all__"
+        else:
+            is_export = isinstance(node, ast.ImportFrom) and all(one.asname == one.name for one in node.names)
+        if is_export and isinstance(node, ast.stmt):
+            first, last = node.lineno, node.end_lineno or node.lineno
+            lines[first - 1 : last] = [" " * node.col_offset + "pass"] + [""] * (last - first)
     return "\n".join(lines)
 
 
