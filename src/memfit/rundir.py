@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import getpass
 import json
 import os
@@ -22,7 +24,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memfit.errors import DamagedError, UsageError
 from memfit.masking import mask, mask_line, mask_record
@@ -95,31 +97,92 @@ def sync_folder(folder: Path | str) -> None:
         os.close(descriptor)
 
 
+def refresh(folder: Path) -> bool:
+    """Have the names in a folder looked up anew; return whether it is there. An NFS client remembers absent names."""
+    for one in (folder.parent, folder):
+        with suppress(OSError):  # opening a folder makes it ask: nfs(5), "Close-to-open cache consistency"
+            os.close(os.open(one, os.O_RDONLY | os.O_DIRECTORY))
+    return folder.is_dir()
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace a JSON file atomically."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
 
 
-def read_json(path: Path | str, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, readable by its owner alone if this call makes it.
+
+    It follows no link and waits for no writer of a FIFO: other users may reach the folder.
+
+    Raises:
+        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
+    """
+    refused = OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise (refused if error.errno in (errno.ELOOP, errno.ENXIO) else error) from None  # a link, a socket
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise refused
+
+
+def open_own(path: Path | str) -> BinaryIO:
+    """Open a file of a run directory to read it. Every reader of a run directory opens its files here.
+
+    Raises:
+        OSError: As for ``open_regular``, or if the file belongs to another user, who may have forged it.
+    """
+    file = open(open_regular(path), "rb")  # noqa: SIM115 - the caller closes it
+    owner, folder = os.fstat(file.fileno()).st_uid, Path(path).parent
+    if owner == os.geteuid() or (owner == folder.stat().st_uid and is_own(folder)):
+        return file
+    file.close()
+    raise OSError(errno.EPERM, f"it belongs to uid {owner}, this is uid {os.geteuid()}", str(path))
+
+
+def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
+    """Return the content of a file that ``open_own`` opens, or its beginning."""
+    with open_own(path) as file:
+        return file.read(most_bytes)
+
+
+#: What ``open_own`` says of a file that it refuses.
+_REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
+
+
+@functools.cache
+def pass_over(what: str) -> None:
+    """Say on standard error, once, which file is not read, and why."""
+    print(f"memfit: passed over: {what}", file=sys.stderr, flush=True)
+
+
+def read_json(
+    path: Path | str, shape: Mapping[str, Any] | None = None, *, most_bytes: int = 256 << 20
+) -> dict[str, Any] | None:
     """Return a JSON file's object, or None when the file is not there.
 
     Args:
         path: The file.
         shape: The type that each field must have, as for ``fits``; None to take any object.
+        most_bytes: A larger file is damaged: this process must not be killed for what a job wrote.
 
     Raises:
-        DamagedError: If the file is there and holds no such object: files here are renamed into place whole, so a
-            broken one was changed from outside.
+        DamagedError: If the file is there and holds no such object, or is no regular file of this user: files here
+            are renamed into place whole, so a broken one was changed from outside.
     """
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise damaged(path, "is no file")
-            text = file.read()
+        text = read_own(path, most_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        raise damaged(path, "is a folder") from None
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise damaged(path, f"cannot be read: {error.strerror}") from None
+    if len(text) > most_bytes:
+        raise damaged(path, f"has more than {most_bytes} bytes")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -248,10 +311,15 @@ class EventTail:
     def read(self) -> list[dict[str, Any]]:
         """The whole records that came since the last call."""
         try:
-            with open(self.path, "rb") as file:
+            with open_own(self.path) as file:
                 file.seek(self._offset)
                 chunk = file.read()
-        except (FileNotFoundError, IsADirectoryError):
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            pass_over(f"{self.path}: {error.strerror}")
             return []
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -269,12 +337,12 @@ class FolderTail:
         self._dir = events_dir
         self._tails: dict[str, tuple[EventTail, int]] = {}
 
-    def read(self) -> list[dict[str, Any]]:
-        """The whole records that came since the last call, in order of time."""
+    def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
+        """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
         records = []
         for path in sorted(self._dir.glob("*.jsonl")):
-            tail, size = self._tails.get(path.name) or (EventTail(path), 0)
-            if (size_now := path.stat().st_size) != size:
+            tail, size = self._tails.get(path.name) or (EventTail(path), -1)
+            if (size_now := path.lstat().st_size) != size or anew:
                 records += tail.read()
                 self._tails[path.name] = (tail, size_now)
         return sorted(records, key=event_time)
@@ -394,7 +462,7 @@ class RunDir:
         """
         parent = (root / experiment).resolve()
         paths = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
-        return [cls(path) for path in sorted(paths, reverse=True) if (path / "run.json").exists()]
+        return [cls(path) for path in sorted(paths, reverse=True) if refresh(path) and (path / "run.json").exists()]
 
     @classmethod
     def newest(cls, root: Path, experiment: str, fingerprint: str) -> RunDir | None:

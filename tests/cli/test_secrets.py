@@ -44,7 +44,7 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     words = ["--param", "api_key=s3cret-a,s3cret-b", "--param", "t=s3cret-c", "--name", "sweep"]
     command = ["python", "job.py", "{api_key}", "--hub-token", "{t}", "--password=s3cret-d", "--lr=0.1"]
     command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]  # pragma: allowlist secret
-    first = memfit("map", *words, "--", *command)
+    first = memfit("run", *words, "--", *command)
     assert first.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
     listed = [memfit("ps", "--all"), memfit("ps", "--all", "--json"), memfit("watch", run.path)]
@@ -141,7 +141,7 @@ def test_the_config_and_the_jobs_of_folds_are_for_their_user_where_they_hold_a_s
 
 def test_what_a_job_repeats_of_its_secrets_and_a_part_of_a_secret_stand_nowhere(memfit, tmp_path):
     (tmp_path / "job.py").write_text("import sys\nsys.exit(f'unknown argument {sys.argv[1]}')\n")
-    done = memfit("map", "--param", "t=s3cret-a", "--name", "sweep", "--", "python", "job.py", "--token=pre{t}")
+    done = memfit("run", "--param", "t=s3cret-a", "--name", "sweep", "--", "python", "job.py", "--token=pre{t}")
     assert done.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
     diagnosed = memfit("diagnose", run.path / "jobs" / "cmd_0001" / "outcome.json")
@@ -201,7 +201,7 @@ def test_what_a_job_says_of_its_variables_stands_in_its_own_logs_alone(memfit, t
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     told = [
-        memfit("map", "--param", f"n={n}", "--name", "telling", "--", sys.executable, "job.py", "{n}") for n in (1, 2)
+        memfit("run", "--param", f"n={n}", "--name", "telling", "--", sys.executable, "job.py", "{n}") for n in (1, 2)
     ]
     assert [one.exit_code for one in told] == [4, 4]
     second, first = (run.path for run in RunDir.all(tmp_path / "runs", "telling"))

@@ -51,7 +51,7 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
 def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB."
     code = f"import sys, time; print({said!r}, file=sys.stderr, flush=True); time.sleep(3)"
-    command = memfit_command("map", "--param", "n=1", "--", sys.executable, "-c", code, "{n}")
+    command = memfit_command("run", "--param", "n=1", "--", sys.executable, "-c", code, "{n}")
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
     assert 0 < out.find(f"says: {said}") < out.find("n=1 completed")
     assert out.count(said) == 1

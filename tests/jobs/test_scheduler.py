@@ -51,6 +51,7 @@ def make(tmp_path, scripts, limit, **options):
     phases = options.pop("phases", ())
     declared, params = options.pop("declared", None), options.pop("params", {})
     claims = options.pop("claims", None)
+    mapped = options.pop("mapped", 0)
     stages, num_gpus, gpu = options.pop("stages", {}), options.pop("num_gpus", 0), options.pop("gpu", None)
     jobs = [
         Job(
@@ -62,6 +63,7 @@ def make(tmp_path, scripts, limit, **options):
             stage=stages.get(name, ""),
             num_devices=num_gpus,
             device_bytes=gpu and gpu * GIB,
+            mapped_bytes=mapped,
         )
         for name in scripts
     ]
@@ -125,16 +127,18 @@ def test_the_reserve_is_never_lent(tmp_path):
 @pytest.mark.parametrize(("mapped", "most_at_once"), [(0, 4), (100, 3), (10_000, 3)])
 def test_jobs_side_by_side_leave_room_for_the_page_cache_of_what_they_map(tmp_path, mapped, most_at_once):
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 6)}
-    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0)
-    scheduler.admission.forecast.learn(like({}), Footprint(100, shared_bytes=mapped))
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0, mapped=mapped)
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
     assert backend.most_at_once == most_at_once  # of a panel that is larger than the limit, a quarter of the limit
 
 
 def test_what_a_job_maps_never_keeps_it_from_running_alone(tmp_path):
-    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((390,) * 3), "b": FakeJob((390,) * 3)}, limit=400)
-    scheduler.admission.forecast.learn(like({}), Footprint(390, shared_bytes=300))
+    scheduler, backend, _, _ = make(
+        tmp_path, {"a": FakeJob((390,) * 3), "b": FakeJob((390,) * 3)}, limit=400, mapped=300
+    )
+    scheduler.admission.forecast.learn(like({}), Footprint(390))
     assert {status.state for status in scheduler.run().values()} == {"completed"}
     assert backend.most_at_once == 1
 

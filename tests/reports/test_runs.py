@@ -21,7 +21,7 @@ def host(tmp_path, monkeypatch):
         for job in ("", *jobs):
             (path / "jobs" / job).mkdir(parents=True)
         (path / "events").mkdir()
-        write_json(path / "run.json", {"schema_version": 1, "kind": "commands", "combinations": [{}] * len(jobs)})
+        write_json(path / "run.json", {"schema_version": 2, "kind": "commands", "combinations": [{}] * len(jobs)})
         return RunDir(path)
 
     return make

@@ -26,7 +26,6 @@ _COMMAND = "[OPTIONS] [-- COMMAND...]"
 #: The verbs: where each is, what it is for, and its usage where typer does not know it.
 _VERBS = {
     "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
-    "map": ("_run:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
     "tune": ("_tune:tune", "Search settings: many short trainings under one budget.", _COMMAND),
     "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
     "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
@@ -42,6 +41,16 @@ _VERBS = {
     "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
     "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
     "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
+}
+
+
+#: Verbs and flags that are no more, and what to type.
+_DROPPED = {
+    "map": "memfit run --param fold=1..5 -- COMMAND",
+    "--stage": "--from STAGE --until STAGE",
+    "--threads": "--set threads_per_job=N",
+    "--no-tight-malloc": "--set memory.tight_malloc=false",
+    "--cuda-allocator": "--set memory.cuda_allocator=KEY:VALUE",
 }
 
 
@@ -68,10 +77,11 @@ class _Verbs(TyperGroup):
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
         else:
+            near = nearest(cmd_name, self.list_commands(ctx))
             raise UsageError(
                 f"memfit has no verb '{cmd_name}'.",
                 rule="memfit --help lists the verbs.",
-                remedy=nearest(cmd_name, self.list_commands(ctx)),
+                remedy=f"type {_DROPPED[cmd_name]}" if cmd_name in _DROPPED else near,
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -133,7 +143,7 @@ def main() -> None:
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
     """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
-    if words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or "--" not in words:
+    if words[:1] not in (["run"], ["tune"], ["doctor"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
@@ -142,7 +152,7 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
 def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageError | None:
     """Return the error for a command that was written without the -- before it."""
     at = next((at for at, word in enumerate(words) if at and _PROGRAM.fullmatch(word)), None)
-    if command is not None or words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or at is None:
+    if command is not None or words[:1] not in (["run"], ["tune"], ["doctor"]) or at is None:
         return None
     return UsageError(
         f"{words[at]} begins a command, and there is no -- before it.",
@@ -164,11 +174,12 @@ def _misused(error: Any, path: str) -> MemfitError:
         sys.exit(error.exit_code)
     path, text = context.command_path if context else path, text.partition(" (Possible")[0].rstrip(".")
     flags = [flag for one in context.command.params for flag in one.opts] if context else []
-    near = nearest(error.option_name, flags) if hasattr(error, "possibilities") else ""
+    name = error.option_name if hasattr(error, "possibilities") else ""
+    near = f"type {_DROPPED[name]}" if name in _DROPPED else nearest(name, flags) if name else ""
     return UsageError(
         f"{path}: {text[:1].lower()}{text[1:]}.",
         rule=" ".join(context.get_usage().split()) if context else f"{path} --help says what it takes.",
-        remedy=near if near.startswith("did") else f"see {path} --help",
+        remedy=near if near.startswith(("did", "type")) else f"see {path} --help",
     )
 
 

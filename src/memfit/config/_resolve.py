@@ -254,8 +254,12 @@ class _Layers:
         self.problems.append(ConfigError(f"{what}.", rule=rule, remedy=remedy))
 
 
-def read_file(file: Path) -> dict[str, Any]:
+def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
     """Return what a settings file holds, checked against no model.
+
+    Args:
+        file: The file.
+        text: Its text, where it was read already.
 
     Raises:
         ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
@@ -266,17 +270,17 @@ def read_file(file: Path) -> dict[str, Any]:
     ...     read_file(Path(folder) / "targets.yaml")
     {'fold.rank_ic': {'target': 0.04}}
     """
-    content, _, faults = _content(file)
+    content, _, faults = _content(file, text)
     if faults:
         raise report(faults)
     return content
 
 
-def _content(file: Path) -> tuple[dict[str, Any], dict[str, int], list[ConfigError]]:
+def _content(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[str, int], list[ConfigError]]:
     from memfit.config import _yaml
 
     try:
-        content, lines, faults = _yaml.read(_text(file))
+        content, lines, faults = _yaml.read(_text(file) if text is None else text)
     except _yaml.YamlError as error:
         raise ConfigError(
             f"{file}:{error.line}:{error.column} cannot be read: {error}.",

@@ -46,6 +46,8 @@ class Job:
         device_bytes: What it is declared to take on each of them; None to measure it.
         keeps_group: Keep its control group until the run ends, so that the page cache which it filled (a shared panel)
             is charged there and not to the jobs that read it.
+        mapped_bytes: The size of the tables and arrays of earlier stages that it may map. Side by side, jobs leave room
+            for them in the page cache.
         stage: The name of its stage. Jobs of one stage share forecasts and ``on_failure: first``.
         unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
 
@@ -73,6 +75,7 @@ class Job:
     num_devices: int = 0
     device_bytes: int | None = None
     keeps_group: bool = False
+    mapped_bytes: int = 0
     stage: str = ""
     unit: Any = None
 

@@ -16,7 +16,7 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.jobs._job import JobStatus
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
-from memfit.rundir import EventTail, EventWriter, RunDir, fits
+from memfit.rundir import EventTail, EventWriter, RunDir, fits, open_own
 
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
@@ -182,7 +182,7 @@ class Monitor:
         """Return what the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
         for path in (self.run.job_dir(self.known.job_id) / name for name in ("out.log", "err.log")):
-            with suppress(OSError), open(path, "rb") as log:
+            with suppress(OSError), open_own(path) as log:
                 size, seen = os.fstat(log.fileno()).st_size, self._log_sizes.get(path, 0)
                 log.seek(max(min(seen, size), size - _MOST_LOG_BYTES))
                 chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))

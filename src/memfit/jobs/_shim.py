@@ -40,7 +40,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, read_json, read_whole, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -105,7 +105,7 @@ class Stop:
     def read_request(self) -> None:
         """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
-            self.now = self._file.read_text().strip() == "now" or self.now
+            self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
             self.begin()
 
@@ -135,8 +135,8 @@ def run_element(run_dir: Path, array: Path) -> int:
     """
     found = read_json(array, {"jobs": [[(str, int)]]}) or {"jobs": []}
     job_id, attempt = found["jobs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    order = read_whole(run_dir / "jobs" / job_id / JOB)
-    return main(run_dir / "jobs" / job_id) if order is not None and order["attempt"] == attempt else 0
+    order = read_whole(job_dir / JOB) if refresh(job_dir := run_dir / "jobs" / job_id) else None
+    return main(job_dir) if order is not None and order["attempt"] == attempt else 0
 
 
 def _run(job_dir: Path) -> JobStatus:
@@ -360,7 +360,7 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _read_end(path: Path) -> str:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_own(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""

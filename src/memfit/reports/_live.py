@@ -20,7 +20,7 @@ from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.reports._study import FAILED_TRIALS, StudyView
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, open_own
 from memfit.units import format_bytes, format_duration
 
 _STYLE = {
@@ -96,6 +96,7 @@ class LiveRun:
         self._next = 0.0
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
+        self._epochs_seen: dict[str, int] = {}
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show what happens in a run from now on."""
@@ -117,6 +118,7 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines(view)
         self._print_shortages(view)
+        self._print_growth(view)
         if self._live is not None:
             headline = self._study.headline() if self._study else ""
             table = render(view, read_room(view, here=self.here), self.console.width, read_pressure(), headline)
@@ -133,6 +135,20 @@ class LiveRun:
                     self._said.add((row.name, line))
                     say(self.console, f"{_stamp(time.time())}  {row.name} says: {line}", "red")
 
+    def _print_growth(self, view: RunView) -> None:
+        """Print once which running job's memory grows from epoch to epoch (at least five)."""
+        from memfit.diagnosis import explain_growth
+
+        limit = (view.last("budget") or {}).get("binding", {}).get("limit_bytes")
+        for row in view.rows():
+            ends, seen = view.epoch_ends(row.status.job_id), self._epochs_seen.get(row.name, 0)
+            if row.state == "running" and len(ends) > max(5, 1.1 * seen) and (row.name, "grows") not in self._said:
+                self._epochs_seen[row.name] = len(ends)
+                folder = view.run.job_dir(row.status.job_id)
+                if grown := explain_growth(folder, ends, limit if isinstance(limit, int) else 0):
+                    self._said.add((row.name, "grows"))
+                    say(self.console, f"{_stamp(time.time())}  {row.name}: {grown}", "yellow")
+
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
         try:
@@ -141,7 +157,7 @@ class LiveRun:
             self._read[log] = size
             if size <= seen:
                 return b""
-            with open(log, "rb") as file:
+            with open_own(log) as file:
                 file.seek(max(seen, size - _MOST_NEW_BYTES))
                 return file.read(_MOST_NEW_BYTES)
         except OSError:

@@ -125,7 +125,7 @@ def _read(run: RunDir) -> dict[str, list[Sample]]:
     """Return the memory of each job over time, all its attempts in order."""
     found: dict[str, list[Sample]] = {}
     for path in run.path.glob("jobs/*/memory*.jsonl"):
-        with suppress(DamagedError):
+        with suppress(DamagedError, OSError):
             found.setdefault(path.parent.name, []).extend(read_series(path))
     return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
 

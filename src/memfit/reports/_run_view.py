@@ -153,10 +153,13 @@ class _Attempt:
     first: tuple[float, float] | None = None
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
+    epoch_ends: list[float] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         now, done = float(event["time"]), float(event["epoch"])
-        if event["kind"] == "step":
+        if event["kind"] == "epoch":
+            self.epoch_ends.append(now)
+        else:
             done += event["step"] / max(1, event["num_steps"]) - 1
         self.num_epochs = int(event.get("num_epochs") or self.num_epochs)
         if self.first is None or done <= self.last[1]:  # what is behind the last is done again after a resume
@@ -288,6 +291,10 @@ class RunView:
         stage = "cmd" if self.kind == "commands" else next(iter(self.graph), "")
         found = header.get("combinations" if self.kind == "commands" else "units") or ()
         return {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
+
+    def epoch_ends(self, job_id: str) -> Sequence[float]:
+        """When the epochs of a job's present attempt ended, in Unix seconds."""
+        return self._attempts[job_id].epoch_ends
 
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""

@@ -152,7 +152,7 @@ def _health(market: MarketOf | None, context: Context, params: JudgeSettings) ->
     if verdict["knobs"]:
         halved, doubled = (params.backtest.k_ratio * times for times in (0.5, 2.0))
         found["report"].append(
-            f"try it on the first fold: memfit map --param k={halved:g},{min(doubled, 1.0):g} -- "
+            f"try it on the first fold: memfit run --param k={halved:g},{min(doubled, 1.0):g} -- "
             "memfit run CONFIG --until health --set params.backtest.k_ratio={k}"
         )
     if verdict["colour"] == "red" or (verdict["colour"] == "yellow" and params.on_yellow == "stop"):

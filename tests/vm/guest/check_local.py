@@ -158,7 +158,7 @@ def session(tmp_path):
 def test_an_ordinary_users_jobs_get_their_walls_in_a_scope_of_the_user_manager(session, tmp_path):
     group, env = session
     job = "import sys, pathlib; print(pathlib.Path('/proc/self/cgroup').read_text(), sys.argv[1])"
-    words = ["map", "--param", "x=1..2", "--", sys.executable, "-c", job, "{x}"]
+    words = ["run", "--param", "x=1..2", "--", sys.executable, "-c", job, "{x}"]
 
     def run():
         return subprocess.run(

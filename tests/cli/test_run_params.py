@@ -1,4 +1,4 @@
-"""``memfit map`` as a command: what it runs, what it prints, its exit codes."""
+"""``memfit run`` as a command: what it runs, what it prints, its exit codes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def three_parts(text):
 
 def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(memfit, tmp_path):
     words = ["--param", "fold=2..5", "--max-parallel", 1, "--name", "folds"]
-    done = memfit("map", *words, "--", "sh", "-c", "echo {fold} >> ran; echo trained {fold}")
+    done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo trained {fold}")
     assert (done.exit_code, done.err) == (0, "")
     assert (tmp_path / "ran").read_text() == "2\n3\n4\n5\n"
     for number in range(1, 5):
@@ -37,7 +37,7 @@ def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(mem
 
 def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path):
     words = ["--param", "fold=1..4", "--max-parallel", 1, "--on-failure", "stop"]
-    done = memfit("map", *words, "--", "sh", "-c", "echo {fold} >> ran; echo broken >&2; test {fold} != 2")
+    done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo broken >&2; test {fold} != 2")
     assert done.exit_code == 4
     assert (tmp_path / "ran").read_text() == "1\n2\n"
     log = re.search(r"(?m)^cmd_0002 .*failed: exit code 1.*\n  log: (\S+)", done.out)
@@ -45,7 +45,7 @@ def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path)
 
 
 def test_with_continue_all_run_and_all_failures_are_reported(memfit):
-    done = memfit("map", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
+    done = memfit("run", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
     found = json.loads(done.out)
     assert (done.exit_code, found["state"]) == (4, "failed")
     assert "measuring" in found["waited_seconds"], "the first ran alone"
@@ -61,7 +61,7 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     (tmp_path / "train.py").touch()
     words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
     command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
-    done = memfit("map", *words, "--", *command)
+    done = memfit("run", *words, "--", *command)
     assert done.exit_code == 0
     assert done.out.splitlines()[:4] == [
         """python train.py big --json '{"lr": 1e-3, "fold": 1}'""",
@@ -71,7 +71,7 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     ]
     assert "for jobs (cap)" in done.out and "one job: not measured yet" in done.out
     assert "measure one: memfit run --limit 64MiB -- python train.py big" in done.out
-    found = json.loads(memfit("map", *words, "--json", "--", *command).out)
+    found = json.loads(memfit("run", *words, "--json", "--", *command).out)
     assert found["commands"][3][4] == '{"lr": 1e-4, "fold": 2}'
     assert found["budget"]["limit_bytes"] == 64 << 20
     assert not (tmp_path / "runs").exists()
@@ -80,9 +80,8 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--param", "a=1"], "given no command"),
-        (["--param", "a=1", "--"], "given no command"),
-        (["--", "ls"], "given no parameter"),
+        (["--param", "a=1"], "was given nothing to run"),
+        (["--param", "a=1", "--"], "was given nothing to run"),
         (["--param", "a=1", "--", "ls"], "the parameter a is not used"),
         (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
         (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
@@ -95,52 +94,56 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     ],
 )
 def test_bad_input_gives_2_and_an_error_in_three_parts_before_anything_is_made(memfit, tmp_path, words, what):
-    done = memfit("map", *words)
+    done = memfit("run", *words)
     assert (done.exit_code, done.out) == (2, "")
     assert what in three_parts(done.err)["what"]
     assert not list(tmp_path.glob("runs/*/*"))
 
 
 def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_path):
-    done = memfit("map", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--plan", "--", "{a}")
+    done = memfit("run", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--plan", "--", "{a}")
     assert done.exit_code == 0
     assert (tmp_path / "ran").read_text() == "--plan -- 1\n"
 
 
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
-    text = memfit("map", "--help").out
+    text = memfit("run", "--help").out
     flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
-    for flag in [
-        *flags.split(),
-        "threads",
-        "grace",
-        "no-tight-malloc",
-        "cuda-allocator",
-        "set",
-        "new",
-        "force",
-        "json",
-    ]:
+    for flag in [*flags.split(), "grace", "set", "new", "force", "json"]:
         assert re.search(rf"^ +--{flag}\b.*  \w|^ +--{flag}\b.*\n +\w", text, re.MULTILINE), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["map", "--param", "a=1", "--", "ls"], "type memfit run --param"),
+        (["run", "--threads", "2", "--", "ls"], "type --set threads_per_job=N"),
+        (["run", "config.yaml", "--stage", "fold"], "type --from STAGE --until STAGE"),
+    ],
+)
+def test_a_verb_or_flag_that_is_no_more_says_what_to_type(memfit, words, remedy):
+    done = memfit(*words)
+    assert done.exit_code == 2
+    assert remedy in three_parts(done.err)["remedy"]
 
 
 SWEEP = ["--param", "n=1..14", "--max-parallel", "4", "--", "sh", "-c", "exit $(({n} == 7))"]
 
 
 def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memfit):
-    done = memfit("map", *SWEEP)
+    done = memfit("run", *SWEEP)
     lines = done.out.partition("\nbudget ")[0].splitlines()
     assert done.exit_code == 4
     assert sum(" n=" in line for line in lines) == 14
     assert not any(" started" in line for line in lines)
-    quiet = memfit("map", "-q", "--new", *SWEEP).out.partition("\nbudget ")
+    quiet = memfit("run", "-q", "--new", *SWEEP).out.partition("\nbudget ")
     assert quiet[1] and len(quiet[0].splitlines()) == 1 and "cmd_0007 n=7 failed" in quiet[0]
 
 
 def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(tmp_path):
     # They run until the line is there; on one core, so that four are enough.
     text = f": {{a}}; while [ ! -e {tmp_path}/told ]; do :; done"
-    words = ["map", "--param", "a=1..4", "--memory", "32MiB", "--", "sh", "-c", text]
+    words = ["run", "--param", "a=1..4", "--memory", "32MiB", "--", "sh", "-c", text]
     core = {min(os.sched_getaffinity(0))}
     process = subprocess.Popen(
         [sys.executable, "-m", "memfit", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
@@ -156,7 +159,7 @@ def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(
 
 
 def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):
-    words = ("map", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
+    words = ("run", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
     assert memfit(*words).exit_code == 4
     (tmp_path / "go").touch()
     again = memfit(*words)
