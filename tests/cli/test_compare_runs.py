@@ -29,7 +29,7 @@ def make(tmp_path, monkeypatch):
         settings |= {"memory": {"num_gpus": 0, "limit": None}, "slurm": {"nodes": 1}, "params": PARAMS} | top
         fingerprint = f"{next(numbers):08x}" * 8  # within a second, names sort by it
         made = RunDir.create(tmp_path / "runs", experiment, fingerprint, {"kind": "stages"})
-        (made.path / "config.yaml").write_text(json.dumps(settings))
+        (made.path / "config.yaml").write_text(json.dumps(settings, sort_keys=True))
         write_json(made.path / "outcome.json", {"state": state})
         for number, value in enumerate(values, 1):
             parts = {"settings": repr(settings["params"]), "seed": str(settings["seed"]), "data": "d1"}
