@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 import kills
 import memfit
 from jobs.contract import is_alive, wait_until
+from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
@@ -122,7 +122,7 @@ def test_the_best_config_runs_and_gives_the_value_of_the_best_trial(mixed):
     best = results[1].best
     assert best.name == Study.open(RunDir(results[0].path)).best.name == "trial_0005"
     path = results[0].path / "best.yaml"
-    assert yaml.safe_load(path.read_text())["params"]["width"] == best.params["params.width"]
+    assert read_file(path)["params"]["width"] == best.params["params.width"]
     assert f"trial_0005 of the study in this folder: fold.loss {best.value:.6g}" in path.read_text()
     result = memfit.run(path)
     assert result.exit_code == 0

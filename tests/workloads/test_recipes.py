@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 from rich.console import Console
+from ruamel.yaml import YAML
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
@@ -47,7 +47,7 @@ SMALL = {
 def config(folder, **params):
     content = {"schema_version": 1, "experiment": "t5", "target": "memfit_workloads.recipes.stages:RECIPES", "seed": 1}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
     return path
 
 
@@ -458,7 +458,7 @@ def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu
 def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_option_makes(option):
     text = SETTINGS[option].format(4).removeprefix("params.")
     before, field = RecipesParams(batch_size=8, gradient_accumulation_steps=16, precision="bf16"), text.partition("=")
-    after = RecipesParams.model_validate(before.model_dump() | {field[0]: yaml.safe_load(field[2])})
+    after = RecipesParams.model_validate(before.model_dump() | {field[0]: YAML(typ="safe").load(field[2])})
     options = list_options(plan_of(before)[1], plan_of(after)[1])
     assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
 

@@ -20,6 +20,29 @@ from memfit.masking import mask
 
 __all__ = ["app", "expand_files", "main"]
 
+#: What users' commands begin with.
+_PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
+_COMMAND = "[OPTIONS] [-- COMMAND...]"
+#: The verbs: where each is, what it is for, and its usage where typer does not know it.
+_VERBS = {
+    "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
+    "tune": ("_tune:tune", "Search settings: many short trainings under one budget.", _COMMAND),
+    "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
+    "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
+    "stop": ("_runs:stop", "Have a run, or one job, checkpoint and end.", None),
+    "resume": ("_runs:resume", "Go on with a run that was stopped or killed.", None),
+    "budget": ("_budget:budget", "Show what memory may be used, and who says so.", None),
+    "report": ("_report:report", "Write a run as one HTML page with pictures.", None),
+    "launch": ("_launch:launch", "Print the file that starts a training on Slurm or in a container.", None),
+    "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
+    "doctor": ("_doctor:doctor", "Examine this place, or a command in it.", _COMMAND),
+    "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
+    "average": ("_average:average", "Average checkpoints of one training.", None),
+    "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
+    "panel": ("_panel:panel", "Build, check, extend and prune panels.", None),
+}
+
+
 #: Verbs and flags that are no more, and what to type.
 _DROPPED = {
     "bench": "memfit.data.measure_loader(make_loader).text in Python; docs/loading.md shows it",

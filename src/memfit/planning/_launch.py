@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from posixpath import join, normpath
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field
 
-from memfit.config import ByteSize, Settings
+from memfit.config import ByteSize, Settings, write_yaml
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.jobs import SHIM_BYTES, SlurmPlace, render_script
 from memfit.masking import mask
@@ -336,8 +335,7 @@ class Launch:
             "# memswap_limit: the same, so no swap",
             f"# shm_size: {self.shm_why}; it counts towards mem_limit",
         ]
-        text = yaml.safe_dump({"services": {config.name: service}}, sort_keys=False, width=100)
-        return "\n".join([*notes, text])
+        return "\n".join([*notes, write_yaml({"services": {config.name: service}})])
 
     def _dockerfile(self) -> str:
         config = self.config
