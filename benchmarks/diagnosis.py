@@ -5,8 +5,8 @@
 FILE has one JSON object a line: ``id``, ``text``, ``label`` (``oom``, ``recovered``, ``kind``, ``phase`` and four
 figures in GiB) and ``notes``. Excerpts whose notes begin with AMBIGUOUS are scored apart: there the text does not
 decide, and right is the label or "killed, by whom is not shown". A phase counts where the label knows one. Figures are
-exact when each is within a thousandth, and None where the label has none. Beside it stands the rule that looks for
-five substrings anywhere in the text, as training code in the field does.
+exact when each is within a thousandth, and None where the label says so; those that a label does not name do not count.
+Beside it stands the rule that looks for five substrings anywhere in the text, as training code in the field does.
 
 With ``--stream-gb``, a log of that size is written to a scratch folder, diagnosed, and deleted.
 """
@@ -45,7 +45,7 @@ class Score:
         ambiguous: Whether its text does not decide.
         kind: Whether kind, ``oom`` and ``recovered`` are right.
         phase: Whether the phase is; None where the label knows none.
-        figures: Whether all four are exact.
+        figures: Whether all that the label names are exact; None where it names none.
         substring: What the rule of substrings says.
     """
 
@@ -55,7 +55,7 @@ class Score:
     ambiguous: bool
     kind: bool
     phase: bool | None
-    figures: bool
+    figures: bool | None
     substring: bool
 
 
@@ -77,7 +77,7 @@ def score(excerpt: dict[str, Any]) -> Score:
         ambiguous,
         right,
         None if label["phase"] == "unknown" else found["phase"] == label["phase"],
-        all(_same(found[name], label.get(name)) for name in _NAMES),
+        all(_same(found[name], label[name]) for name in named) if (named := label.keys() & set(_NAMES)) else None,
         any(word in text.lower() for word in SUBSTRINGS),
     )
 
@@ -92,6 +92,7 @@ def summarize(scores: Sequence[Score]) -> dict[str, Any]:
     """Counts and shares of all marks."""
     clear = [one for one in scores if not one.ambiguous]
     known = [one for one in scores if one.phase is not None]
+    sized = [one for one in scores if one.figures is not None]
     healthy = [one for one in clear if not one.label["oom"]]
     alarms = [one for one in healthy if one.found["oom"]]
     totals = Counter(one.label["kind"] for one in clear)
@@ -102,13 +103,13 @@ def summarize(scores: Sequence[Score]) -> dict[str, Any]:
         "kind": [sum(one.kind for one in clear), len(clear)],
         "phase": [sum(bool(one.phase) for one in known), len(known)],
         "phase_unknown": [sum(one.found["phase"] == "unknown" for one in silent), len(silent)],
-        "figures": [sum(one.figures for one in scores), len(scores)],
+        "figures": [sum(bool(one.figures) for one in sized), len(sized)],
         "false_oom": [len(alarms), len(healthy)],
         "false_oom_interval": wilson_interval(len(alarms), len(healthy)),
         "ambiguous": [sum(one.kind for one in scores if one.ambiguous), len(scores) - len(clear)],
         "substrings": [sum(one.substring == one.label["oom"] for one in clear), len(clear)],
         "substrings_false_oom": [sum(one.substring for one in healthy), len(healthy)],
-        "wrong": [one.name for one in scores if not one.kind or one.phase is False or not one.figures],
+        "wrong": [one.name for one in scores if not one.kind or one.phase is False or one.figures is False],
     }
 
 

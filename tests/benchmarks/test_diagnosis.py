@@ -65,6 +65,16 @@ def test_a_wrong_figure_is_missed(benchmark, tmp_path, capsys):
     assert "MISSED figures" in capsys.readouterr().out
 
 
+def test_a_figure_counts_only_where_the_label_names_it(benchmark, tmp_path, capsys):
+    unnamed, partly = excerpt("unnamed", ARRAY["text"], "host_alloc"), excerpt("partly", ARRAY["text"], "host_alloc")
+    for name in FIGURES:
+        del unnamed["label"][name], partly["label"][name]
+    partly["label"]["tried_gib"] = 2.0
+    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", unnamed, partly), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["figures"], found["wrong"]) == ([1, 1], [])
+
+
 def test_a_large_log_is_diagnosed_in_its_middle(benchmark, tmp_path):
     found = benchmark.stream(0.01, tmp_path)
     assert found["kind"] == "gpu"
