@@ -60,7 +60,7 @@ check-code: install
 	$(BIN)/python tools/find_dead.py
 
 check-docs: install docs
-	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md src/memfit_workloads/forecaster/README.md
+	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md src/memfit_workloads/forecaster/README.md
 
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.rundir import read_heap
+from memfit.memory import read_heap
 from memfit.units import format_bytes
 
 STEPS, TURNS, CONTAINERS, PAGE = 20, 3, 2_000_000, os.sysconf("SC_PAGE_SIZE")

@@ -431,7 +431,7 @@ def _map(work: Path, name: str, sizes: str, seconds: int, *more: str) -> tuple[i
     """Run a command that takes so many GiB for each of some sizes."""
     program = work / "take.py"
     program.write_text(_GREEDY)
-    words = [sys.executable, "-m", "memfit", "map", "--num-gpus", "1", "--runs-dir", str(work), "--name", name, *more]
+    words = [sys.executable, "-m", "memfit", "run", "--num-gpus", "1", "--runs-dir", str(work), "--name", name, *more]
     words += ["--param", f"size={sizes}", "--", sys.executable, str(program), "{size}", str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     found = sorted(work.glob(f"{name}/run_*"))

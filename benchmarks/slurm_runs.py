@@ -114,7 +114,7 @@ def crash(cluster: Any, folder: Path, num_jobs: int) -> bool:
     lab.write("job.py", JOB)
     options = ("--backend", "slurm", "--set", "slurm.partition=low", "--memory", "60MiB", "--name", "crash")
     command = ("--param", f"n=1..{num_jobs}", "--", sys.executable, "job.py", "{n}", "6")
-    first = lab.start("map", *options, *command)
+    first = lab.start("run", *options, *command)
     ok = wait_until(lambda: len(lab.lines("starts")) >= 4, 60)
     hog = cluster.submit("sleep 4", "-N2", "--exclusive", "--mem=1500M", "-p", "main")
     cluster.wait(hog)

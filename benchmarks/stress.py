@@ -2,7 +2,7 @@
 
     python benchmarks/stress.py [--jobs 300] [--seed 1] [--hold 4] [--limit 3GiB] [--reserve 512MiB]
 
-One control group with a hard limit holds `memfit map` with all its jobs, and beside it a neighbour that takes and gives
+One control group with a hard limit holds `memfit run` with all its jobs, and beside it a neighbour that takes and gives
 back memory at up to 200 MiB/s within the reserve. The kernel's killer is on, as always. The benchmark watches from
 outside, ten times a second, and says
 
@@ -221,7 +221,7 @@ class Setting:
 
 
 def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
-    """The jobs under ``memfit map``; the figures."""
+    """The jobs under ``memfit run``; the figures."""
     tag = uuid.uuid4().hex[:8]
     rows = write_jobs(setting.jobs, work)
     reserve = f"{setting.reserve_bytes // MIB}MiB"

@@ -39,7 +39,7 @@ print(number, hashlib.sha256(block).hexdigest())
 
 def command(folder: Path, num_jobs: int) -> list[str]:
     """The sweep whose every job takes a fraction of a second."""
-    sweep = [sys.executable, "-m", "memfit", "map", "--param", f"n=1..{num_jobs}", "--runs-dir", str(folder / "runs")]
+    sweep = [sys.executable, "-m", "memfit", "run", "--param", f"n=1..{num_jobs}", "--runs-dir", str(folder / "runs")]
     return [*sweep, "--name", "kills", "--json", "--", sys.executable, str(folder / "job.py"), "{n}", str(folder)]
 
 

@@ -1,4 +1,4 @@
-"""Several `memfit map` at once under one real limit, which share it through the host's list of runs.
+"""Several `memfit run` at once under one real limit, which share it through the host's list of runs.
 
     python benchmarks/two_runs.py [--runs 2] [--jobs 30] [--seed 1] [--limit 1.5GiB] [--reserve 256MiB] [--one-by-one]
 
@@ -54,7 +54,7 @@ def _command(setting: stress.Setting, work: Path, tag: str, number: int, num_run
     rows = stress.write_jobs(setting.jobs[number::num_runs], folder)
     options = ["--param-file", str(rows), "--memory", "{memory}", "--reserve", f"{setting.reserve_bytes // MIB}MiB"]
     options += ["--name", f"share_{number}", "--runs-dir", str(work / "runs"), "--json"]
-    command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, *stress.template(work, tag)]
+    command = [sys.executable, "-m", "memfit", "run", *options, "--", sys.executable, *stress.template(work, tag)]
     return f"{shlex.join(command)} >{shlex.quote(str(folder / 'out'))} 2>{shlex.quote(str(folder / 'err'))}"
 
 

@@ -23,6 +23,6 @@ def test_the_program_enters_a_scope_only_where_that_gives_walls(monkeypatch, why
     monkeypatch.setattr(memfit.memory, "systemd_scope_command", lambda: scope)
     monkeypatch.setattr(program.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=tried))
     monkeypatch.setattr(program.os, "execvp", lambda name, words: started.append((name, words)))
-    monkeypatch.setattr(program.sys, "orig_argv", ["python", "-m", "memfit", "map"])
+    monkeypatch.setattr(program.sys, "orig_argv", ["python", "-m", "memfit", "run"])
     program.enter_scope()
-    assert started == ([("scope", ["scope", "--", program.sys.executable, "-m", "memfit", "map"])] if enters else [])
+    assert started == ([("scope", ["scope", "--", program.sys.executable, "-m", "memfit", "run"])] if enters else [])

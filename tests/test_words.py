@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
 #: What the log and the list of requirements quote stays as it was said.
-QUOTING = ("log.md", "requirements.md", "moving.md")
+QUOTING = ("log.md", "requirements.md")
 
 #: A pattern, and what to write.
 REPLACED = {

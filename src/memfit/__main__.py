@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
-_SUPERVISORS = frozenset({"run", "map", "resume"})
+_SUPERVISORS = frozenset({"run", "resume"})
 
 
 def enter_scope() -> None:

@@ -14,9 +14,6 @@ def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
     """Return a package's ``__getattr__``, which imports a name from its module at its first use, and its ``__dir__``.
 
     Its names are those that the package imports below ``if TYPE_CHECKING``.
-
-    Raises:
-        ImportError: From the first function, if a name is gone; the error says what takes its place.
     """
 
     @cache
@@ -28,9 +25,7 @@ def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
 
     def find(name: str) -> Any:
         if name not in modules():
-            from memfit.successors import missing_name
-
-            raise missing_name(package, name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(modules()[name]), name)
         setattr(sys.modules[package], name, found)
         return found

@@ -8,7 +8,8 @@ that a reader sees the old content or the new one and never a part. ARCHITECTURE
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
+import functools
 import getpass
 import json
 import os
@@ -22,15 +23,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memfit.errors import DamagedError, UsageError
-from memfit.masking import NO_ARGUMENTS, mask
-from memfit.successors import missing_name
+from memfit.masking import mask, mask_line, mask_record
 
 SCHEMA_VERSION = 2
-#: The versions that reports and diagnoses read; only the newest is run or gone on with.
-_READABLE = (1, SCHEMA_VERSION)
 
 #: The two variables by which a job's process finds its run directory and its own name.
 RUN_DIR_VARIABLE = "MEMFIT_RUN_DIR"
@@ -80,8 +78,10 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
         raise
     if durable:
         sync_folder(path.parent)
@@ -96,31 +96,92 @@ def sync_folder(folder: Path | str) -> None:
         os.close(descriptor)
 
 
+def refresh(folder: Path) -> bool:
+    """Have the names in a folder looked up anew; return whether it is there. An NFS client remembers absent names."""
+    for one in (folder.parent, folder):
+        with suppress(OSError):  # opening a folder makes it ask: nfs(5), "Close-to-open cache consistency"
+            os.close(os.open(one, os.O_RDONLY | os.O_DIRECTORY))
+    return folder.is_dir()
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace a JSON file atomically."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
 
 
-def read_json(path: Path | str, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, readable by its owner alone if this call makes it.
+
+    It follows no link and waits for no writer of a FIFO: other users may reach the folder.
+
+    Raises:
+        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
+    """
+    refused = OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise (refused if error.errno in (errno.ELOOP, errno.ENXIO) else error) from None  # a link, a socket
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise refused
+
+
+def open_own(path: Path | str) -> BinaryIO:
+    """Open a file of a run directory to read it. Every reader of a run directory opens its files here.
+
+    Raises:
+        OSError: As for ``open_regular``, or if the file belongs to another user, who may have forged it.
+    """
+    file = open(open_regular(path), "rb")  # noqa: SIM115 - the caller closes it
+    owner, folder = os.fstat(file.fileno()).st_uid, Path(path).parent
+    if owner == os.geteuid() or (owner == folder.stat().st_uid and is_own(folder)):
+        return file
+    file.close()
+    raise OSError(errno.EPERM, f"it belongs to uid {owner}, this is uid {os.geteuid()}", str(path))
+
+
+def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
+    """Return the content of a file that ``open_own`` opens, or its beginning."""
+    with open_own(path) as file:
+        return file.read(most_bytes)
+
+
+#: What ``open_own`` says of a file that it refuses.
+_REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
+
+
+@functools.cache
+def pass_over(what: str) -> None:
+    """Say on standard error, once, which file is not read, and why."""
+    print(f"memfit: passed over: {what}", file=sys.stderr, flush=True)
+
+
+def read_json(
+    path: Path | str, shape: Mapping[str, Any] | None = None, *, most_bytes: int = 256 << 20
+) -> dict[str, Any] | None:
     """Return a JSON file's object, or None when the file is not there.
 
     Args:
         path: The file.
         shape: The type that each field must have, as for ``fits``; None to take any object.
+        most_bytes: A larger file is damaged: this process must not be killed for what a job wrote.
 
     Raises:
-        DamagedError: If the file is there and holds no such object: files here are renamed into place whole, so a
-            broken one was changed from outside.
+        DamagedError: If the file is there and holds no such object, or is no regular file of this user: files here
+            are renamed into place whole, so a broken one was changed from outside.
     """
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise damaged(path, "is no file")
-            text = file.read()
+        text = read_own(path, most_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        raise damaged(path, "is a folder") from None
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise damaged(path, f"cannot be read: {error.strerror}") from None
+    if len(text) > most_bytes:
+        raise damaged(path, f"has more than {most_bytes} bytes")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -140,7 +201,7 @@ def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) 
 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace a JSON file, its secrets masked; a file beside it, for its owner alone, holds what was masked."""
-    shown = mask(value) | {name: one for name, one in value.items() if name in NO_ARGUMENTS}
+    shown = mask_record(value)
     hidden = {name: one for name, one in value.items() if one != shown[name]}
     if hidden:
         write_atomic(_private(path), json.dumps(hidden) + "\n", durable=durable, mode=0o600)
@@ -232,7 +293,8 @@ class EventWriter:
         """
         own = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
         record = own | fields | own  # first in the line, and not to be overwritten
-        os.write(self._descriptor, f"{json.dumps(record, separators=(',', ':'))}\n".encode())
+        line = mask_line(json.dumps(record, separators=(",", ":")))
+        os.write(self._descriptor, f"{line}\n".encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -248,17 +310,22 @@ class EventTail:
     def read(self) -> list[dict[str, Any]]:
         """The whole records that came since the last call."""
         try:
-            with open(self.path, "rb") as file:
+            with open_own(self.path) as file:
                 file.seek(self._offset)
                 chunk = file.read()
-        except (FileNotFoundError, IsADirectoryError):
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            pass_over(f"{self.path}: {error.strerror}")
             return []
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
         records = []
         for line in whole.splitlines():
-            with suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
+            with suppress(ValueError, RecursionError, AttributeError):  # no object
+                records.append(json.loads(mask_line(line.decode())))
         return [record for record in records if isinstance(record, dict)]
 
 
@@ -269,12 +336,12 @@ class FolderTail:
         self._dir = events_dir
         self._tails: dict[str, tuple[EventTail, int]] = {}
 
-    def read(self) -> list[dict[str, Any]]:
-        """The whole records that came since the last call, in order of time."""
+    def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
+        """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
         records = []
         for path in sorted(self._dir.glob("*.jsonl")):
-            tail, size = self._tails.get(path.name) or (EventTail(path), 0)
-            if (size_now := path.stat().st_size) != size:
+            tail, size = self._tails.get(path.name) or (EventTail(path), -1)
+            if (size_now := path.lstat().st_size) != size or anew:
                 records += tail.read()
                 self._tails[path.name] = (tail, size_now)
         return sorted(records, key=event_time)
@@ -377,10 +444,10 @@ class RunDir:
                 rule="a run directory holds a run.json.",
                 remedy="name a folder such as runs/<experiment>/run_<time>_<id>",
             )
-        if header.get("schema_version") not in _READABLE:
+        if header.get("schema_version") != SCHEMA_VERSION:
             raise UsageError(
                 f"{path} has schema version {header.get('schema_version')}.",
-                rule=f"this memfit reads schema versions up to {SCHEMA_VERSION}.",
+                rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
         _checked(path / "run.json", header, _HEADER)
@@ -394,7 +461,7 @@ class RunDir:
         """
         parent = (root / experiment).resolve()
         paths = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
-        return [cls(path) for path in sorted(paths, reverse=True) if (path / "run.json").exists()]
+        return [cls(path) for path in sorted(paths, reverse=True) if refresh(path) and (path / "run.json").exists()]
 
     @classmethod
     def newest(cls, root: Path, experiment: str, fingerprint: str) -> RunDir | None:
@@ -408,19 +475,6 @@ class RunDir:
             except UsageError as error:
                 print(f"memfit: this run is passed over: {error.what}", file=sys.stderr)
         return None
-
-    def check_version(self) -> None:
-        """Refuse to go on with a run of memfit 0.1.
-
-        Raises:
-            UsageError: If it is one.
-        """
-        if self.header.get("schema_version") != SCHEMA_VERSION:
-            raise UsageError(
-                f"{self.path} was made by memfit 0.1.",
-                rule="this memfit reads such a run and does not go on with it: its stages are kept otherwise.",
-                remedy="finish it with that version, or start over: the same command with --new",
-            )
 
     @property
     def header(self) -> dict[str, Any]:
@@ -551,8 +605,7 @@ _phase_now: str | None = None
 def phase(name: str) -> contextlib.ExitStack:
     """Mark the phase that this job enters, so that its peak memory is known by phase.
 
-    Each mark also records what the C allocator has in use (``live_bytes``) and holds (``resident_bytes``). Outside of a
-    run nothing is recorded.
+    Outside of a run nothing is recorded.
 
     Args:
         name: ``load``, ``build``, ``train``, ``validate``, ``checkpoint``, or a name of yours.
@@ -570,7 +623,7 @@ def phase(name: str) -> contextlib.ExitStack:
     global _phase_now
     before, _phase_now = _phase_now, name
     if current_run() is not None:
-        record("phase", phase=name, **read_heap(), **read_devices())
+        record("phase", phase=name, **read_devices())
     ends = contextlib.ExitStack()
     if before is not None:
         ends.callback(phase, before)
@@ -584,32 +637,3 @@ def read_devices() -> dict[str, list[dict[str, int]]]:
         return {}
     held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
     return {"devices": [{"bytes": held(n), "peak_bytes": peak(n)} for n in range(torch.cuda.device_count())]}
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``. Source: mallinfo(3)."""
-
-    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
-
-
-def read_heap() -> dict[str, int]:
-    """What the C allocator of this process has given out and what it holds, in bytes; empty where it does not tell.
-
-    Python's own small objects (up to 512 bytes) lie in arenas that do not count here. Source: mallinfo(3), glibc 2.33.
-
-    >>> heap = read_heap()
-    >>> not heap or 0 < heap["live_bytes"] <= heap["resident_bytes"]
-    True
-    """
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):  # another C library, or an older one
-        return {}
-    mallinfo2.restype = _MallInfo
-    info = mallinfo2()
-    return {"live_bytes": info.uordblks + info.hblkhd, "resident_bytes": info.arena + info.hblkhd}
-
-
-def __getattr__(name: str) -> None:
-    raise missing_name(__name__, name)

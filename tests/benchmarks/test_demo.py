@@ -26,6 +26,7 @@ def test_the_demo_finishes_all_folds_with_memfit_and_a_killed_one_has_the_same_w
     assert with_it == "5 of 5"
     assert killed == [5 - int(without[0]), 0]
     assert killed[0] > 0
+    assert "at most 2 ran at the same time" in done.stdout  # a third one would leave no page cache for the images
     assert "killed and continued" in done.stdout
     assert done.stdout.count("the same weights") == 1
     page = re.search(r"The page of the run: (\S+)", done.stdout)

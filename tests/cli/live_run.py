@@ -6,10 +6,10 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+from jobs.contract import wait_until
 from memfit.jobs import running_jobs
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 #: Marks a phase, holds some memory, and exits as one that has checkpointed when it is asked to stop.
 JOB = """
@@ -39,7 +39,7 @@ def memfit_command(*words):
 @contextmanager
 def running(tmp_path, *, seconds=300, folds="1..3", at_once=2, name="demo"):
     """A live run of commands, of which as many run as may; the supervisor's process and the run directory."""
-    words = ["map", "--param", f"fold={folds}", "--max-parallel", at_once, "--name", name, "--force"]
+    words = ["run", "--param", f"fold={folds}", "--max-parallel", at_once, "--name", name, "--force"]
     command = memfit_command(*words, "--", sys.executable, "job.py", f"{name}_{{fold}}", seconds)
     with open(tmp_path / f"{name}.log", "w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from memfit.errors import MemfitError
 from memfit.memory import read_series
 from memfit.rundir import RunDir
 
-MAP = ["map", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
+MAP = ["run", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
 #: Lives as long as a job has to for a status, an environment and a series of its memory.
 TEXT = "until ls runs/demo/*/jobs/cmd_000{a}/memory.jsonl > /dev/null 2>&1; do sleep 0.05; done; test {a} = 1"
 
@@ -26,6 +27,16 @@ def _folder(path):
     path.mkdir()
 
 
+def _fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _link(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "object": lambda path: path.write_bytes(b"{}\n"),
@@ -33,6 +44,8 @@ DAMAGES = {
     "deep": lambda path: path.write_bytes(b"[" * 100_000 + b"\n"),
     "garbage": lambda path: path.write_bytes(bytes(range(256)) * 9),
     "folder": _folder,
+    "fifo": _fifo,
+    "link": _link,
 }
 #: They are read by nobody who could stumble.
 NOT_READ = ("err.log", "environ.json")
@@ -105,6 +118,28 @@ def test_no_reader_of_a_damaged_run_ends_in_a_traceback(memfit, whole, run, dama
             check(memfit("stop", path), ("stop", name))
 
 
+@pytest.fixture
+def at_most():
+    """Ends a test that hangs, after so many seconds."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a reader waits for the writer of a FIFO"))
+    yield signal.alarm
+    signal.alarm(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["fifo", "link"])
+def test_no_reader_of_a_run_waits_for_a_fifo_or_follows_a_link(memfit, whole, run, damage, at_most):
+    for name in [*files_of(whole), "jobs/cmd_0002/err.log"]:
+        at_most(60)
+        path = run(name, damage)
+        done = {verb: memfit(verb, path) for verb in ("diagnose", "report")}
+        for verb, one in done.items():
+            check(one, (verb, name))
+        if "events/" in name or name.endswith("err.log"):  # said once, by whichever meets it first
+            assert [one.exit_code for one in done.values()] == [0, 0], (name, done)
+            assert f"passed over: {path / name}: not a regular file" in done["diagnose"].err, done
+
+
 @pytest.mark.parametrize("name", ["run.json", "jobs/cmd_0002/job.json"])
 def test_no_start_of_a_damaged_run_ends_in_a_traceback(memfit, run, name):
     for damage in ("words", "folder"):
@@ -127,5 +162,5 @@ def test_a_damaged_series_of_memory_is_refused_by_name(run, damage):
     path = run("jobs/cmd_0001/memory.jsonl", damage) / "jobs/cmd_0001/memory.jsonl"
     try:
         read_series(path)
-    except (MemfitError, IsADirectoryError) as error:
+    except (MemfitError, OSError) as error:
         assert str(path) in str(error)

@@ -29,7 +29,7 @@ def forge(folder, experiment="train", name="run_99991231_235959_00000000"):
     """A run of the other user's whose command leaves a mark."""
     path = folder / "runs" / experiment / name
     facts = {
-        "schema_version": 1,
+        "schema_version": 2,
         "kind": "commands",
         "template": ["touch", str(folder / "mark")],
         "combinations": [{}],
@@ -161,3 +161,21 @@ def test_one_users_runs_are_neither_shown_to_another_nor_counted_there(folder, m
     as_nobody(look)
     assert "no run of yours is alive" in memfit("ps").out
     claims.close()
+
+
+def test_another_users_run_is_not_diagnosed_by_its_folder_its_job_or_its_experiment(memfit, folder):
+    forged = forge(folder)
+    for path in (forged, forged / "jobs/cmd_0001", forged.parent):
+        done = memfit("diagnose", path)
+        assert (done.exit_code, f"belongs to uid {UID}" in done.err) == (2, True), (path, done)
+
+
+def test_a_file_of_another_user_in_ones_own_run_is_passed_over(memfit, folder, capsys):
+    assert memfit("run", "--name", "own", "--", "true").exit_code == 0
+    [run] = RunDir.all(folder / "runs", "own")
+    run.events_dir.chmod(0o777)
+    forged = run.events_dir / "forged-1-1.jsonl"
+    as_nobody(lambda: forged.write_text('{"time": 1.0, "job": "cmd_0001", "kind": "oom", "memory": "device"}\n'))
+    done = memfit("diagnose", run.path)
+    assert f"passed over: {forged}: it belongs to uid {UID}" in done.err
+    assert "completed" in done.out

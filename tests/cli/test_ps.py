@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
+from jobs.contract import wait_until
 from memfit.jobs import read_status, running_jobs
 from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,15 @@ def test_without_a_run_it_says_so(memfit):
         "no run of yours is alive on this host; memfit ps --all shows those that ended\n",
     )
     assert memfit("ps", "--json").out == "[]\n"
+
+
+def test_a_report_without_a_name_is_written_into_no_run_of_another_folder(memfit, tmp_path, monkeypatch):
+    with running(tmp_path) as (_, run):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        done = memfit("report")
+        assert (done.exit_code, "there is no run below runs" in done.err) == (2, True)
+        assert not (run.path / "report.html").exists()
 
 
 def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memfit, tmp_path, monkeypatch):
@@ -68,19 +77,6 @@ def test_a_run_whose_supervisor_died_is_shown_as_long_as_its_jobs_go_on(memfit, 
         assert json.loads(memfit("ps", "--json").out)[0]["supervisor"] is None
         memfit("stop", run.path)
         assert "no run of yours is alive" in memfit("ps").out
-
-
-def test_a_job_that_sigstop_stopped_is_named_until_it_goes_on(memfit, tmp_path):
-    with running(tmp_path, folds="1", at_once=1) as (_, run):
-        wait_until(lambda: read_status(run, "cmd_0001").pid is not None)
-        pid = read_status(run, "cmd_0001").pid
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: f"stopped (SIGSTOP {pid})" in memfit("ps").out)
-        told = f"cmd_0001 is stopped: process {pid} got SIGSTOP. To continue it: kill -CONT {pid}"
-        wait_until(lambda: told in (tmp_path / "demo.log").read_text())
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: "SIGSTOP" not in memfit("ps").out)
-        wait_until(lambda: "cmd_0001 continues" in (tmp_path / "demo.log").read_text())
 
 
 def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
+from jobs.contract import wait_until
 from memfit.jobs import read_status, running_jobs
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -256,12 +256,10 @@ def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated):
         found = json.loads(memfit(*gated, *words, "--json").out)
         return {stage["name"]: stage["counts"] for stage in found["stages"]}
 
-    done = memfit(*gated, "--stage", "gate")
-    assert done.exit_code == 2 and "stage prepare is not valid: it was not made yet" in done.err
     assert states("--until", "prepare") == {"prepare": {"completed": 1}}
     one = {"prepare": {"kept": 1}, "fold": {"completed": 1}, "gate": {"passed": 1}}
     assert states("--units", "1", "--skip", "gate") == one
-    assert states("--stage", "fold", "--units", "2", "--skip", "gate")["fold"] == {"completed": 1}
+    assert states("--until", "fold", "--units", "2", "--skip", "gate")["fold"] == {"completed": 1}
     assert states("--from", "fold", "--units", "1") == {"prepare": {"reused": 1}, "fold": {"completed": 1}} | {
         "gate": {"completed": 1}
     }
@@ -317,10 +315,10 @@ def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_p
 
     command = ["--", sys.executable, "-c", "print({n})"]
     [hint] = re.findall(
-        "measure one: memfit (.*)", memfit("map", "--name", "c", "--param", "n=1,2", "--plan", *command).out
+        "measure one: memfit (.*)", memfit("run", "--name", "c", "--param", "n=1,2", "--plan", *command).out
     )
     assert memfit(*shlex.split(hint), "--quiet").exit_code == 0
-    found = json.loads(memfit("map", "--name", "c", "--param", "n=1,2", "--plan", "--json", *command).out)
+    found = json.loads(memfit("run", "--name", "c", "--param", "n=1,2", "--plan", "--json", *command).out)
     assert found["stages"][0]["footprint"]["method"] == "measured"
 
 

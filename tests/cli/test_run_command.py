@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 RUN = [sys.executable, "-m", "memfit", "run"]
 
@@ -118,7 +118,18 @@ def test_what_cannot_be_run_gives_2_and_an_error_in_three_parts(memfit, words, w
 
 
 def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):
-    flags = ["--name", "mine", "--runs-dir", "kept", "--threads", 3, "--no-tight-malloc", "--grace", 5]
+    flags = [
+        "--name",
+        "mine",
+        "--runs-dir",
+        "kept",
+        "--set",
+        "threads_per_job=3",
+        "--set",
+        "memory.tight_malloc=false",
+        "--grace",
+        5,
+    ]
     done = memfit("run", *flags, "--", "sh", "-c", "echo $OMP_NUM_THREADS ${MALLOC_ARENA_MAX:-none}")
     assert (done.exit_code, done.out) == (0, "3 none\n")
     [run] = RunDir.all(tmp_path / "kept", "mine")
@@ -145,8 +156,8 @@ def test_ctrl_c_twice_ends_the_command_and_gives_130(tmp_path):
         (["run", "train"], "memfit run config.yaml, memfit run train:train"),
         (["run", "python", "train.py"], "write: memfit run -- python train.py"),
         (
-            ["map", "--param", "a=1..2", "python", "train.py", "--fold", "1"],
-            "write: memfit map --param a=1..2 -- python",
+            ["run", "--param", "a=1..2", "python", "train.py", "--fold", "1"],
+            "write: memfit run --param a=1..2 -- python",
         ),
     ],
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 

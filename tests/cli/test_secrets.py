@@ -1,15 +1,16 @@
-"""Arguments that look like secrets: no file that others may read holds them, no line shows them, and jobs get them."""
+"""Secrets in arguments and variables: no file that others may read holds them, no line shows them, and jobs get them."""
 
 import json
 import stat
+import sys
 
 import pytest
 
+from jobs.contract import submit, wait_until
 from memfit.jobs import Job, LocalBackend
-from memfit.masking import mask
+from memfit.masking import mask, mask_line
 from memfit.memory import Footprint
 from memfit.rundir import RunDir
-from memfit.testing import submit, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     words = ["--param", "api_key=s3cret-a,s3cret-b", "--param", "t=s3cret-c", "--name", "sweep"]
     command = ["python", "job.py", "{api_key}", "--hub-token", "{t}", "--password=s3cret-d", "--lr=0.1"]
     command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]  # pragma: allowlist secret
-    first = memfit("map", *words, "--", *command)
+    first = memfit("run", *words, "--", *command)
     assert first.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
     listed = [memfit("ps", "--all"), memfit("ps", "--all", "--json"), memfit("watch", run.path)]
@@ -140,14 +141,13 @@ def test_the_config_and_the_jobs_of_folds_are_for_their_user_where_they_hold_a_s
 
 def test_what_a_job_repeats_of_its_secrets_and_a_part_of_a_secret_stand_nowhere(memfit, tmp_path):
     (tmp_path / "job.py").write_text("import sys\nsys.exit(f'unknown argument {sys.argv[1]}')\n")
-    done = memfit("map", "--param", "t=s3cret-a", "--name", "sweep", "--", "python", "job.py", "--token=pre{t}")
+    done = memfit("run", "--param", "t=s3cret-a", "--name", "sweep", "--", "python", "job.py", "--token=pre{t}")
     assert done.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
     diagnosed = memfit("diagnose", run.path / "jobs" / "cmd_0001" / "outcome.json")
     assert "s3cret-a" not in done.out + done.err + diagnosed.out
-    assert {name for name, _ in leaks(tmp_path / "runs")} == {
-        str(run.path.relative_to(tmp_path / "runs") / "jobs/cmd_0001/err.log")
-    }
+    assert "s3cret-a" in (run.path / "jobs" / "cmd_0001" / "err.log").read_text()
+    assert leaks(tmp_path / "runs") == set()
 
 
 def test_a_folder_with_the_name_of_a_secret_is_found_again(memfit, tmp_path, monkeypatch):
@@ -173,3 +173,132 @@ def test_common_names_and_forms_of_secrets_are_masked(word):
 @pytest.mark.parametrize("word", ["--max-tokens=512", "--tokenizer=t5", "--passes=2", "--keys=3", "PWD=/home/me"])
 def test_what_only_sounds_like_a_secret_is_shown(word):
     assert mask([word]) == [word]
+
+
+#: A key without a form of its own, an address under a telling name, and a value that JSON and a log write differently.
+VARIABLES = {
+    "WANDB_API_KEY": "0f1e" * 10,
+    "TEAM_WEBHOOK": "https://chat.example/in/s3cret-hook",
+    "SITE_PASSWORD": 's3cret "with" quotes',
+}
+TELLING_JOB = """
+import os, sys
+from memfit.rundir import record
+said = " ".join(os.environ[name] for name in ("WANDB_API_KEY", "TEAM_WEBHOOK", "SITE_PASSWORD"))
+record("oom", text=said, more={"deep": [said]})
+print(said)
+sys.exit(f"wandb: 401 for {said} {'x' * 100}")
+"""
+
+
+def found_values(text):
+    return [name for name, value in VARIABLES.items() if value in text or json.dumps(value)[1:-1] in text]
+
+
+def test_what_a_job_says_of_its_variables_stands_in_its_own_logs_alone(memfit, tmp_path, monkeypatch):
+    (tmp_path / "job.py").write_text(TELLING_JOB)
+    (tmp_path / "log").write_text(f"Traceback:\nRuntimeError: wandb: key {VARIABLES['WANDB_API_KEY']}\n")
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    told = [
+        memfit("run", "--param", f"n={n}", "--name", "telling", "--", sys.executable, "job.py", "{n}") for n in (1, 2)
+    ]
+    assert [one.exit_code for one in told] == [4, 4]
+    second, first = (run.path for run in RunDir.all(tmp_path / "runs", "telling"))
+    told.append(memfit("report", first))
+    told.append(memfit("diagnose", first, "--verbose", "--report", first / "incident.md"))
+    told += [memfit("report", second), memfit("ps", "--all", "--json"), memfit("watch", first), memfit("watch", second)]
+    told += [memfit("compare", first, second), memfit("diagnose", second, "--json")]
+    assert "failed: exit code 1: wandb: 401 for *** *** ***" in told[0].out
+    assert found_values("".join(one.out + one.err for one in told)) == []
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    logs = [path for path in files if found_values(path.read_text(errors="replace"))]
+    assert {path.name for path in logs} == {"out.log", "err.log"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
+    assert "***" in (first / "incident.md").read_text() and (second / "report.html").exists()
+    for name in VARIABLES:
+        monkeypatch.delenv(name)
+    later = [memfit("diagnose", first, "--json").out, memfit("diagnose", tmp_path / "log").out]
+    assert [VARIABLES["WANDB_API_KEY"] in text for text in later] == [False, False]  # by the name before it
+
+
+def test_a_functions_error_has_no_value_of_a_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("SITE_PASSWORD", "s3cret-a")
+    run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
+    backend = LocalBackend(run)
+    submit(
+        backend,
+        Job("call", target="os:listdir", arguments={"path": "/no/s3cret-a"}, footprint=Footprint.declared("64MiB")),
+    )
+    wait_until(lambda: backend.poll()["call"].ended is not None)
+    cause = backend.poll()["call"].cause
+    backend.close()
+    assert "No such file or directory: '/no/***'" in cause
+    assert {name for name, _ in leaks(tmp_path / "runs")} == set()
+
+
+def test_what_memfit_itself_says_shows_no_token(memfit):
+    done = memfit("diagnose", "logs-of-hf_" + "a" * 34)
+    assert done.exit_code == 2
+    assert "path 'logs-of-***' does not exist" in done.err
+
+
+@pytest.mark.parametrize(
+    ("kept", "secret"),
+    [
+        ("https://discord.com/api/webhooks/", "1234567890/aB3d-E5fG7hI9"),
+        ("https://discordapp.com/api/v10/webhooks/", "1234567890/aB3d-E5fG7hI9"),
+        ("https://hooks.slack.com/services/", "T00/B00/xyz"),
+        ("GET /b/k?X-Amz-Signature=", "0123abcdef"),
+        ("", "AIza" + "b" * 35),
+        ("wandb: error 401 for key ", "0f1e" * 10),
+        ("", "wandb_v1_" + "k" * 40),
+        ("pip install git+https://me:", "p@ss"),
+        ("Authorization: Basic ", "bWU6cGFzcw=="),
+        ("", "ghp_" + "a" * 36),
+        ("", "ASIA" + "A" * 16),
+    ],
+)
+def test_known_forms_are_masked_in_texts_and_what_is_around_them_stays(kept, secret):
+    around = f"step 3 {kept}{secret}{'@host' if 'git+' in kept else ''}"
+    assert mask(around) == around.replace(secret, "***")
+    line = json.dumps({"text": around, "step": 3}, separators=(",", ":"))
+    assert json.loads(mask_line(line)) == {"text": around.replace(secret, "***"), "step": 3}
+    assert json.loads(mask(line, by_name=False))["text"] == around.replace(secret, "***")
+
+
+def test_the_other_half_of_a_pair_of_amazons_is_masked_too():
+    pair = ["--id", "AKIA" + "Q7XJ2MZL4TPWNRVB", "--with", "kZ8mQx2vLp/sRtYw5uJn7bHc3dFg9eAi1oKqXyZw"]
+    assert mask(pair) == ["--id", "***", "--with", "***"]
+    assert mask(pair[2:]) == pair[2:]  # forty letters alone may be a commit
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tokenizer.pad_token = </s>", "--eos-token x", "Basic blocks: 12 internationalization", "loss_per_token: 0.5",
+     "0f1e" * 10, "task-specific-weights-of-layer", "hf_transformers_version_check_of_it", "http://host:8080/path"],
+)  # fmt: skip
+def test_texts_of_trainings_stay_as_they_are(text):
+    assert mask(text) == text
+
+
+def test_a_line_without_a_secret_is_not_taken_apart():
+    line = json.dumps({"kind": "step", "tokens": 512, "tokens_per_second": 3.5, "text": "fold_1 epoch 3: loss 0.5"})
+    assert mask_line(line) is line
+    assert json.loads(mask_line('{"api_key": "abc", "last_token": 5, "seed_token": 7}')) == {
+        "api_key": "***", "last_token": 5, "seed_token": 7,
+    }  # fmt: skip
+
+
+def test_a_path_under_the_name_of_a_secret_is_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
+    monkeypatch.setenv("LONG_TOKEN", "x9" * 4000)  # longer than a name of a file
+    assert mask(f"reads {tmp_path}/key.json {'x9' * 4000}") == f"reads {tmp_path}/key.json ***"
+
+
+def test_a_diagnosis_leaves_out_what_detect_secrets_finds(memfit, tmp_path):
+    pytest.importorskip("detect_secrets")
+    key = "sk_" + "live_" + "a1B2" * 6
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\nRuntimeError: refused {key}\n")
+    done = memfit("diagnose", tmp_path / "log", "--verbose", "--report", tmp_path / "incident.md")
+    assert "RuntimeError: refused ***" in done.out and key not in done.out + (tmp_path / "incident.md").read_text()

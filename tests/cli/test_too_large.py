@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.memory import Walls, list_entries, why_no_walls
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 from memfit.units import MIB
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_command_larger_than_its_own_limit_ends_with_the_arithmetic_beside_ano
 
 @pytest.mark.usefixtures("walls", "other_run")
 def test_one_of_many_that_is_larger_than_the_limit_ends_so_and_the_others_complete(memfit):
-    done = memfit("map", "--name", "hog", "--json", *LIMIT, "--param", "mib=20,400,40", "--", *python(HOG, "{mib}"))
+    done = memfit("run", "--name", "hog", "--json", *LIMIT, "--param", "mib=20,400,40", "--", *python(HOG, "{mib}"))
     found = json.loads(done.out)
     assert (done.exit_code, found["state"]) == (4, "failed")
     assert [job["state"] for job in found["jobs"]] == ["completed", "out_of_memory", "completed"]
@@ -87,7 +87,7 @@ def test_one_of_many_that_is_larger_than_the_limit_ends_so_and_the_others_comple
 @pytest.mark.usefixtures("walls")
 def test_what_fits_the_budget_completes_however_small_its_hint_was(memfit):
     words = ["--memory", "16MiB", "--limit", "500MiB", "--reserve", "20MiB", "--param", "mib=20,350,60,200,120,280"]
-    done = memfit("map", "--json", *words, "--", *python(HOG, "{mib}"))
+    done = memfit("run", "--json", *words, "--", *python(HOG, "{mib}"))
     assert {job["state"] for job in json.loads(done.out)["jobs"]} == {"completed"}, done.err
 
 
@@ -108,6 +108,6 @@ def in_memory(request, tmp_path):
 @pytest.mark.usefixtures("walls")
 def test_files_in_memory_get_the_whole_budget_before_they_are_called_too_large(memfit, in_memory):
     words = ["--memory", "16MiB", "--limit", "500MiB", "--reserve", "20MiB", "--param", "mib=20,400"]
-    done = memfit("map", "--json", *words, "--", *python(WRITE, "{mib}", in_memory))
+    done = memfit("run", "--json", *words, "--", *python(WRITE, "{mib}", in_memory))
     assert {job["state"] for job in json.loads(done.out)["jobs"]} == {"completed"}, done.err
     assert json.loads(done.out)["jobs"][1]["peak_bytes"] < 500 * MIB

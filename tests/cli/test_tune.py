@@ -9,8 +9,8 @@ import sys
 import optuna
 import pytest
 
+from jobs.contract import wait_until
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
 from memfit.tuning import read_trial, read_trials
 
 TUNE = """

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
+from jobs.contract import wait_until
 from memfit.jobs import running_jobs, stop
 from memfit.rundir import RunDir, write_json
-from memfit.testing import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,17 +41,17 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
         assert process.wait(60) == 75
     assert (watcher.returncode, first, err) == (0, f"Run {run.path}\n", "")
     *lines, last = out.splitlines()
-    assert last == f"Run {run.path} has ended: preempted"
+    assert last == f"Run {run.path} has ended: stopped"
     assert all(re.match(STAMP, line) for line in lines)
     told = [re.split(r" \(| and | with |\. ", re.sub(STAMP, "", line))[0] for line in lines]
-    wanted = ["cmd_0001 fold=1 preempted", "cmd_0003 fold=3 started", "cmd_0002 fold=2 preempted"]
+    wanted = ["cmd_0001 fold=1 stopped", "cmd_0003 fold=3 started", "cmd_0002 fold=2 stopped"]
     assert [line for line in told if line in wanted] == wanted
 
 
 def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB."
     code = f"import sys, time; print({said!r}, file=sys.stderr, flush=True); time.sleep(3)"
-    command = memfit_command("map", "--param", "n=1", "--", sys.executable, "-c", code, "{n}")
+    command = memfit_command("run", "--param", "n=1", "--", sys.executable, "-c", code, "{n}")
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
     assert 0 < out.find(f"says: {said}") < out.find("n=1 completed")
     assert out.count(said) == 1

@@ -306,8 +306,10 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_nearest_name(tmp_path: P
     assert (missing.what, missing.remedy) == (f"{tmp_path}/confg.yaml is not there.", "did you mean 'config.yaml'?")
     assert refused(file=tmp_path / "none" / "x.yaml").remedy == "name a YAML file that is there"
     assert refused(file=tmp_path).what == f"{tmp_path} cannot be read: Is a directory."
+    assert "iconv" not in refused(file=tmp_path).remedy
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     assert refused(file=tmp_path / "latin.yaml").what.endswith("invalid continuation byte.")
+    assert "iconv" in refused(file=tmp_path / "latin.yaml").remedy
 
 
 def test_values_that_no_file_can_hold_are_refused() -> None:

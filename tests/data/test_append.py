@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
 import shutil
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 from memfit.data import Panel, _build, windows
 from memfit.data import _segments as segments_module
 from memfit.data._build import PanelSpec, write_panel
-from memfit.data._manifest import write_sealed
 from memfit.data._publish import panel_lock
 from memfit.data._source import Source
 from memfit.data._versions import newest, prune, versions
@@ -292,17 +290,6 @@ def test_a_file_size_limit_met_while_appending_is_a_data_error_that_leaves_nothi
     assert "could not be written (File too large): it needs 1." in errors
     assert versions(tmp_path / "panels") == [panel.path]
     assert not list((tmp_path / "panels").glob(".*.building"))
-
-
-def test_a_panel_of_the_first_format_can_be_appended_to(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
-    first, second = cut(make_table(30, 400), 20)
-    path = Panel.build(first, tmp_path / "panels", **ROLES).path
-    fields = json.loads((path / "manifest.json").read_text())
-    del fields["key"]["order"], fields["checksum"]
-    write_sealed(path, {**fields, "format": 1})
-    new = Panel.open(path).append(second)
-    assert (path / "values.npy").samefile(new.path / "values.npy")
-    assert_same(new, Panel.build(pa.concat_tables([first, second]), tmp_path / "whole", **ROLES))
 
 
 def test_without_hard_links_the_old_files_are_copied(

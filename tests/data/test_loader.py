@@ -255,7 +255,6 @@ def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> N
         ({"num_workers": -1}, "num_workers is -1"),
         ({"num_workers": 1.5}, "num_workers is 1.5"),
         ({"num_workers": "auto"}, "num_workers is 'auto'"),
-        ({"pool": None}, "Loader has no argument pool since memfit 0.2"),
         ({"shuffle": -1}, "shuffle is -1"),
         ({"shuffle": False}, "shuffle is False"),
         ({"shuffle": True, "batch": 32}, "shuffle is True"),

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import DateBatches, Panel
+from memfit.data import Panel
 from memfit.data._dtypes import encode
-from memfit.data._manifest import MANIFEST, file_facts, write_sealed
+from memfit.data._manifest import MANIFEST
 from memfit.errors import DataError
 
 NAMES = ["values", "targets", "present", "history", "dates"]
@@ -128,63 +127,6 @@ def test_eligible_are_full_windows_with_a_target_on_dates_of_enough_assets(
         panel.eligible(3, target="rett")
     with pytest.raises(DataError, match="lookback is 0"):
         panel.eligible(0)
-
-
-def test_a_panel_of_the_first_format_is_still_read(panel: Panel) -> None:
-    fields = json.loads((panel.path / MANIFEST).read_text())
-    del fields["key"]["order"], fields["checksum"]
-    write_sealed(panel.path, {**fields, "format": 1})
-    old = Panel.open(panel.path, verify="full")
-    assert (old.parent, old.dtype) == (None, "float32")
-    np.testing.assert_array_equal(old.values, panel.values)
-
-
-def write_as_memfit_0_1(panel: Panel, arrays: dict[str, Any], **key: str) -> Panel:
-    """Give a panel other arrays, as memfit 0.1 could build them, and return it opened."""
-    fields = json.loads((panel.path / MANIFEST).read_text())
-    del fields["checksum"]
-    fields["key"] |= key
-    for name, array in arrays.items():
-        np.save(panel.path / f"{name}.npy", array)
-        fields["arrays"][name] = {"dtype": array.dtype.str, "shape": list(array.shape)}
-        fields["files"][f"{name}.npy"] = file_facts(panel.path / f"{name}.npy")
-    write_sealed(panel.path, fields)
-    return Panel.open(panel.path, verify="full")
-
-
-def test_a_panel_of_memfit_0_1_that_lies_by_asset_is_read_and_not_appended_to(
-    make_table: Callable[..., pa.Table], tmp_path: Path
-) -> None:
-    roles: dict[str, Any] = {"features": ["f0", "f1", "f2"], "targets": ["ret"]}
-    expected = Panel.build(make_table(30, 13), tmp_path / "expected", **roles)
-    made = Panel.build(make_table(30, 13), tmp_path / "made", **roles)
-    arrays = {name: getattr(expected, name).transpose(1, 0, 2).copy() for name in ("values", "targets")}
-    old = write_as_memfit_0_1(made, arrays, order="asset")
-    assert old.values[5:25, 7].flags.c_contiguous
-    np.testing.assert_array_equal(old.values, expected.values)
-    for left, right in zip(
-        *(DateBatches(one, range(30), lookback=3, target="ret") for one in (old, expected)), strict=True
-    ):
-        np.testing.assert_array_equal(left.windows, right.windows)
-        np.testing.assert_array_equal(left.targets, right.targets)
-    for one, name in ((old, "old.feather"), (expected, "new.feather")):
-        one.export(tmp_path / name)
-    assert (tmp_path / "old.feather").read_bytes() == (tmp_path / "new.feather").read_bytes()
-    with pytest.raises(DataError, match=r"lies by asset[^~]*build it anew from the whole source"):
-        old.append(make_table(30, 13))
-
-
-def test_a_panel_of_integers_of_memfit_0_1_is_read_and_exported(
-    make_table: Callable[..., pa.Table], tmp_path: Path
-) -> None:
-    made = Panel.build(make_table(5, 4), tmp_path, features=["f0"])
-    old = write_as_memfit_0_1(made, {"values": np.arange(20, dtype=np.int8).reshape(5, 4, 1)}, dtype="int8")
-    assert (old.dtype, old.values.dtype) == ("int8", np.int8)
-    assert old.values.ravel().tolist() == list(range(20))
-    old.export(tmp_path / "out.parquet")
-    assert pq.read_table(tmp_path / "out.parquet")["f0"].to_pylist() == np.arange(20)[old.present.ravel()].tolist()
-    with pytest.raises(DataError, match="holds int8"):
-        old.append(make_table(5, 4))
 
 
 def test_the_fingerprint_and_the_bytes_of_a_panel_are_those_of_earlier_versions(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_a_strangers_kill_is_no_shortage_of_memory_where_the_groups_count_says_s
 @pytest.mark.root
 def test_a_job_that_stepped_aside_and_came_again_recovered_and_was_not_out_of_memory(supervised, memory_group):
     options = "--limit 260MiB --max-parallel 2 --memory 40MiB --param seed=1,2"
-    child, runs = supervised("map", options, *shlex.split(words("training", "grow", "{seed}")))
+    child, runs = supervised("run", options, *shlex.split(words("training", "grow", "{seed}")))
     assert child.wait(60) == 0
     assert [event["job"] for event in run_of(runs).events() if event["kind"] == "aside"]
     found = diagnose(run_of(runs).path)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memfit.diagnosis import diagnose
+from memfit.diagnosis import Job, diagnose, list_remedies
 from memfit.rundir import RunDir
 
 MIB = 1 << 20
@@ -125,6 +125,21 @@ def test_a_programs_own_error_is_no_shortage(tmp_path):
     found = diagnose(recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause).path)
     assert (found.cause, found.oom) == ("own_exception", False)
     assert "ValueError: wrong shape" in found.evidence[0].text
+
+
+def test_a_command_that_failed_without_a_traceback_has_no_phase_and_no_traceback_to_read(tmp_path):
+    cause = "exit code 1: cat: /data/train/epoch_1/score.txt: Is a directory"
+    run = recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause, phase=None)
+    (run.job_dir("fold_1") / "err.log").write_text("cat: /data/train/epoch_1/score.txt: Is a directory\n")
+    found = diagnose(run.path)
+    assert (found.cause, found.phase, found.oom) == ("exit_status", "unknown", False)
+    assert not any("traceback" in one.title for one in list_remedies(found, Job()))
+
+
+def test_a_tool_that_misses_a_file_says_nothing_of_a_training(tmp_path):
+    (tmp_path / "job.log").write_text("cat: /runs/train/epoch_1/rows.txt: No such file or directory\n")
+    found = diagnose(tmp_path / "job.log")
+    assert (found.cause, found.phase) == ("missing_file", "unknown")
 
 
 def test_only_counters_that_stood_still_prove_that_a_kill_was_not_for_memory(tmp_path):

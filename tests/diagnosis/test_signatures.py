@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import diagnose
+from memfit.diagnosis import diagnose, what_happened
 from reading import look
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "signatures.jsonl").read_text().splitlines()]
@@ -35,7 +35,11 @@ def test_cache_that_would_have_been_enough_is_fragmentation_worth_a_remedy_only_
     full = torch_says(tried=0.1, allocated=23, reserved=23.5, total=24, free=0.1)
     assert (broken.kind, full.kind) == ("gpu_fragmentation", "gpu_fragmentation")
     assert "a noticeable share" in broken.arithmetic[1]
-    assert "simply full" in full.arithmetic[1]
+    assert "too little of the card to matter" in full.arithmetic[1]
+    assert (what_happened(broken), what_happened(full)) == (
+        "out of the GPU's memory, although its cache had room (fragmentation)",
+        "out of the GPU's memory",
+    )
 
 
 @pytest.mark.parametrize(

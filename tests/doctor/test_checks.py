@@ -114,7 +114,7 @@ def test_what_memfit_replaces_and_what_comes_too_late_are_told(diagnose):
     found = diagnose(script, env={"OMP_NUM_THREADS": "8", "MALLOC_ARENA_MAX": "2"})
     [replaced] = found["overridden"]
     assert replaced.finding == "OMP_NUM_THREADS=8 becomes 1"
-    assert "--threads 8" in replaced.remedy
+    assert "--set threads_per_job=8" in replaced.remedy
     assert any("train.py:2, after import torch" in check.finding for check in found["threads"])
     assert any("train.py:3, after import torch" in check.finding for check in found["torch allocator"])
 

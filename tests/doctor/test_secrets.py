@@ -55,6 +55,24 @@ def test_a_key_that_a_later_commit_removed_is_found_once_in_the_history(reposito
     assert GITHUB_TOKEN not in str(one.to_dict()) and "revoke" in one.remedy
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://discord.com/api/webhooks/" + "123456789012345678/aB3dE5fG7hI9",
+        "hf_" + "QmZxTrWvLkJhGfDsApOiUyTrEwQaZxCvBn",
+    ],
+)
+def test_a_token_that_detect_secrets_does_not_know_is_found_in_a_file_and_in_the_history(repository, value):
+    (repository / "n.yaml").write_text(f"url: {value}\n")
+    assert [one.finding for one in problems(repository)] == ["Service Token in n.yaml:1"]
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "add")
+    git(repository, "rm", "-q", "n.yaml")
+    git(repository, "commit", "-qm", "remove")
+    (one,) = problems(repository)
+    assert one.finding.startswith("Service Token in n.yaml in commit ") and value not in str(one.to_dict())
+
+
 def test_a_value_that_is_marked_and_a_file_that_git_ignores_are_left_out(repository):
     (repository / "train.py").write_text(f"KEY = '{AWS_KEY}'\n")
     git(repository, "commit", "-qam", "a value of a test")

@@ -148,7 +148,7 @@ def test_the_health_check_names_the_blend_what_to_tune_and_the_command(judging):
     told = text(output)
     assert told.startswith("fold 1, the mean of ema_epoch_1.pt, ema_epoch_2.pt")
     assert "gate: yellow" in told and "change k_ratio" in told
-    assert "memfit map --param k=0.05,0.2 -- memfit run CONFIG --until health" in told
+    assert "memfit run --param k=0.05,0.2 -- memfit run CONFIG --until health" in told
     assert judging().run("health").facts["status"] == "completed"
 
 

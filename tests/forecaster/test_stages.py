@@ -15,7 +15,7 @@ from pydantic import ValidationError
 import kills
 from memfit import config
 from memfit.config import Settings
-from memfit.errors import UsageError
+from memfit.errors import ConfigError, UsageError
 from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import RunConfig
 from memfit.pipeline._describe import describe
@@ -45,6 +45,7 @@ CHANGED = {
     "data.start": "2013-01-01", "data.end": "2020-12-31", "data.num_dates": 900, "data.num_assets": 50,
     "data.num_features": 3, "data.information_coefficient": 0.2, "data.turnover": 0.3, "data.market_seed": 1,
     "data.path": "other.parquet", "data.features": ["y"], "data.targets": {1: "a", 5: "b", 10: "c", 20: "e"},
+    "data.columns.date": "Date", "data.columns.asset": "Code",
     "data.close": "price", "data.volume": "shares", "data.sector": "kind",
     "splits.n_splits": 4, "splits.embargo_size": 6,
     "graph.enabled": False, "graph.neighbours": 4, "graph.window": 50, "graph.sectors": False,
@@ -60,7 +61,7 @@ CHANGED = {
 PARQUET = {"source": "parquet", "path": "mine.parquet", "features": ["x"],
            "targets": {1: "a", 5: "b", 10: "c", 20: "d"}}  # fmt: skip
 OF_GENERATED = ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed")
-OF_PARQUET = ("path", "features", "targets", "close", "volume", "sector")
+OF_PARQUET = ("path", "columns", "features", "targets", "close", "volume", "sector")
 WITH = {
     **{name: {"data": {"source": "generated"}} for name in OF_GENERATED},
     **{name: {"data": {**PARQUET, "close": "c"}} for name in OF_PARQUET},
@@ -96,8 +97,33 @@ def files(tmp_path, monkeypatch):
     import pyarrow.parquet as pq
 
     monkeypatch.chdir(tmp_path)
+    days = np.arange("2015-01-01", "2016-01-01", dtype="datetime64[D]")
+    rows = {name: np.repeat(days, 2) for name in ("date", "Date")}
+    rows |= {name: ["A", "B"] * len(days) for name in ("code", "Code", "kind")}
+    rows |= {name: np.arange(2.0 * len(days)) for name in ("x", "y", "a", "b", "c", "d", "e", "price", "shares")}
     for name in ("mine", "other"):
-        pq.write_table(pa.table({"date": [1], "code": ["A"]}), f"{name}.parquet")
+        pq.write_table(pa.table(rows), f"{name}.parquet")
+
+
+def test_what_a_config_cannot_train_with_is_refused_before_the_first_job_by_the_names_of_its_settings(files):
+    def refused(why, **params):
+        with pytest.raises(ConfigError, match=why) as caught:
+            settings_of(merged(SMALL, params))
+        assert "--set params." in caught.value.remedy, caught.value
+        return caught.value.remedy
+
+    cycles = {"schedule": "warm_restarts", "cycles": 5, "num_epochs": 2}
+    assert "--set params.train.cycles=3" in refused("5 cycles take 62 steps at least, and the run has 17", train=cycles)
+    assert "params.pretrain.num_epochs" in refused(
+        "5 cycles take", train=cycles | {"num_epochs": 20}, pretrain={"num_epochs": 1}
+    )
+    settings_of(merged(SMALL, {"train": cycles | {"num_epochs": 40}}))
+    assert "params.splits.n_splits" in refused("cannot be cut into 300 test blocks", splits={"n_splits": 300})
+    assert "params.train.valid_share" in refused("none is left to fit on", train={"valid_share": 0.99})
+    refused("a2grad .* cannot be made: it has no lr", train={"optimizer": "a2grad"})
+    with pytest.raises(ConfigError, match="0 columns named 'Sector'") as caught:
+        settings_of({"data": PARQUET | {"sector": "Sector"}})
+    assert "--set params.data.sector" in caught.value.remedy
 
 
 def test_every_setting_has_a_changed_value_here():
@@ -107,9 +133,12 @@ def test_every_setting_has_a_changed_value_here():
 @pytest.mark.slow
 def test_every_setting_changes_what_a_stage_is_keyed_by(files):
     for name, value in CHANGED.items():
-        section, _, leaf = name.partition(".")
+        section, leaf, *below = name.split(".")
         base = WITH.get(leaf, {})
-        before, after = settings_of(base), settings_of(merged(base, {section: {leaf: value}}))
+        before, after = (
+            settings_of(base),
+            settings_of(merged(base, {section: {leaf: {below[0]: value} if below else value}})),
+        )
         assert before != after, name
 
 

@@ -74,12 +74,15 @@ def test_the_start_and_the_end_are_told_and_a_service_that_fails_costs_nothing(t
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, service):
+def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, service, monkeypatch):
+    monkeypatch.setenv("SITE_PASSWORD", "s3cret-a")
     run_dir = RunDir.create(tmp_path, "demo", "0123abcd" * 8)
     events = EventWriter(run_dir.events_dir)
     events.write("oom", text="fold_0 is of an earlier start")
     settings = _notify.NotifySettings(url_variable="OUR_HOOK", every_seconds=3)
     notifier = _notify.notifier_of(settings, run_dir, events)
+    with (run_dir.events_dir / "an-older-memfit-1.jsonl").open("w") as file:  # it masked nothing
+        file.write('{"time": 1, "job": "fold_1", "kind": "death", "text": "fold_1 said: s3cret-a"}\n')
     events.write("oom", text="fold_1 is out of device memory")
     for epoch in (1, 2, 3):
         events.write("epoch", epoch=epoch, text=f"fold_1 epoch {epoch}/3")
@@ -89,6 +92,7 @@ def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, se
     notifier.close("completed")
     events.close()
     told = "".join(service.sent)
+    assert "fold_1 said: ***" in told and "s3cret-a" not in told
     assert "fold_1 is out of device memory" in told and "earlier start" not in told
     assert "epoch 1/3" not in told and told.count("epoch 3/3") == 2  # once as progress, once at the end
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from memfit.jobs import Job, child_env
-from memfit.rundir import RunDir, read_heap
+from memfit.memory import read_heap
+from memfit.rundir import RunDir
 
 # Blocks below glibc's default threshold for a mapping of their own, every fiftieth kept: the holes between stay.
 CHURN = """
-from memfit.rundir import read_heap
+from memfit.memory import read_heap
 blocks = [bytearray(100_000) for _ in range(1500)]
 kept = blocks[::50]
 del blocks

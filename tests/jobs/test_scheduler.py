@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jobs.contract import FakeBackend, FakeJob, ListSource
 from memfit.errors import DoesNotFitError
 from memfit.jobs import Job, JobStatus, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
 from memfit.jobs._reservation import Reservation
 from memfit.memory import HOST, Budget, Device, Footprint, Others
-from memfit.testing import FakeBackend, FakeJob, ListSource
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -51,6 +51,7 @@ def make(tmp_path, scripts, limit, **options):
     phases = options.pop("phases", ())
     declared, params = options.pop("declared", None), options.pop("params", {})
     claims = options.pop("claims", None)
+    mapped = options.pop("mapped", 0)
     stages, num_gpus, gpu = options.pop("stages", {}), options.pop("num_gpus", 0), options.pop("gpu", None)
     jobs = [
         Job(
@@ -62,6 +63,7 @@ def make(tmp_path, scripts, limit, **options):
             stage=stages.get(name, ""),
             num_devices=num_gpus,
             device_bytes=gpu and gpu * GIB,
+            mapped_bytes=mapped,
         )
         for name in scripts
     ]
@@ -125,16 +127,18 @@ def test_the_reserve_is_never_lent(tmp_path):
 @pytest.mark.parametrize(("mapped", "most_at_once"), [(0, 4), (100, 3), (10_000, 3)])
 def test_jobs_side_by_side_leave_room_for_the_page_cache_of_what_they_map(tmp_path, mapped, most_at_once):
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 6)}
-    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0)
-    scheduler.admission.forecast.learn(like({}), Footprint(100, shared_bytes=mapped))
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0, mapped=mapped)
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
     assert backend.most_at_once == most_at_once  # of a panel that is larger than the limit, a quarter of the limit
 
 
 def test_what_a_job_maps_never_keeps_it_from_running_alone(tmp_path):
-    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((390,) * 3), "b": FakeJob((390,) * 3)}, limit=400)
-    scheduler.admission.forecast.learn(like({}), Footprint(390, shared_bytes=300))
+    scheduler, backend, _, _ = make(
+        tmp_path, {"a": FakeJob((390,) * 3), "b": FakeJob((390,) * 3)}, limit=400, mapped=300
+    )
+    scheduler.admission.forecast.learn(like({}), Footprint(390))
     assert {status.state for status in scheduler.run().values()} == {"completed"}
     assert backend.most_at_once == 1
 
@@ -501,26 +505,6 @@ def test_of_jobs_on_gpus_the_one_that_needs_more_there_is_the_larger(tmp_path):
     jobs = [replace(one, num_devices=0, device_bytes=None), one, replace(one, device_bytes=3 * GIB), two]
     sizes = [scheduler.admission.size(Reservation(job, JobStatus(job.id, "pending"))) for job in jobs]
     assert sizes == sorted(sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wanted", "num_told"), [(0.9, 1), (0.7, 0)])
-def test_jobs_that_want_half_as_many_cores_again_are_told_once_and_all_run(tmp_path, wanted, num_told):
-    scripts = {f"j{i}": FakeJob((1,) * 400, wanted_cpus=wanted) for i in range(4)}
-    scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
-    machine.num_cpus = 2
-    scheduler.admission.forecast.learn(like({}), Footprint(1))
-    scheduler.run()
-    assert backend.most_at_once == 4
-    told = of_kind(events, "cpu")
-    assert [(fields["num_cpus"], fields["num_running"]) for fields in told] == [(2, 4)] * num_told
-
-
-def test_one_job_with_many_threads_is_no_reason_to_run_fewer(tmp_path):
-    scheduler, _, machine, events = make(tmp_path, {"a": FakeJob((1,) * 400, wanted_cpus=8)}, limit=10_000)
-    machine.num_cpus = 1
-    scheduler.run()
-    assert of_kind(events, "cpu") == []
 
 
 def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_path):

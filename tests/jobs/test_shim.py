@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import python, submit, wait_for_end, wait_until
 from memfit.errors import UsageError
 from memfit.jobs import Job, LocalBackend, read_status
 from memfit.jobs._processes import remove_segments
 from memfit.jobs._shim import Unsupervised
 from memfit.memory import GroupState, JobGroup, Walls, is_locked
 from memfit.rundir import RunDir
-from memfit.testing import python, submit, wait_for_end, wait_until
 
 MIB = 1 << 20
 

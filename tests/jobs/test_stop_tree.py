@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from jobs.contract import submit, wait_for_end, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.rundir import RunDir
-from memfit.testing import submit, wait_for_end, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -84,10 +84,9 @@ def test_a_long_series_is_thinned_and_keeps_its_highest_peak(tmp_path, monkeypat
     assert [entry.name for entry in tmp_path.iterdir()] == ["memory.jsonl"]
 
 
-def test_something_else_is_refused_by_name_and_a_stream_of_memfit_0_1_says_so(tmp_path):
+def test_something_else_is_refused_by_name(tmp_path):
     path = tmp_path / "memory.arrows"
     path.write_bytes(b"\xff\xff\xff\xff\x10\x00\n\x00stream of Arrow's")
     for use in (read_series, SeriesWriter):
-        with pytest.raises(DamagedError, match=r"memory\.arrows is no series of memory samples") as caught:
+        with pytest.raises(DamagedError, match=r"memory\.arrows is no series of memory samples"):
             use(path)
-    assert "memfit 0.1" in caught.value.rule

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import is_alive, wait_until
 from memfit.memory import JobGroup, Walls, oom_kills_above, sweep_groups, systemd_scope_command, why_no_walls
 from memfit.memory._cgroup import locate
 from memfit.memory._jobgroup import NO_WALL_BYTES
 from memfit.memory._walls import Base, find_base
-from memfit.testing import is_alive, wait_until
 
 MIB = 1 << 20
 

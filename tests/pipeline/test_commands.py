@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import memfit.pipeline
+from jobs.contract import is_alive, wait_until
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.memory import is_locked
 from memfit.pipeline import resolve_settings, resume, run_commands
 from memfit.rundir import RunDir
-from memfit.testing import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -196,7 +196,7 @@ def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch
 
 def test_a_killed_supervisor_loses_nothing_and_runs_nothing_twice():
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a} >> ended"
-    words = [*MEMFIT, "map", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
+    words = [*MEMFIT, "run", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     wait_until(lambda: Path("ran").exists() and len(lines("ran")) == 3)
     process.kill()
@@ -212,7 +212,7 @@ def test_a_killed_supervisor_loses_nothing_and_runs_nothing_twice():
 
 def test_commands_that_still_run_are_taken_over_from_a_killed_supervisor():
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a} >> ended"
-    words = [*MEMFIT, "map", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
+    words = [*MEMFIT, "run", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     wait_until(lambda: Path("ran").exists() and len(lines("ran")) == 3)
     process.kill()
@@ -227,7 +227,7 @@ def test_commands_that_still_run_are_taken_over_from_a_killed_supervisor():
 
 def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a}"
-    process = subprocess.Popen([*MEMFIT, "map", "--param", "a=1", "--", "sh", "-c", text], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*MEMFIT, "run", "--param", "a=1", "--", "sh", "-c", text], stdout=subprocess.DEVNULL)
     wait_until(lambda: Path("ran").exists())
     process.kill()
     process.wait()

@@ -6,7 +6,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError
-from memfit.pipeline import Output, order_of_config, plan_run
+from memfit.pipeline import Choice, Output, order_of_config, plan_run
 
 WORKLOAD = """
 from pydantic import BaseModel
@@ -122,3 +122,59 @@ def test_a_stage_runs_without_one_that_the_workload_left_out_and_with_it_where_i
         run = memfit.run(config)
         assert Output(run.path / "checkpoints/stage_train.json").result == {"rate": int(warm)}
         assert (run.path / "checkpoints/stage_warm.json").exists() == warm
+
+
+CHECKED = """
+from pydantic import BaseModel
+from memfit.errors import UsageError
+from memfit.pipeline import Stage, Workload
+
+
+class Params(BaseModel):
+    rows: int = 3
+    price: str = ""
+
+
+def refuse_few(params):
+    if params.rows < 2:
+        raise ValueError(f"params.rows is {params.rows}, and two folds need 2 or more")
+
+
+def need_price(params):
+    if not params.price:
+        raise UsageError("there is no price.", rule="a profit counts only on prices.", remedy="--set params.price=close")
+
+
+def work(context, params):
+    return {}
+
+
+CHECKED = Workload(Params, check=refuse_few, stages=(
+    Stage("train", work),
+    Stage("judge", work, needs=("train",), check=need_price),
+))
+"""
+
+
+def test_a_workload_and_its_stages_refuse_settings_before_the_first_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("checked.py").write_text(CHECKED)
+    config = {"experiment": "checked", "target": "checked:CHECKED"}
+    with pytest.raises(ConfigError, match="there is no price") as caught:
+        memfit.run(config)
+    assert caught.value.remedy == "--set params.price=close"
+    with pytest.raises(ConfigError, match=r"params\.rows is 1, and two folds need 2 or more") as caught:
+        memfit.run(config | {"params": {"rows": 1}}, choice=Choice(until="train"))
+    assert "--set params.NAME=VALUE" in caught.value.remedy
+    with pytest.raises(ConfigError, match="there is no price"):
+        plan_run(config)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_not_asked_for_refuses_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("checked.py").write_text(CHECKED)
+    config = {"experiment": "checked", "target": "checked:CHECKED"}
+    assert memfit.run(config, choice=Choice(until="train")).state == "completed"
+    assert memfit.run(config | {"params": {"price": "close"}}).state == "completed"

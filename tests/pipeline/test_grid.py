@@ -67,7 +67,8 @@ def test_only_the_parameters_own_placeholders_are_replaced():
     ("command", "params", "what", "remedy"),
     [
         ("{a}", ["a"], "is not name=values", "--param fold=1..5"),
-        ("{a}", ["1a=2"], "is not name=values", "--param fold=1..5"),
+        ("{a}", ["1a=2"], "'1a' cannot name a parameter", "rename it"),
+        ("{naïve}", ["naïve=1,2"], "'naïve' cannot name a parameter", "rename it"),
         ("{a}", ["a="], "has an empty value", 'a=""'),
         ("{a}", ["a=1,,2"], "has an empty value", 'a=""'),
         ("{a}", ["a=1,"], "has an empty value", 'a=""'),
@@ -118,8 +119,11 @@ def test_what_is_wrong_with_a_csv_file_is_told_with_its_place(tmp_path, content,
 
 
 def test_a_file_that_is_not_there_and_one_that_names_a_parameter_again_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"absent\.csv cannot be read as CSV: .*No such file"):
+    with pytest.raises(UsageError, match=r"absent\.csv cannot be read: No such file") as caught:
         expand(["x", "{a}"], [], tmp_path / "absent.csv")
+    assert "quotes" not in caught.value.remedy
+    with pytest.raises(UsageError, match=r"a letter \(a to z\) or _; letters") as caught:
+        expand(["x", "{a}"], ["é=1"])
     (tmp_path / "grid.csv").write_text("a\n1\n")
     with pytest.raises(UsageError, match="the parameter a is given twice"):
         expand(["x", "{a}"], ["a=2"], tmp_path / "grid.csv")

@@ -75,7 +75,7 @@ def events(kind, runs="runs"):
 
 def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gpus):
     make(gpus, 4)
-    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x2"), verb="map"))
+    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x2"), verb="run"))
     first, second, third = notes(gpus)
     assert len({*first["gpus"], *second["gpus"]}) == 4
     assert second["began"] < first["ended"]
@@ -85,7 +85,7 @@ def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gp
 
 def test_what_the_first_job_took_of_its_gpu_decides_how_many_share_one(gpus):
     make(gpus, 1, {"GPU-0": 2})
-    finish(start("--num-gpus", "1", "--param", "n=1..3", job=("{n}", "2x4"), verb="map"))
+    finish(start("--num-gpus", "1", "--param", "n=1..3", job=("{n}", "2x4"), verb="run"))
     first, second, third = notes(gpus)
     admitted = [event["devices"]["GPU-0"] for event in events("admit")]
     assert admitted[0] == 10 * GIB - 2 * GIB - (256 << 20)  # its size is not known: nobody else is to be there
@@ -137,13 +137,13 @@ def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
 
 def test_the_plan_counts_what_the_first_job_took_of_its_gpu(gpus):
     make(gpus, 2)
-    finish(start("--num-gpus", "1", "--param", "n=1..5", job=("{n}", "4x2"), verb="map"))
+    finish(start("--num-gpus", "1", "--param", "n=1..5", job=("{n}", "4x2"), verb="run"))
     decided = json.loads((find_run(root=Path("runs")).path / "plan.json").read_text())
     assert (decided["num_parallel"], decided["num_fitting"], decided["limited_by"]) == (4, 4, "memory")
     assert decided["device_reservation_bytes"] == round(1.1 * 4 * GIB)
     began = notes(gpus)
     assert max(sum(one["began"] < at["ended"] <= one["ended"] for one in began) for at in began) <= 4
     words = ("--num-gpus", "1", "--param", "n=1..6", "--plan", "--json")
-    [stage] = json.loads(finish(start(*words, job=("{n}", "4x2"), verb="map")))["stages"]
+    [stage] = json.loads(finish(start(*words, job=("{n}", "4x2"), verb="run")))["stages"]
     assert [row["num_jobs"] for row in stage["rows"] if row["fits"]] == [1, 2, 3, 4]
     assert all(row["margin_bytes"] > 0 for row in stage["rows"])

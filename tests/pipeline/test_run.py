@@ -15,10 +15,10 @@ import pytest
 from pyarrow import feather
 
 import memfit
+from jobs.contract import is_alive, wait_until
 from memfit.errors import ConfigError, DataError, DoesNotFitError, SplitError, UsageError
 from memfit.pipeline import resume
 from memfit.rundir import RunDir
-from memfit.testing import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 

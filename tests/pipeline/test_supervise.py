@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.errors import DataError
 from memfit.memory import is_locked
 from memfit.pipeline import run_commands
 from memfit.rundir import EventWriter, RunDir, read_json
-from memfit.testing import wait_until
 
 
 @pytest.fixture(autouse=True)

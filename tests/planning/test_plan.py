@@ -43,12 +43,6 @@ def test_a_panel_that_all_map_is_not_counted_for_each(budget):
     assert plan(Footprint(4 * GIB, shared_bytes=40 * GIB), 5, budget=budget).num_parallel == 5
 
 
-def test_a_panel_that_all_map_keeps_room_in_the_page_cache_beside_a_second_job(budget):
-    found = [plan(Footprint(10 * GIB, shared_bytes=size * GIB), 5, budget=budget, slack=0.0) for size in (0, 8, 60)]
-    assert [one.num_fitting for one in found] == [4, 4, 3]  # of 50 GiB, the last one keeps a quarter of 64
-    assert plan(Footprint(45 * GIB, shared_bytes=30 * GIB), 5, budget=budget).num_fitting == 1
-
-
 def test_what_does_not_fit_even_alone_is_refused_with_the_arithmetic(budget):
     with pytest.raises(
         DoesNotFitError, match=r"49\.00 GiB of host memory \(declared\); 48\.00 GiB available"

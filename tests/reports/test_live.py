@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from memfit.memory import Sample, SeriesWriter
 from memfit.reports import LiveRun, Room, RunView, describe, read_pressure, read_room, render
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -411,3 +412,19 @@ def test_a_job_that_records_a_trial_of_its_own_in_another_run_is_shown_by_its_te
     made.event(1, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
     shown.live.close()
     assert shown.lines[1].endswith("my own trial 1 is over")
+
+
+def test_growth_of_a_running_job_is_said_once_while_it_runs(made):
+    made.job("fold_1", state="running", name="status.json")
+    made.event(1, "admit", "fold_1", num_running=1, why="", reservation_bytes=None)
+    series, shown = SeriesWriter(made.path / "jobs/fold_1/memory.jsonl"), Shown(width=400)
+    tick = shown.live.show(made.run)
+    for epoch in range(1, 9):
+        size = (1000 + 50 * epoch) * MIB
+        series.append(Sample(made.start + 10 * epoch, 1, size, 0, size, size, "train", {}, size))
+        made.event(10 * epoch + 5, "epoch", "fold_1", epoch=epoch, num_epochs=20)
+        shown.live._next = 0.0
+        tick()
+    series.close()
+    shown.live.close()
+    assert shown.file.getvalue().count("fold_1: host memory grows by 50.0 MiB an epoch") == 1

@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four commands, of which one fails with an allocation that no machine has."""
     folder = tmp_path_factory.mktemp("page")
     code = "import time; block = bytearray({mib} << 20); time.sleep(1.2)"
-    found = memfit("map", "--param", "mib=20,30,40,99999999", "--json", "--", sys.executable, "-c", code, cwd=folder)
+    found = memfit("run", "--param", "mib=20,30,40,99999999", "--json", "--", sys.executable, "-c", code, cwd=folder)
     assert found.returncode == 4, found.stderr
     return Path(folder / json.loads(found.stdout)["run"])
 

@@ -313,10 +313,12 @@ def test_a_reader_copes_with_a_missing_part(finished, name):
         path.unlink()
     view = view_of(finished, 9000)
     rows = view.rows()
-    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_3"]
-    assert rows[3].metrics["num_dates"] == 544
+    by_job = {row.status.job_id: row for row in rows}
+    names = ["prepare", "fold_1", "fold_2", "fold_3"]
+    assert list(by_job) == (sorted(names) if name == "graph.json" else names)  # the graph has the order of the stages
+    assert by_job["fold_3"].metrics["num_dates"] == 544
     assert (view.run.plan is None) == (name == "plan.json")
-    assert (rows[1].metrics == {}) == (name == "checkpoints/fold_1.json")
+    assert (by_job["fold_1"].metrics == {}) == (name == "checkpoints/fold_1.json")
 
 
 def test_a_file_that_was_changed_from_outside_is_named(finished):

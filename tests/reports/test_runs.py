@@ -1,6 +1,7 @@
 """Which runs there are, and which one a word of the user's means."""
 
 import fcntl
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ def host(tmp_path, monkeypatch):
         for job in ("", *jobs):
             (path / "jobs" / job).mkdir(parents=True)
         (path / "events").mkdir()
-        write_json(path / "run.json", {"schema_version": 1, "kind": "commands", "combinations": [{}] * len(jobs)})
+        write_json(path / "run.json", {"schema_version": 2, "kind": "commands", "combinations": [{}] * len(jobs)})
         return RunDir(path)
 
     return make
@@ -51,8 +52,10 @@ def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
     assert find(tmp_path, "first").run.path == live.path
     assert find(tmp_path, "run_2026").run.path == live.path
     assert find_run(claims=tmp_path / "claims").path == live.path
-    here = find_run(claims=tmp_path / "claims", root=tmp_path / "runs", prefers_here=True)
+    here = find_run(claims=tmp_path / "claims", root=tmp_path / "runs", writes=True)
     assert here.path.name == "run_20261121_090000_bbbbbbbb"
+    with pytest.raises(UsageError, match="there is no run below here"):  # it would write into a run of another folder
+        find_run(claims=tmp_path / "claims", root=Path("here"), writes=True)
     claims.close()
     assert find_run(claims=tmp_path / "claims").path.name == "run_20261121_090000_bbbbbbbb"
 
@@ -73,9 +76,12 @@ def test_a_job_is_meant_by_its_run_and_id_its_folder_or_its_id_in_the_only_live_
     two.close()
 
 
-@pytest.mark.parametrize("name", ["frst", "first/cmd_0003", "run_2027", "", "/", ".."])
-def test_an_unknown_name_is_refused_with_the_nearest_known(host, tmp_path, name):
-    host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001")
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("name", ["frst", "first/cmd_0003", "run_2027", "", "/", ".", "..", "first/.."])
+def test_an_unknown_name_is_refused_with_the_nearest_known(host, tmp_path, name, is_live):
+    run = host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001")
+    if is_live:  # the only one: an empty word, as of a shell variable that is not set, does not stop it
+        Claims(run.path, folder=tmp_path / "claims")
     with pytest.raises(UsageError, match="names no run") as caught:
         find(tmp_path, name)
     if name in ("frst", "first/cmd_0003"):

@@ -138,7 +138,6 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "phase": None,
         "phase_source": "",
         "stalled": False,
-        "stopped_pid": None,
         "used_bytes": 0,
         "state": "out_of_memory",
         "seconds": 2997,
@@ -149,7 +148,6 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "attempt": 1,
         "log": str(finished.path / "jobs/fold_2/err.log"),
         "diagnosis": None,
-        "heap": None,
         "epoch": None,
         "epoch_memory": None,
         "result": {},
@@ -168,14 +166,6 @@ def test_a_failed_job_comes_with_what_its_log_says_of_its_end(made):
     assert text.count("diagnosis:") == 1  # of a kill memfit knows more than its log, and of a success there is nothing
     told = [one["diagnosis"] for one in summarize(made.run)["jobs"]]
     assert told[0].startswith("disk full") and told[1:] == [None, None]
-
-
-def test_live_and_resident_bytes_of_a_jobs_heap_are_in_the_json_form(made):
-    made.job("fold_1")
-    made.event(5, "phase", "fold_1", phase="train", live_bytes=100 * MIB, resident_bytes=110 * MIB)
-    made.job("fold_2")
-    found = summarize(made.run)["jobs"]
-    assert [job["heap"] for job in found] == [{"live_bytes": 100 * MIB, "resident_bytes": 110 * MIB}, None]
 
 
 def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_the_text(made):

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
+from jobs.contract import ProcessContract, wait_for, wait_for_end
 from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission
 from memfit.rundir import RunDir
-from memfit.testing import ProcessContract, wait_for, wait_for_end
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
 

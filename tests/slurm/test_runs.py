@@ -80,7 +80,7 @@ def run_of(folder, name):
 
 def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_killed(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "3")
-    first = start("map", "--backend", "slurm", "--memory", "60MiB", "--name", "once", "--param", "n=1..10", *command)
+    first = start("run", "--backend", "slurm", "--memory", "60MiB", "--name", "once", "--param", "n=1..10", *command)
     wait_until(lambda: len(starts(tmp_path)) >= 3)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -109,7 +109,7 @@ def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(s
 def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "60")
     options = ("--backend", "slurm", "--set", "slurm.partition=low", "--memory", "60MiB", "--name", "low")
-    run = start("map", *options, "--param", "n=1..2", *command)
+    run = start("run", *options, "--param", "n=1..2", *command)
     wait_until(lambda: len(starts(tmp_path)) == 2)
     number = cluster.submit("sleep 3", "-N2", "--exclusive", "--mem=1500M", "-p", "main")
     code, out = finish(run)
@@ -147,7 +147,7 @@ print("rank", rank, "is done")
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
     options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")
-    run = start("map", *options, *command)
+    run = start("run", *options, *command)
     wait_until(lambda: len(starts(tmp_path)) >= 6)
     run.send_signal(signal.SIGINT)
     code, out = finish(run)

@@ -205,18 +205,6 @@ def test_an_average_in_the_place_of_a_checkpoint_is_refused(folder):
         train_to(folder, 4, values=[1.0])
 
 
-def test_a_checkpoint_of_memfit_0_1_is_gone_on_from(folder):
-    path = folder / "checkpoint_epoch_3.pt"
-    state = load_checkpoint(path)
-    state["sizes"]["sizes"] = {
-        "buckets": {"float32[:,2]": {"size": 1, "failed": 2, "quiet": 3, "wait": 64, "retries": 0}}
-    }
-    for name in (path, folder / "latest_checkpoint.pt"):
-        save_checkpoint(name, state)
-    _, result = train_to(folder, 4, values=[3.0, 4.0])
-    assert (result.resumed_from, result.epochs_run) == (3, 1)
-
-
 def test_links_that_lead_nowhere_do_not_start_a_fit_over(folder):
     for path in folder.glob("*.pt"):
         path.unlink()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from memfit.training import OomKind, classify_oom, clean_up
 from memfit.training._oom import device_bytes, release
+from reading import look
 
 TOO_MUCH = 1 << 46
 
@@ -152,6 +153,24 @@ def raised(call):
 @pytest.mark.parametrize(("kind", "text"), MESSAGES)
 def test_each_known_text_of_a_failed_allocation_has_its_kind(kind, text):
     assert classify_oom(RuntimeError(text)) is OomKind(kind)
+
+
+IN_A_LOG = {
+    "host": {"host_alloc", "shm"},
+    "device": {"gpu", "gpu_fragmentation", "other_accelerator"},
+    "library": {"gpu", "other_accelerator", "host_alloc"},
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), MESSAGES)
+def test_the_diagnosis_of_a_log_knows_each_text_too(kind, text):
+    frames = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    f()\n'
+    assert look(f"{frames}RuntimeError: {text}").kind in IN_A_LOG[kind]
+
+
+@pytest.mark.parametrize("error", [one for one in NEAR_MISSES if not isinstance(one, ValueError | KeyError)], ids=repr)
+def test_the_diagnosis_of_a_log_is_not_misled_either(error):
+    assert not look(f"{type(error).__name__}: {error}").oom
 
 
 @pytest.mark.parametrize("error", NEAR_MISSES, ids=repr)

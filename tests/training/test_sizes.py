@@ -109,12 +109,6 @@ def test_a_resume_decides_as_the_uninterrupted_run_does(cut):
     assert head + run(second, range(cut, 400)) == whole
 
 
-def test_sizes_by_shape_of_an_earlier_memfit_are_found_anew():
-    sizes = MicrobatchSizes()
-    sizes.load_state_dict({"buckets": {"float32[:,4]": {"size": 3}}})
-    assert sizes.limit is None
-
-
 @pytest.mark.parametrize("state", [{"limits": 3}, {"buckets": 4, "limit": 3}])
 def test_a_state_of_another_form_is_refused(state):
     with pytest.raises(UsageError, match="no microbatch sizes"):

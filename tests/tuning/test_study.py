@@ -13,10 +13,10 @@ import yaml
 
 import kills
 import memfit
+from jobs.contract import is_alive, wait_until
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
-from memfit.testing import is_alive, wait_until
 from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune
 from memfit.tuning._record import write_trial
 from tuning.studies import SPACE, config_of, lay_out

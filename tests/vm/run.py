@@ -4,7 +4,7 @@
     python tests/vm/run.py --sh 'COMMAND'         anything else, to look around
 
 The exit status is the command's; 2 when no guest can be had here, with what to install; 124 after VM_TIMEOUT seconds
-(default 600). VM_CACHE is where the kernel is kept (default: memfit-vm in the user's cache folder). See README.md.
+(default 900). VM_CACHE is where the kernel is kept (default: memfit-vm in the user's cache folder). See README.md.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main(arguments: list[str]) -> int:
     try:
         daemon = check_machine()
         kernel = find_kernel()
+        index_modules(kernel)
         subprocess.run([sys.executable, "-m", "compileall", "-q", "src", "benchmarks", HERE], cwd=ROOT, check=True)
         with tempfile.TemporaryDirectory(prefix="memfit-vm-") as folder:
             return boot(daemon, kernel, Path(folder), command)
@@ -125,6 +126,13 @@ def find_kernel() -> Path:
     return cache / names[0]
 
 
+def index_modules(kernel: Path) -> None:
+    """Let modprobe find the kernel's modules in the guest, which the tests on NFS load; they are skipped without."""
+    (modules,) = kernel.glob("lib/modules/*")
+    if shutil.which("depmod") and not (modules / "modules.dep.bin").exists():
+        subprocess.run(["depmod", "-b", kernel, modules.name], check=True)
+
+
 def boot(daemon: str, kernel: Path, folder: Path, command: str) -> int:
     """Run ``command`` in a guest and show what it prints.
 
@@ -171,6 +179,7 @@ def make_initrd(kernel: Path, folder: Path, command: str) -> Path:
     settings = {
         "HOME": "/root", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
         "PATH": os.environ["PATH"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TERM": "dumb", "TMPDIR": "/var/tmp/vm",
+        "VM_KERNEL": str(kernel),
     }  # fmt: skip
     lines = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
     (tree / "command").write_text("\n".join([*lines, f"{command}\n"]))
@@ -204,7 +213,7 @@ def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
 
 def watch(daemon: subprocess.Popen[bytes], guest: subprocess.Popen[bytes], log: Path) -> int:
     """Show the guest's console until it ends; see ``boot`` for what it returns."""
-    seconds = float(os.environ.get("VM_TIMEOUT") or 600)
+    seconds = float(os.environ.get("VM_TIMEOUT") or 900)
     late = threading.Event()
 
     def bound() -> None:

@@ -14,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import memfit
 from memfit import config
-from memfit.errors import DataError, SplitError, UsageError
-from memfit.pipeline import RunConfig
+from memfit.errors import ConfigError, SplitError, UsageError
+from memfit.pipeline import Choice, RunConfig
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
-from memfit_workloads.finance.panels import fingerprint, hold_out, market
+from memfit_workloads.finance.panels import check_folds, fingerprint, hold_out, market, possible_dates
 from memfit_workloads.ranker import data as module
 from memfit_workloads.ranker import stages
-from memfit_workloads.ranker.data import path_of_dates
+from memfit_workloads.ranker.data import path_of_dates, splitter
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
@@ -143,7 +144,7 @@ def test_the_market_of_a_file_is_its_column_of_closes_and_without_one_is_refused
     table = market(prepare(tmp_path / "panels", named).panel, named)
     assert table.column("close").to_pylist() == [5.0 + number for number in range(20)]
     unnamed = RankerParams(data=data, model={"patch_size": 1})
-    with pytest.raises(DataError, match="names no closing prices"):
+    with pytest.raises(ConfigError, match="names no closing prices"):
         market(None, unnamed)
 
 
@@ -170,8 +171,8 @@ def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
     path = tmp_path / "mine.parquet"
     data = PARQUET | {"path": path, "lookback": 10}
     params = make_params(data)
-    with pytest.raises(DataError, match=r"mine\.parquet is not there"):
-        fingerprint(params)
+    with pytest.raises(ConfigError, match=r"mine\.parquet is not there"):
+        RANKER.check(params)
     pq.write_table(pa.table({"x": [1.0]}), path)
     first = fingerprint(params)
     assert fingerprint(params) == first
@@ -183,6 +184,84 @@ def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
     assert fingerprint(folder) != fingerprint(params)
     seeds = {fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
     assert len(seeds) == 2
+
+
+def own_file(path, date="date", asset="code", num_dates=120):
+    days = np.arange(num_dates).astype("datetime64[D]")
+    rows = {date: np.repeat(days, 3), asset: ["A", "B", "C"] * num_dates}
+    rows |= {name: np.random.default_rng(0).normal(size=3 * num_dates) for name in ("x", "a", "b")}
+    pq.write_table(pa.table(rows), path)
+
+
+def test_a_file_whose_date_and_asset_have_other_names_makes_the_same_panel(tmp_path):
+    data = PARQUET | {"lookback": 10, "main_horizon": 5}
+    own_file(tmp_path / "usual.parquet")
+    own_file(tmp_path / "own.parquet", "Date", "Code")
+    usual = prepare(tmp_path / "usual", make_params(data | {"path": tmp_path / "usual.parquet"}))
+    columns = {"date": "Date", "asset": "Code"}
+    own = prepare(tmp_path / "own", make_params(data | {"path": tmp_path / "own.parquet", "columns": columns}))
+    assert own.panel.assets == usual.panel.assets == ("A", "B", "C")
+    np.testing.assert_array_equal(own.panel.values, usual.panel.values)
+    assert [fold["first_test_date"] for fold in own.folds] == [fold["first_test_date"] for fold in usual.folds]
+
+
+def test_what_a_config_cannot_run_with_is_refused_before_the_first_job_by_the_names_of_its_settings(tmp_path):
+    own_file(tmp_path / "own.parquet", "Date", "Code")
+    data = PARQUET | {"path": tmp_path / "own.parquet", "lookback": 10, "main_horizon": 5}
+    named = data | {"columns": {"date": "Date", "asset": "Code"}}
+    stages_of = {stage.name: stage for stage in RANKER.stages}
+
+    def refused(check, why, data=GENERATED, splits=(("n_splits", 3), ("embargo_size", 2)), train=(), **params):
+        params = RankerParams(data=data, splits=dict(splits), model=MODEL, train=dict(train), **params)
+        with pytest.raises(ConfigError, match=why) as caught:
+            check(params)
+        return caught.value.remedy
+
+    assert "--set params.data.columns.date" in refused(RANKER.check, "0 columns named 'date'", data)
+    assert "'x'?" in refused(RANKER.check, "0 columns named 'xx'", named | {"features": ["xx"]})
+    assert "--set params.data.targets.5=" in refused(RANKER.check, "named 'z'", named | {"targets": {1: "a", 5: "z"}})
+    assert "--set params.data.close=" in refused(RANKER.check, "named 'z'", named | {"close": "z"})
+    assert "--set params.splits.n_splits=" in refused(
+        RANKER.check, "12[0-9]* distinct|cut into", splits=[("n_splits", 400)]
+    )
+    assert "params.data.start" in refused(
+        RANKER.check, "0 dates with features", {"start": "2023-01-01", "end": "2023-02-01"}
+    )
+    for name in ("blend", "health", "backtest"):
+        assert "params.data.close" in refused(stages_of[name].check, "names no closing prices", named)
+    judged = stages_of["health"].check
+    assert "params.start_date" in refused(judged, "no fold tests a date from 2031-01-01", start_date="2031-01-01")
+    assert "params.blend" in refused(
+        judged, "matches 'ema_epoch_", blend="ema_epoch_*.pt", train=[("ema_epochs", (9,))]
+    )
+    RANKER.check(make_params(named))
+    judged(make_params(named | {"close": "a"}))
+
+
+@pytest.mark.parametrize("kind", ["purged", "walk_forward", "combinatorial"])
+@pytest.mark.parametrize("turnover", [0.0, 0.9])
+def test_no_fold_fits_more_dates_than_the_check_of_its_config_says(tmp_path, kind, turnover):
+    params = make_params(GENERATED | {"turnover": turnover}, splits=[("n_splits", 4), ("kind", kind)])
+    prepared = prepare(tmp_path, params)
+    fitted = [len(hold_out(train, params.train.valid_share, 4)[0]) for train, _ in prepared.splits]
+    most = check_folds(params, splitter(params), params.train.valid_share)
+    assert min(fitted) <= most <= 1.1 * min(fitted)
+    dates, num_assets = possible_dates(params.data)
+    assert set(prepared.panel.dates[np.concatenate([test for _, test in prepared.splits])]) <= set(dates)
+    assert prepared.panel.present.sum(axis=1).max() <= num_assets
+
+
+@pytest.mark.slow
+def test_without_closing_prices_no_job_starts_unless_nothing_is_judged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own_file(tmp_path / "own.parquet")
+    data = PARQUET | {"path": "own.parquet", "lookback": 10, "main_horizon": 5, "horizons": [5]}
+    params = {"data": data, "splits": {"n_splits": 2}, "model": MODEL, "train": {"num_epochs": 1, "device": "cpu"}}
+    made = {"experiment": "own", "target": "memfit_workloads.ranker.stages:RANKER", "params": params}
+    with pytest.raises(ConfigError, match="names no closing prices"):
+        memfit.run(made)
+    assert not Path("runs").exists()
+    assert memfit.run(made, choice=Choice(until="fold", skip=()), overrides=["skip=[health]"]).state == "completed"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 import shlex
 import sys
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -15,7 +16,7 @@ from typer.core import TyperGroup
 
 from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
-from memfit.successors import find_gone
+from memfit.masking import mask
 
 __all__ = ["app", "expand_files", "main"]
 
@@ -25,7 +26,6 @@ _COMMAND = "[OPTIONS] [-- COMMAND...]"
 #: The verbs: where each is, what it is for, and its usage where typer does not know it.
 _VERBS = {
     "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
-    "map": ("_run:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
     "tune": ("_tune:tune", "Search settings: many short trainings under one budget.", _COMMAND),
     "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
     "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
@@ -41,6 +41,16 @@ _VERBS = {
     "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
     "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
     "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
+}
+
+
+#: Verbs and flags that are no more, and what to type.
+_DROPPED = {
+    "map": "memfit run --param fold=1..5 -- COMMAND",
+    "--stage": "--from STAGE --until STAGE",
+    "--threads": "--set threads_per_job=N",
+    "--no-tight-malloc": "--set memory.tight_malloc=false",
+    "--cuda-allocator": "--set memory.cuda_allocator=KEY:VALUE",
 }
 
 
@@ -67,11 +77,11 @@ class _Verbs(TyperGroup):
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
         else:
-            gone = find_gone("verb", cmd_name)
+            near = nearest(cmd_name, self.list_commands(ctx))
             raise UsageError(
-                f"memfit has no verb '{cmd_name}'" + (f" since {gone.since}." if gone else "."),
+                f"memfit has no verb '{cmd_name}'.",
                 rule="memfit --help lists the verbs.",
-                remedy=f"use {gone.new}" if gone else nearest(cmd_name, self.list_commands(ctx)),
+                remedy=f"type {_DROPPED[cmd_name]}" if cmd_name in _DROPPED else near,
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -114,9 +124,10 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of memfit's own is printed in its three parts and gives the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # what a job writes passes by as bytes, and stays as it is
+        stream.write = partial(lambda write, text: write(mask(text, by_name=False)), stream.write)
     words, command = _split(sys.argv[1:])
     try:
-        _check_gone(words)
         sys.exit(app(args=words, prog_name="memfit", obj=command, standalone_mode=False))
     except MemfitError as error:
         _end(error)
@@ -132,7 +143,7 @@ def main() -> None:
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
     """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
-    if words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or "--" not in words:
+    if words[:1] not in (["run"], ["tune"], ["doctor"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
@@ -141,22 +152,13 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
 def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageError | None:
     """Return the error for a command that was written without the -- before it."""
     at = next((at for at, word in enumerate(words) if at and _PROGRAM.fullmatch(word)), None)
-    if command is not None or words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or at is None:
+    if command is not None or words[:1] not in (["run"], ["tune"], ["doctor"]) or at is None:
         return None
     return UsageError(
         f"{words[at]} begins a command, and there is no -- before it.",
         rule="the command stands behind --; what stands before it are memfit's own options.",
         remedy=f"write: {shlex.join(['memfit', *words[:at], '--', *words[at:]])}",
     )
-
-
-def _check_gone(words: list[str]) -> None:
-    """Refuse a flag that an earlier memfit had, and name what to use now."""
-    for word in words[1:]:
-        gone = find_gone("flag", f"{words[0]} {word.partition('=')[0]}")
-        if gone is not None:
-            what, rule = f"memfit {gone.old} is gone.", f"memfit has no such flag since {gone.since}."
-            raise UsageError(what, rule=rule, remedy=f"use {gone.new}")
 
 
 def _end(error: MemfitError) -> NoReturn:
@@ -172,11 +174,12 @@ def _misused(error: Any, path: str) -> MemfitError:
         sys.exit(error.exit_code)
     path, text = context.command_path if context else path, text.partition(" (Possible")[0].rstrip(".")
     flags = [flag for one in context.command.params for flag in one.opts] if context else []
-    near = nearest(error.option_name, flags) if hasattr(error, "possibilities") else ""
+    name = error.option_name if hasattr(error, "possibilities") else ""
+    near = f"type {_DROPPED[name]}" if name in _DROPPED else nearest(name, flags) if name else ""
     return UsageError(
         f"{path}: {text[:1].lower()}{text[1:]}.",
         rule=" ".join(context.get_usage().split()) if context else f"{path} --help says what it takes.",
-        remedy=near if near.startswith("did") else f"see {path} --help",
+        remedy=near if near.startswith(("did", "type")) else f"see {path} --help",
     )
 
 

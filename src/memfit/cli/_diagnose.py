@@ -14,7 +14,7 @@ from memfit.cli._files import read_model_config
 from memfit.cli._settings import Text, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
-from memfit.rundir import RunDir, write_atomic
+from memfit.rundir import RunDir, check_owner, write_atomic
 from memfit.slurm import read_accounting
 
 UNKNOWN_EXIT_CODE = 5
@@ -110,6 +110,8 @@ def _newest_run(path: Path) -> Path:
         return path
     runs = RunDir.all(path.parent, path.name)
     if not runs:
+        for other in path.glob("run_*/run.json"):
+            check_owner(other.parent)
         return path
     typer.echo(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}", err=True)
     return runs[0].path
@@ -151,7 +153,7 @@ def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, 
     from memfit.reports import print_verification
 
     before = read_ran(named, "") if named else None
-    checks = verify_fix(read_ran([verify], accounting), against, before=before)
+    checks = verify_fix(read_ran([verify], accounting, whole=True), against, before=before)
     answer([check.to_dict() for check in checks], as_json, partial(print_verification, checks))
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(4)

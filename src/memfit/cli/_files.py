@@ -44,7 +44,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
     except ValueError as error:
-        what = f"is no JSON: {error}"
+        what = f"is no JSON: {error}" if file.stat().st_size else "is empty"
     else:
         what = f"holds a {type(found).__name__}"
     if isinstance(found, dict):

@@ -27,7 +27,7 @@ def report(
 ) -> None:
     """Write a run as one HTML page: memory over time, jobs, forecasts against peaks, and why jobs failed.
 
-    The page needs no network and no script. It works for a run that goes on, too.
+    The page needs no network and no script. It works for a run that goes on, too. Outside of ./runs, name the run.
 
     \b
     memfit report
@@ -35,7 +35,7 @@ def report(
 
     Exit codes: 0 done, 2 no such run.
     """
-    found = find_run(run, prefers_here=True)
+    found = find_run(run, writes=True)
     other = find_run(compare) if compare is not None else None
     path = write_page(found, out or found.path / "report.html", other)
     console().say(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""``memfit run`` and ``memfit map``: run a workload, a function, or commands under one budget."""
+"""``memfit run``: run a workload, a function, or commands under one budget."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, open_own
 
 R = TypeVar("R")
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
 #: The flags that choose among stages and units.
-_CHOOSING = frozenset({"until", "stage", "from_", "skip", "units"})
+_CHOOSING = frozenset({"until", "from_", "skip", "units"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class RunFlags(Flags):
     """The flags of this verb alone: which stages and units of a config run."""
 
     until: Annotated[Text, Option(help="Run up to this stage.", metavar="STAGE")] = None
-    stage: Annotated[Text, Option(help="Run this stage only; what it needs must exist.", metavar="STAGE")] = None
     from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
@@ -64,6 +63,10 @@ def run(
 
     memfit measures the first job and runs as many others at once as fit. The same command continues
     the newest run if that is not done.
+
+    Values of --param are ranges (1..5, 1..9..2), lists (1e-3,1e-4), or both; write name="a,b" for a value with a comma.
+    {name} is replaced anywhere in the command.
+
     Ctrl-C stops the jobs at a checkpoint; a second Ctrl-C kills them.
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
@@ -80,7 +83,7 @@ def run(
         _check_no_stages(flags)
         start_commands(context, command, flags)
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
-    choice = Choice(until=flags.until, only=flags.stage, anew=flags.from_, combinations=tuple(combinations))
+    choice = Choice(until=flags.until, anew=flags.from_, combinations=tuple(combinations))
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
@@ -89,35 +92,6 @@ def run(
         again = _start_of(context, but=_CHOOSING | {"new"})
         _close_plan(plan_run(source or "", start=again, **how), flags)
     show_run(partial(run_config, source or "", force=flags.force, **how), flags)
-
-
-@with_flags
-def map_(context: typer.Context, *, flags: Flags) -> None:
-    """Run a command for every combination of parameters within one memory budget.
-
-    \b
-    memfit map --param fold=1..5 -- python train.py --fold {fold}
-    memfit map --param-file grid.csv --plan -- python train.py --lr {lr}
-
-    Values are ranges (1..5, 1..9..2), lists (1e-3,1e-4), or both; write name="a,b" for a value with a comma. {name} is
-    replaced anywhere in the command. The same command continues the newest run if that is not done.
-
-    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a command failed, 75 stopped, 130 interrupted.
-    """
-    command: tuple[str, ...] | None = context.obj
-    if not command:
-        raise UsageError(
-            "memfit map was given no command.",
-            rule="the command stands behind --, with a {name} for each parameter.",
-            remedy="write for example: memfit map --param fold=1..5 -- python train.py --fold {fold}",
-        )
-    if not flags.param and flags.param_file is None:
-        raise UsageError(
-            "memfit map was given no parameter.",
-            rule="it runs a command for every combination of its parameters.",
-            remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
-        )
-    start_commands(context, command, flags)
 
 
 def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
@@ -241,7 +215,7 @@ def _how_to_go_on(result: RunResult) -> str:
         return text
     names = ", ".join(anew[:_MOST_NAMES]) + (f" and {len(anew) - _MOST_NAMES} more" if len(anew) > _MOST_NAMES else "")
     start = "starts" if len(anew) == 1 else "start"
-    return f"{text}\n{names} {start} again: no checkpoint was reported (exit code 75), but the command may have its own"
+    return f"{text}\n{names} {start} from the beginning, unless the command saves and loads checkpoints of its own"
 
 
 class _Echo:
@@ -257,7 +231,7 @@ class _Echo:
 
     def pass_on(self) -> None:
         for path in self._shown:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
+            with suppress(OSError), open_own(path) as file:
                 file.seek(self._shown[path])
                 left = path.stat().st_size - self._shown[path]  # a fast writer must not hold this process here
                 while left > 0 and (new := file.read(min(left, _PIECE_BYTES))):

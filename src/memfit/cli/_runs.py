@@ -16,6 +16,7 @@ from rich.text import Text
 from memfit.cli._settings import Output, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import InterruptedRunError
+from memfit.jobs import show_state
 from memfit.jobs import stop as stop_run
 from memfit.reports import (
     LiveRun,
@@ -57,7 +58,7 @@ def watch(
     if not is_live(found):
         going_on = "" if found.state == "completed" else f"; memfit resume {found.path} goes on with it"
         state = "interrupted" if found.state == "running" else found.state
-        log.say(f"Run {found.path} does not run any more: {state}{going_on}")
+        log.say(f"Run {found.path} does not run any more: {show_state(state)}{going_on}")
         return
     live, interrupted = LiveRun(log, here=False, verbose=verbose), threading.Event()
     # Not as an exception, which would come in the middle of what is printed.
@@ -75,7 +76,7 @@ def watch(
         log.say("the run goes on")
         raise typer.Exit(InterruptedRunError.exit_code)
     state = "its supervisor died" if found.state == "running" else found.state
-    log.say(f"Run {found.path} has ended: {state}")
+    log.say(f"Run {found.path} has ended: {show_state(state)}")
 
 
 def ps(
@@ -111,7 +112,7 @@ def _print_run(one: Overview, log: Console) -> None:
         held = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
         text = f"supervisor {who}; {counts}; {held}"
     else:
-        text = f"{'interrupted' if one.state == 'running' else one.state}; {counts}"
+        text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
     log.say(str(one.run.path), style="bold")
     log.say(f"  {text}")
     if not one.running:
@@ -121,7 +122,6 @@ def _print_run(one: Overview, log: Console) -> None:
         status = row.status
         guessed = f" ~{row.guess}" if row.guess else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
-        phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
         shown.add_row(
             Text(f"  {row.name}"),
             f"{status.node}{status.node and ':'}{status.pid or '-'}",
@@ -174,7 +174,7 @@ def stop(
             f"{name} has stopped: no job of it ran" if stopped else f"{name} does not run: there is nothing to stop"
         )
     for status in ended:
-        log.say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
+        log.say(f"{status.job_id} {show_state(status.state)}{f': {status.cause}' if status.cause else ''}")
     if any(status.state != "completed" for status in ended):
         log.say(f"to go on: memfit resume {found.run.path}")
 

@@ -35,7 +35,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Flags(Output):
-    """The flags that ``run`` and ``map`` share. A flag that gives a setting its value names it behind its option."""
+    """The flags of a run of jobs. A flag that gives a setting its value names it behind its option."""
 
     param: Annotated[
         list[str] | None,
@@ -77,18 +77,10 @@ class Flags(Output):
         Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME"), "experiment"
     ] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
-    threads: Annotated[Text, Option(help="Threads of each job's libraries.", metavar="N"), "threads_per_job"] = None
     grace: Annotated[
         Text,
         Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS"),
         "grace_seconds",
-    ] = None
-    no_tight_malloc: Annotated[
-        bool, Option("--no-tight-malloc", help="Keep glibc's default allocator: faster, but freed memory stays in use.")
-    ] = False
-    cuda_allocator: Annotated[
-        Text,
-        Option(help="Settings of torch's allocator, unless PYTORCH_CUDA_ALLOC_CONF is set.", metavar="KEY:VALUE,..."),
     ] = None
     set_: Set = None
     new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
@@ -105,8 +97,6 @@ class Flags(Output):
             flag: (hint.__metadata__[1], getattr(self, flag)) for flag, hint in hints.items() if hint.__metadata__[1:]
         }
         flags |= {name: (name, text) for name, text in more.items()}
-        flags["cuda_allocator"] = ("memory.cuda_allocator", self.cuda_allocator and json.dumps(self.cuda_allocator))
-        flags["no_tight_malloc"] = ("memory.tight_malloc", "false" if self.no_tight_malloc else None)
         if self.memory and "{" in self.memory:
             flags["memory"] = ("memory.job_of", json.dumps(self.memory))
         given = {

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 
 from memfit.errors import ConfigError
 from memfit.masking import MASK
-from memfit.successors import find_gone
 
 PREFIX = "MEMFIT_"
 OVERRIDE = "--set"
@@ -113,9 +112,6 @@ def origin_of(name: str, origins: Mapping[str, str]) -> str:
 
 def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> ConfigError:
     """Return the error for a key that the model does not know, with the nearest name that it knows."""
-    if gone := find_gone("key", name):
-        rule = f"{name} is gone since memfit {gone.since}"
-        return ConfigError(f"{name} is no setting ({origin}).", rule=rule, remedy=f"use '{gone.new}'")
     what, rest = f"{name} is no setting ({origin}).", ""
     write: Callable[[str], str] = str
     if origin.startswith(VARIABLE):

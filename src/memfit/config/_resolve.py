@@ -294,7 +294,9 @@ def _text(file: Path) -> str:
         raise ConfigError(
             f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
             rule="a settings file is a readable file of UTF-8 text.",
-            remedy="name such a YAML file; iconv -t UTF-8 converts a text",
+            remedy="name a YAML file that you may read"
+            if isinstance(error, OSError)
+            else "name such a YAML file; iconv -t UTF-8 converts a text",
         ) from None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from memfit.successors import missing_name
-
 if TYPE_CHECKING:
     from memfit.data._batches import DateBatch as DateBatch
     from memfit.data._batches import DateBatches as DateBatches
@@ -59,7 +57,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"memfit.data.{_HOMES[name]}"), name)
-    raise missing_name(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

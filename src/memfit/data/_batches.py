@@ -97,10 +97,8 @@ class WindowReader:
         self.panel = panel
         self.lookback = lookback
         self.num_dates, self.num_assets, self.num_features = panel.shape
-        # Panels of memfit 0.1 may lie by asset: then the rows are no view of the map, and are read cell by cell.
-        is_by_date = panel.values.flags.c_contiguous
-        self._rows = panel.values.reshape(-1, self.num_features) if is_by_date else None
-        self._is_plain = is_by_date and panel.values.dtype == np.float32
+        self._rows = panel.values.reshape(-1, self.num_features)
+        self._is_plain = panel.values.dtype == np.float32
         most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
         self._piece = max(1, most_rows // lookback)
         self._steps = np.arange(1 - lookback, 1) * self.num_assets
@@ -127,7 +125,7 @@ class WindowReader:
         size = self.window_bytes(len(cells))
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
-        if self._rows is not None and self._is_plain and size <= _CACHED_BYTES and _is_run(cells):
+        if self._is_plain and size <= _CACHED_BYTES and _is_run(cells):
             by_step = rows.reshape(len(cells), self.lookback, self.num_features).swapaxes(0, 1)
             for step, first in zip(by_step, (cells[0] + self._steps).tolist(), strict=True):
                 step[:] = self._rows[first : first + len(cells)]
@@ -146,10 +144,7 @@ class WindowReader:
             self._copy(places, rows[at : at + len(places)])
 
     def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
-        if self._rows is None:
-            found = self.panel.values[np.divmod(places, self.num_assets)]
-            rows[:] = _to_float32(self.panel.decode(found))
-        elif self._is_plain:
+        if self._is_plain:
             # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
             self._rows.take(places, 0, rows, "clip")
         else:

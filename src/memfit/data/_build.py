@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from memfit.data._arrow import numpy_of, text_of
-from memfit.data._dtypes import FLOATS, dtype_name, encode, is_finite, missing, storage, target_dtype
+from memfit.data._dtypes import dtype_name, encode, is_finite, missing, storage, target_dtype
 from memfit.data._manifest import (
     ASSETS,
     DATES,
@@ -103,15 +103,8 @@ class PanelSpec:
 
     @classmethod
     def of_panel(cls, panel: Panel) -> PanelSpec:
-        """Return what a panel was built with; a DataError if no version can go on from it."""
+        """Return what a panel was built with."""
         key = panel.manifest.key
-        if key.get("order") == "asset" or key["dtype"] not in FLOATS:
-            what = "lies by asset" if key.get("order") == "asset" else f"holds {key['dtype']}"
-            raise DataError(
-                f"{panel.path} {what}, as memfit 0.1 could build it, and cannot be appended to.",
-                rule="memfit reads such a panel; it writes floats by date alone.",
-                remedy="build it anew from the whole source: Panel.build(...) or memfit panel build",
-            )
         columns = {"features": panel.feature_names, "targets": panel.target_names}
         return cls(**{name: key[name] for name in cls.__dataclass_fields__} | columns)
 
@@ -283,7 +276,6 @@ def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
     columns = check_columns(source, date=spec.date, asset=spec.asset, numbers=spec.numbers)
     content = source.content_digest(date=spec.date, asset=spec.asset, numbers=spec.numbers)
     versions = {"format": FORMAT_VERSION, "build_version": BUILD_VERSION}
-    # memfit 0.1 also built panels that lie by asset; the entry keeps the fingerprints of the others.
     return {**versions, "content": content, "columns": columns, **asdict(spec), "order": "date"}
 
 

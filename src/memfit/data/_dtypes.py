@@ -11,7 +11,7 @@ from memfit.errors import DataError
 
 Array = npt.NDArray[Any]
 
-#: What a panel is built with. Panels of memfit 0.1 may also hold integers: they are read as they are.
+#: What a panel is built with.
 FLOATS = ("float16", "float32", "float64", "bfloat16")
 _BFLOAT16_NAN = 0x7FC0
 _BFLOAT16_EXPONENT = 0x7F80

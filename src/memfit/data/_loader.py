@@ -15,7 +15,7 @@ from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatc
 from memfit.data._buffers import Buffers, can_pin
 from memfit.data._build import fingerprint_of
 from memfit.data._panel import Array, Panel
-from memfit.data._position import PositionedLoader, check_workers
+from memfit.data._position import PositionedLoader
 from memfit.errors import DataError, UsageError, check_counts
 
 Batch = DateBatch | WindowBatch
@@ -89,12 +89,11 @@ class Loader(PositionedLoader[Batch]):
         num_workers: int = 0,
         pin_memory: bool = False,
         transform: Transform | None = None,
-        **gone: Any,
     ) -> None:
         self._arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "panel", "gone", "__class__")
+            name: value for name, value in locals().items() if name not in ("self", "panel", "__class__")
         }
-        check_workers("Loader", num_workers, gone)
+        check_counts(UsageError, 0, num_workers=num_workers)
         self.panel = panel
         check_counts(DataError, 0, shuffle=shuffle)
         _check_batch(batch, max_assets, drop_last)
@@ -137,7 +136,6 @@ class Loader(PositionedLoader[Batch]):
         windows, targets = self._batches.reader.read(cells, memory)
         if self._transform is not None:
             generator = np.random.default_rng((self._seed, *key))
-            generator.integers(1 << 62), generator.integers(1 << 32)  # memfit 0.1 drew these: later draws stay the same
             # The first batch is made in the calling thread, before there are others.
             before = None if self._is_checked else _global_states()
             self._is_checked = True

@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 from memfit.errors import DamagedError, DataError
 
-#: The layout of a panel's folder as it is written now, and those that are read.
+#: The layout of a panel's folder.
 FORMAT_VERSION = 2
-_READABLE = (1, 2)
 
 MANIFEST = "manifest.json"
 ASSETS = "assets.json"
@@ -45,8 +44,7 @@ class Manifest:
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
         arrays: By name, the dtype and shape of ``<name>.npy``; ``segments`` where an array lies in several files.
-        files: By file name, its size, the hashes of its chunks and the checksums of its blocks. Panels of memfit 0.1
-            may have no checksums of blocks.
+        files: By file name, its size, the hashes of its chunks and the checksums of its blocks.
     """
 
     fingerprint: str
@@ -62,7 +60,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Return a panel's manifest."""
-        fields = read_sealed(folder, "panel", _READABLE)
+        fields = read_sealed(folder, "panel", (FORMAT_VERSION,))
         manifest = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
         # A copy of a folder may have any other name.
         if re.fullmatch("[0-9a-f]{16}", folder.name) and folder.name != manifest.fingerprint[:16]:

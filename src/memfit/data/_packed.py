@@ -26,7 +26,7 @@ from memfit.errors import DataError
 from memfit.units import format_bytes
 
 _KIND = "packed objects"
-#: The layout of the folder and the encoding. A reader refuses any other: memfit 0.1 wrote format 1.
+#: The layout of the folder and the encoding. A reader refuses any other.
 FORMAT_VERSION = 2
 
 _DATA, _OFFSETS = "data.bin", "offsets.bin"

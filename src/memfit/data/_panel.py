@@ -279,11 +279,11 @@ class Panel:
 
     @cached_property
     def values(self) -> Array:
-        return self._by_date("values")
+        return self._array("values")
 
     @cached_property
     def targets(self) -> Array:
-        return self._by_date("targets")
+        return self._array("targets")
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -305,11 +305,6 @@ class Panel:
 
     def _array(self, name: str) -> Array:
         return map_array(self.path, name, self.manifest.arrays[name])
-
-    def _by_date(self, name: str) -> Array:
-        array = self._array(name)
-        # memfit 0.1 also built panels that lie by asset.
-        return array.transpose(1, 0, 2) if self.manifest.key.get("order") == "asset" else array
 
     def decode(self, values: Array) -> Array:
         """Any part of ``values`` as numbers: bfloat16 bits as new float32, exactly; other types as they are."""

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from memfit.errors import UsageError, check_counts
-from memfit.successors import find_gone
+from memfit.errors import UsageError
 
 BatchT = TypeVar("BatchT")
 
@@ -175,17 +174,3 @@ def made_ahead(
             yield ready.pop()  # nothing here holds it then
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def check_workers(loader: str, num_workers: Any, gone: Mapping[str, Any]) -> None:
-    """Refuse a count of workers that is none, and arguments that a loader had once."""
-    for name in gone:
-        known = find_gone("argument", f"memfit.data.{loader}({name}=)")
-        if known is None:
-            raise TypeError(f"{loader}() got an unexpected keyword argument {name!r}")
-        raise UsageError(
-            f"{loader} has no argument {name} since memfit {known.since}.",
-            rule="threads of this process make batches ahead. Loaders have nothing to share.",
-            remedy=f"use {known.new}",
-        )
-    check_counts(UsageError, 0, num_workers=num_workers)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from memfit.data._build import fingerprint_of
 from memfit.data._order import Order
 from memfit.data._padding import Padding
-from memfit.data._position import PositionedLoader, check_workers
+from memfit.data._position import PositionedLoader
 from memfit.errors import DataError, UsageError, check_counts
 
 Array = npt.NDArray[Any]
@@ -66,9 +66,8 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
         bucket: int = 50,
         lengths: Sequence[int] | npt.NDArray[np.integer] | None = None,
         num_workers: int = 0,
-        **gone: Any,
     ) -> None:
-        check_workers("SequenceLoader", num_workers, gone)
+        check_counts(UsageError, 0, num_workers=num_workers)
         check_counts(UsageError, 1, batch=batch, max_tokens=max_tokens, bucket=bucket)
         check_counts(UsageError, 0, shuffle=shuffle)
         if not len(examples):

@@ -3,11 +3,11 @@
 from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs, find_shortage
 from memfit.diagnosis._fix import Fix, make_fix
 from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
+from memfit.diagnosis._growth import explain_growth
 from memfit.diagnosis._incident import facts_of, headline_of, what_happened, write_incident
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
 from memfit.diagnosis._remedy_table import Remedy
-from memfit.successors import missing_name
 
 __all__ = [
     "Diagnosis",
@@ -18,6 +18,7 @@ __all__ = [
     "Remedy",
     "diagnose",
     "diagnose_logs",
+    "explain_growth",
     "facts_of",
     "find_shortage",
     "headline_of",
@@ -30,7 +31,3 @@ __all__ = [
     "what_happened",
     "write_incident",
 ]
-
-
-def __getattr__(name: str) -> None:
-    raise missing_name(__name__, name)

@@ -9,23 +9,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from memfit.diagnosis._granted import find_files, torn_files
+from memfit.diagnosis._checkpoints import Checkpoint, judge_checkpoints, names_of
+from memfit.diagnosis._figures import NOTICEABLE, Figures
+from memfit.diagnosis._granted import find_files
+from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, clock_between, read_counters, read_progress
-from memfit.diagnosis._remedies import foreign_bytes
-from memfit.diagnosis._runs import find_run, logs_of, run_signs
+from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.diagnosis._verdict import NOTICEABLE, events, exceptions, is_clone, is_unlinked, rank, settle, survived
+from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
+from memfit.masking import mask, redact
+from memfit.rundir import pass_over
 from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
 #: The figures that the JSON form has.
 _FIGURES = ("device_total", "allocated", "reserved", "tried")
+_MOST_NOTES = 5
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
 
@@ -49,6 +54,7 @@ _CHECKS: dict[str, str] = {
     "blaming memory.",
     "bad_alloc": "A size that is wrong (negative, or from a broken file) fails the same way.",
 }
+_UNPROVED = "Load these checkpoints before you use them; they have no checksum, or were not read whole (--verify does):"
 _BROKEN = "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again."
 
 
@@ -96,6 +102,8 @@ class Diagnosis:
         checks: What to look at by hand.
         remedies: What to change, the cheapest in speed first.
         under_memfit: Whether memfit's own record of the job was read.
+        emitter: The library whose message decides: ``torch.cuda``, ``torch.npu``, ``vllm`` ...; empty if not known.
+        notes: What a run directory shows besides: memory that grows, the largest tensors.
     """
 
     oom: bool
@@ -112,6 +120,13 @@ class Diagnosis:
     checks: tuple[str, ...] = ()
     remedies: tuple[Any, ...] = ()
     under_memfit: bool = False
+    emitter: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checked(self) -> Figures:
+        """The figures, held against each other."""
+        return Figures.read(self.figures, " ".join(one.text for one in self.evidence))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; figures in GiB, None where the text has none."""
@@ -163,7 +178,13 @@ def diagnose(
         signs = ()
     witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
-    return _diagnose(streams, witnesses, torn_files(checkpoints))
+    found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
+    # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.
+    by_time = found.oom and found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
+    notes = [redact(note) for one in files for note in run_notes(one, by_time=by_time)]
+    evidence = tuple(replace(one, text=redact(one.text)) for one in found.evidence)
+    timeline = tuple(replace(one, text=redact(one.text)) for one in found.timeline)
+    return replace(found, evidence=evidence, timeline=timeline, notes=tuple(notes[:_MOST_NOTES]))
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
@@ -202,26 +223,34 @@ def streams_of(path: Path | str) -> list[Stream]:
             )
     found = []
     for log in logs:
-        with _opened(log, "Give a log, a folder of logs, or - for standard input.") as file:
-            found += read_streams(str(log), file)
+        try:
+            streams = read_log(log)
+            why = "" if streams else "it is no text"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why and log is path:
+            raise UsageError(
+                f"Cannot read {path}.", rule=f"{why}.", remedy="Give a log, a folder of logs, or - for standard input."
+            )
+        if why:
+            pass_over(f"{log}: {why}")
+        else:
+            found += streams
     return found
 
 
 def _text(path: Path | str) -> str:
     """The text of what a scheduler or a kernel printed."""
-    with _opened(path, "Give a file with what sacct or dmesg printed.") as file:
-        return file.read().decode(errors="replace")
-
-
-def _opened(path: Path | str, remedy: str) -> BinaryIO:
     try:
-        return open(path, "rb")
+        with open_file(Path(path)) as file:
+            return file.read().decode(errors="replace")
     except OSError as error:
+        remedy = "Give a file with what sacct or dmesg printed."
         raise UsageError(f"Cannot read {path}.", rule=str(error), remedy=remedy) from None
 
 
-def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) -> Diagnosis:
-    """The diagnosis by logs, other witnesses, and the names of checkpoints that cannot be loaded."""
+def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkpoint]) -> Diagnosis:
+    """The diagnosis by logs, other witnesses, and the checkpoints that were kept."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
@@ -237,7 +266,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
         if marks:
             return _warned(streams, marks, signs, readings)
-        return _ended(streams, signs, readings, witnesses, torn)
+        return _ended(streams, signs, readings, witnesses, kept)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
@@ -245,7 +274,8 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
     is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
-    sure: Sure = "likely" if is_unlinked(best) else best.meaning.sure
+    checked = Figures.read({} if best.kind == "none" else figures, best.text)
+    sure: Sure = "likely" if is_unlinked(best) or checked.contradictions else best.meaning.sure
     early = filter(None, (read_progress(one).doubt for one in streams))
     return Diagnosis(
         oom=best.kind != "none",
@@ -258,9 +288,15 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
-        arithmetic=(*_arithmetic(best, figures), *(witnesses.arithmetic if is_host else ()), *_rates(readings), *early),
-        checks=_checks(streams, best),
+        arithmetic=(
+            *_arithmetic(best, figures, checked),
+            *(witnesses.arithmetic if is_host else ()),
+            *_rates(readings),
+            *early,
+        ),
+        checks=_checks(best),
         under_memfit=any("own_kills" in one.values for one in findings),
+        emitter=best.emitter,
     )
 
 
@@ -286,7 +322,7 @@ def _figures(best: Sign, findings: Sequence[Sign]) -> dict[str, int]:
 
 
 def _evidence(lines: Iterable[Line]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(line.file, line.number, line.text) for line in lines)
+    return tuple(Evidence(line.file, line.number, mask(line.text)) for line in lines)
 
 
 def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any]:
@@ -331,11 +367,11 @@ def _timeline(
         at = next((at for at in range(place, max(-1, place - 81), -1) if lines[at].time), None)
         ran = clock_between(readings[index], at, place) if at is not None else 0
         time = "" if at is None else lines[at].time + (f" + {format_duration(ran)}" if ran > 0 else "")
-        return Moment(what, time, line.file, line.number, line.text[:200])
+        return Moment(what, time, line.file, line.number, mask(line.text)[:200])
 
     is_known = sign is not None and bool(sign.lines)
     starts = (line for stream in streams for line in stream.lines if line.time)
-    found = [Moment("start", line.time, line.file, line.number, line.text[:200]) for line in islice(starts, 1)]
+    found = [Moment("start", line.time, line.file, line.number, mask(line.text)[:200]) for line in islice(starts, 1)]
     progress: tuple[int, int, Line] | None = None
     for index, stream in enumerate(streams):
         for one in readings[index]:
@@ -352,27 +388,26 @@ def _timeline(
     return tuple(found)
 
 
-def _arithmetic(finding: Sign, size: Mapping[str, int]) -> list[str]:
-    """How a finding's figures add up, each with its scope."""
-    values, total, others = finding.values, size.get("device_total", 0), foreign_bytes(size)
-    found: list[str] = []
+def _arithmetic(finding: Sign, size: Mapping[str, int], device: Figures) -> list[str]:
+    """How a finding's figures add up, each with its scope; contradictions come first."""
+    values, total, held, found = finding.values, device.total or 0, device.held or 0, [*device.contradictions.values()]
     card = f"GPU {values['device']}" if "device" in values else "the card"
-    if {"allocated", "reserved"} <= size.keys():
-        slack = size["reserved"] - size["allocated"]
+    if (slack := device.slack) is not None:
         share = f", {slack / total:.0%} of {card}" if total else ""
         found.append(
             f"This process's allocator holds {_gib(size['reserved'])}: {_gib(size['allocated'])} in tensors"
             f" and {_gib(slack)} in its cache{share}."
         )
         if "tried" in size and finding.kind == "gpu_fragmentation":
-            full = "too little of the card to matter: it is simply full"
-            seen = "a noticeable share" if total and slack >= NOTICEABLE * total else full
+            seen = "a noticeable share" if total and slack >= NOTICEABLE * total else "too little of the card to matter"
             found.append(f"{_gib(size['tried'])} failed although {_gib(slack)} of cache is free in pieces; {seen}.")
-    if others and others >= NOTICEABLE * total:
+    if device.own_pids:
+        pids, what = " or ".join(map(str, device.own_pids)), "is this process, by its number outside of the container"
+        found.append(f"Process {pids} {what}: with {_gib(size['reserved'])} of another it would exceed the card.")
+    if device.foreign and device.foreign >= NOTICEABLE * total:
         found.append(
-            f"Memory of others on {card}: {_gib(total)} total - {_gib(size['free'])} free"
-            f" - {_gib(size['reserved'])} of this process's allocator = {_gib(others)}"
-            " (other processes, and this one's context and libraries)."
+            f"Memory of others on {card}: {_gib(total)} total - {_gib(size['free'])} free - {_gib(held)} of this"
+            f" process = {_gib(device.foreign)} (other processes, and this one's context and libraries)."
         )
     if {"used", "limit"} <= size.keys():
         over = size["used"] - size["limit"]
@@ -390,11 +425,10 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _checks(streams: Sequence[Stream], finding: Sign) -> tuple[str, ...]:
+def _checks(finding: Sign) -> tuple[str, ...]:
     """What a person should look at next."""
     name = "killed" if finding.cause in ("killed", "bus_error") else finding.name
-    broken = _BROKEN if is_clone(streams[finding.stream], finding) else ""
-    return tuple(filter(None, (broken, _CHECKS.get(name))))
+    return tuple(filter(None, (_BROKEN if "Failed to clone" in finding.text else "", _CHECKS.get(name))))
 
 
 def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: int) -> JobPhase:
@@ -413,7 +447,7 @@ def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: i
 
 
 def _phase_at(streams: list[Stream], index: int, place: int) -> JobPhase:
-    return find_phase(streams, Sign("served", (streams[index].lines[place],), {}, index, place))
+    return find_phase(streams, Sign("success", (streams[index].lines[place],), {}, index, place))
 
 
 def _later_phase(streams: list[Stream], sign: Sign, readings: _Readings) -> JobPhase:
@@ -444,7 +478,7 @@ def _rates(readings: _Readings) -> tuple[str, ...]:
 
 
 def _ended(
-    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, torn: Sequence[str]
+    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, kept: Sequence[Checkpoint]
 ) -> Diagnosis:
     """No failure in these lines. A good end needs all epochs, whole checkpoints and exit status 0."""
     phase: JobPhase = "unknown"
@@ -474,8 +508,8 @@ def _ended(
     if witnesses.status:
         doubts.append(f"the log says that it is done, and the accounting has exit status {witnesses.status}")
         lines.append(witnesses.row)
-    if torn:
-        doubts.append(f"checkpoints that cannot be loaded: {', '.join(torn[:5])}")
+    if torn := names_of(kept, "damaged"):
+        doubts.append(f"checkpoints that cannot be loaded: {torn}")
     if doubts:
         return replace(
             found,
@@ -490,4 +524,6 @@ def _ended(
     )
     check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."
     sure: Sure = "proved" if is_proved else "likely"
-    return replace(found, cause="completed", confidence=sure, checks=() if is_proved else (check,))
+    unproved = names_of(kept, "not proved")
+    checks = (*(() if is_proved else (check,)), *([f"{_UNPROVED} {unproved}"] if unproved else []))
+    return replace(found, cause="completed", confidence=sure, checks=checks)

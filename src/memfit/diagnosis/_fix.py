@@ -254,7 +254,7 @@ class _Fixer:
         for remedy in list_remedies(self.diagnosis, self.job, config=config):
             if not remedy.helps or remedy.enough is False:
                 continue
-            if remedy.setting.startswith("nvidia-smi"):
+            if "-p PID" in remedy.setting:
                 yield Check("device", "problem", remedy.reason, "no script can change that", remedy.setting)
                 return
             if found := _ALLOCATOR.match(remedy.setting):

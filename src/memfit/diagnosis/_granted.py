@@ -6,8 +6,7 @@ import math
 import os
 import re
 import time
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -17,10 +16,12 @@ import yaml
 
 from memfit.checks import Check, Verdict
 from memfit.diagnosis._batch_script import BatchScript, read_script
+from memfit.diagnosis._checkpoints import CHECKPOINT, Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
 from memfit.diagnosis._progress import Progress, read_progress
+from memfit.diagnosis._runs import open_file, read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
-from memfit.diagnosis._text import Line, Stream, read_streams
+from memfit.diagnosis._text import Line, Stream
 from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
 
@@ -41,8 +42,6 @@ _ENVIRONMENT = re.compile(
 _LOGS = (".log", ".out", ".err", ".txt", ".gz", ".json")
 _MOST_FILES, _MOST_FOLDERS = 200, 2000
 _NOT_SHOWN = "not shown"
-#: What torch.save writes is a zip archive; its table of contents stands at its end.
-_ARCHIVE = b"PK\x03\x04"
 _ACCOUNTING = (
     "sacct -j JOBID -P --format=JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Timelimit"
 )
@@ -64,40 +63,34 @@ class Ran:
         job: Its shape, memory and settings, as far as they were shown.
         progress: How far it came.
         printed: Settings (by the field of `Job`) and variables that its lines or its config name, each value once.
-        checkpoints: The sizes of checkpoint files in bytes, by name.
-        torn: Those of them that cannot be loaded.
-        newest: When the newest was written, in Unix seconds; None without any.
+        checkpoints: Its checkpoint files.
     """
 
     job: Job = field(default_factory=Job)
     progress: Progress = field(default_factory=Progress)
     printed: dict[str, list[Source]] = field(default_factory=dict)
-    checkpoints: dict[str, int] = field(default_factory=dict)
-    torn: tuple[str, ...] = ()
-    newest: float | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int | None:
         """By its progress bars, else by a checkpoint such as ``epoch=39-step=9680``, counted from epoch 0."""
         if self.progress.steps_per_epoch:
             return self.progress.steps_per_epoch
-        for name in sorted(self.checkpoints):
-            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", name)
+        for one in self.checkpoints:
+            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", one.name)
             if found and int(found[2]) % (int(found[1]) + 1) == 0:
                 return int(found[2]) // (int(found[1]) + 1)
         step, epochs = self.progress.global_step, self.progress.num_epochs
         return step // epochs if step and epochs and step % epochs == 0 else None
 
 
-def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
+def read_ran(paths: Iterable[Path], accounting: str = "", *, whole: bool = False) -> Ran:
     """Return what runs left in logs, folders and run directories.
 
     Args:
         paths: Logs, or folders of them.
         accounting: What ``sacct`` printed of the job, and ``scontrol`` and ``sinfo`` behind it.
-
-    Raises:
-        OSError: A log cannot be opened.
+        whole: Read every byte of the checkpoints, however many there are.
     """
     files, checkpoints = find_files(paths)
     lines: list[Line] = []
@@ -106,8 +99,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         if path.suffix in (".yaml", ".yml"):
             shown += [(key, value, str(path)) for key, value in _config(path)]
         else:
-            with open(path, "rb") as file:
-                lines += [line for stream in read_streams(str(path), file) for line in stream.lines]
+            lines += [line for stream in read_or_say(read_log, path) or () for line in stream.lines]
     texts = [line.text for line in lines]
     for line in (line for line in lines if "=" in line.text or ":" in line.text):
         found = (match for pattern in (_PRINTED, _ENVIRONMENT) for match in pattern.finditer(line.text))
@@ -132,9 +124,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         samples=_samples(texts),
         mentioned=tuple(name for name in printed if name in SETTINGS),
     )
-    sizes = {name: path.stat().st_size for name, path in checkpoints.items()}
-    newest = max((path.stat().st_mtime for path in checkpoints.values()), default=None)
-    return Ran(job, progress, printed, sizes, torn_files(checkpoints), newest)
+    return Ran(job, progress, printed, judge_checkpoints(checkpoints, whole=whole))
 
 
 def job_of(ran: Ran, script: Path | None = None) -> Job:
@@ -153,10 +143,11 @@ def job_of(ran: Ran, script: Path | None = None) -> Job:
     return replace(asked, request=None, nodes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
 
 
-def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Path]]:
-    """Return the logs and configs below some paths, and the checkpoints by name."""
+def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """Return the logs and configs below some paths, and the checkpoints with their names below a sole path."""
     files: list[Path] = []
-    checkpoints: dict[str, Path] = {}
+    checkpoints: dict[Path, str] = {}
+    paths = list(paths)
     for path in paths:
         if not path.is_dir():
             files += [path] if str(path) != "-" else []
@@ -164,28 +155,18 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Path]]:
         for folder, names, found in islice(os.walk(path), _MOST_FOLDERS):
             names.sort()
             for one in (Path(folder, name) for name in sorted(found)):
-                if one.suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
-                    checkpoints[one.name] = one
+                if CHECKPOINT.fullmatch(one.name):
+                    checkpoints[one] = str(one.relative_to(path) if len(paths) == 1 else one)
                 elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
                     files.append(one)
     return files[:_MOST_FILES], checkpoints
 
 
-def torn_files(checkpoints: Mapping[str, Path]) -> tuple[str, ...]:
-    """Return the checkpoints that cannot be loaded: empty ones, and torch's archives whose end is missing."""
-    found = []
-    for name, path in checkpoints.items():
-        with open(path, "rb") as file:
-            head = file.read(4)
-        if not head or (head == _ARCHIVE and not zipfile.is_zipfile(path)):
-            found.append(name)
-    return tuple(found)
-
-
 def _config(path: Path) -> Iterator[tuple[str, str]]:
     """The settings of a run's config, by the last part of each key."""
     try:
-        stack = [yaml.safe_load(path.read_text(encoding="utf-8"))]
+        with open_file(path) as file:
+            stack = [yaml.safe_load(file.read().decode())]
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return
     while stack:
@@ -321,13 +302,15 @@ def _environment(ran: Ran, script: BatchScript) -> Iterator[Check]:
 
 def _checkpoints(ran: Ran) -> Iterator[Check]:
     """The checkpoints: how many, how large, how old; one that cannot be loaded was not fully written."""
-    if not ran.checkpoints or ran.newest is None:
+    if not ran.checkpoints:
         return
-    age = format_duration(max(0.0, time.time() - ran.newest), short=True)
-    said = f"{len(ran.checkpoints)} files, {format_bytes(sum(ran.checkpoints.values()))}"
-    if ran.torn:
-        torn = ", ".join(ran.torn[:5])
+    newest = max(ran.checkpoints, key=lambda one: (one.written, one.name))
+    age = format_duration(max(0.0, time.time() - newest.written), short=True)
+    said = f"{len(ran.checkpoints)} files, {format_bytes(sum(one.bytes for one in ran.checkpoints))}"
+    if torn := names_of(ran.checkpoints, "damaged"):
         yield Check("checkpoints", "problem", f"{said}; cannot be loaded: {torn}", "they were not fully written")
-        return
-    newest = max(ran.checkpoints, key=lambda name: ([int(one) for one in re.findall(r"\d+", name)][-1:], name))
-    yield Check("checkpoints", "ok", f"{said}, the newest {newest}, {age} old", "what is in the run's folder")
+    elif unproved := names_of(ran.checkpoints, "not proved"):
+        why = "such a file has no checksum, so only loading it proves it"
+        yield Check("checkpoints", "warning", f"{said}; not proved: {unproved}", why, "load the one that you need")
+    else:
+        yield Check("checkpoints", "ok", f"{said}, the newest {newest.name}, {age} old", "what is in the run's folder")

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from memfit.diagnosis._figures import NOTICEABLE
 from memfit.diagnosis._job import Job
-from memfit.diagnosis._remedies import DEVICES, foreign_bytes, wanted_request, wanted_time, with_figures
+from memfit.diagnosis._remedies import DEVICES, wanted_request, wanted_time, with_figures
 from memfit.diagnosis._remedy_table import Remedy
+from memfit.masking import redact
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _KINDS = {
 }
 _CAUSES = {
     "killed": "killed; by whom and why is not shown",
+    "exit_status": "ended by itself, with an exit status that is an error",
     "limit_touched": "touched its limit of host memory; nothing was killed",
 }
 
@@ -54,8 +57,10 @@ def what_happened(diagnosis: Diagnosis) -> str:
     >>> what_happened(Diagnosis(True, False, "shm", "out_of_memory", "load", "proved"))
     'out of /dev/shm'
     """
-    cause = diagnosis.cause
-    return _CAUSES.get(cause) or _KINDS.get(diagnosis.kind, cause.replace("_", " "))
+    cause, checked = diagnosis.cause, diagnosis.checked
+    is_full = checked.total is not None and (checked.slack or 0) < NOTICEABLE * checked.total
+    kind = diagnosis.kind.removesuffix("_fragmentation") if is_full else diagnosis.kind
+    return _CAUSES.get(cause) or _KINDS.get(kind, cause.replace("_", " "))
 
 
 def headline_of(diagnosis: Diagnosis) -> str:
@@ -98,7 +103,7 @@ def write_incident(
             f"- {one.time or 'no time'}: {one.what}, `{one.file}:{one.line}` `{_code(one.text)}`"
             for one in diagnosis.timeline
         ],
-        "### Memory": [*(f"- {line}" for line in diagnosis.arithmetic), *_memory(diagnosis, job)],
+        "### Memory": [*(f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)), *_memory(diagnosis, job)],
         "## Hypothesis": [
             _HYPOTHESES[diagnosis.confidence if is_known else "not shown"].format(what_happened(diagnosis))
         ],
@@ -111,7 +116,7 @@ def write_incident(
     text = [f"# Incident: {headline_of(diagnosis)}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
-    return "\n".join(text)
+    return redact("\n".join(text))
 
 
 def _code(text: str) -> str:
@@ -132,14 +137,13 @@ def _memory(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     node = {name: one.bytes if one and one.per == "node" else None for name, one in sizes.items()}
     ledgers: dict[str, dict[str, int | None]] = {"Host memory of each node": {**node, "a node has": job.most_bytes}}
     if diagnosis.kind in DEVICES:
-        figures = diagnosis.figures
-        tensors, held = figures.get("allocated"), figures.get("reserved")
+        figures = diagnosis.checked
         ledgers["Memory of the device"] = {
-            "total": figures.get("device_total"),
-            "tensors": tensors,
-            "unused cache": held - tensors if held is not None and tensors is not None else None,
-            "other processes and the driver": foreign_bytes(figures),
-            "the request that failed": figures.get("tried"),
+            "total": figures.total,
+            "tensors": figures.allocated,
+            "unused cache": figures.slack,
+            "other processes and the driver": figures.foreign,
+            "the request that failed": figures.tried,
         }
     for title, rows in ledgers.items():
         known = [f"| {name} | {format_bytes(count)} |" for name, count in rows.items() if count is not None]

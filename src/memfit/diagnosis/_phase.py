@@ -19,50 +19,33 @@ _FRAME = re.compile(
     r"(?:(?:, line |:)\d+,?:?)?(?:\s*in\s+(?P<name>[\w<>.]+)|(?<=\d)$)"
 )
 _HEADER = re.compile(r"Traceback \(most recent call (?:last|first)\)")
-_CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _MARK = re.compile(r"^\s*(?:❱ *\d+ [│|]?|-+> ?\d+ )")
 
 #: Words of function names and of calls that mean a phase, and files that do; those first that say more.
 _MEANING: tuple[tuple[JobPhase, str, str], ...] = (
-    (
-        "build",
-        r"from_pretrained|load_state_dict_into\w*|load_pretrained\w*",
-        r"transformers/modeling_utils|_init_utils",
-    ),
-    (
-        "checkpoint",
-        r"save|restore|resume|checkpoint|ckpt|state_dict|torch\.load|torch\.save|snapshot|consolidate",
-        r"torch/serialization|distributed/checkpoint|_state_dict_utils|checkpoint_\w+\.py",
-    ),
-    (
-        "validate",
-        r"valid|validate|validation|val|eval|evaluate|evaluation|test|predict\w*|prediction|sanity",
-        r"evaluation\w*\.py|/evaluation/|prediction_loop|eval_hooks?",
-    ),
-    (
-        "load",
-        r"getitem|collate|dataset|datasets|dataloader|dataloaders|data|loader|preprocess|prepro|tokenize\w*|augment|fetch"
-        r"|worker_loop|read_\w+|np\.load|pickle\.load|imread|images?",
-        r"utils/data/|data_?loader|/datasets?/|(?:^|/)data(?:set|_utils|module)?\w*\.py|popen_(?:fork|spawn)|/pandas/|/PIL/|/h5py/"
-        r"|torchvision/transforms|/pyarrow/|webdataset",
-    ),
-    (
-        "build",
-        r"(?:model|net|network|encoder|decoder|backbone|module|net[A-Z]|vae|unet)\.(?:to|cuda|half|float|bfloat16)",
-        r"(?!)",
-    ),
-    (
-        "train",
-        r"train|training|fit|backward|step|optimizer|optimize|epoch|learn|loss|clip_grad\w*|update",
-        r"torch/optim/|/autograd/|(?:training|fit|train)_\w*loop|based_runner",
-    ),
-    (
-        "build",
-        r"build|create|make|init|initialize|setup|(?:get|load)_model|weights|cuda|_apply|convert|wrap|fsdp|ddp|fully_shard|quantize|process_group"
-        r"|distributedDataParallel|DistributedDataParallel|deepspeed|memory_available|profile_run|sync",
-        r"model_loader|memory_pool|_fully_shard|accelerate/|big_modeling|model_executor",
-    ),
-)
+    ("build", r"from_pretrained|load_state_dict_into\w*|load_pretrained\w*", r"transformers/modeling_utils|_init_utils"),
+    ("checkpoint",
+     r"save|restore|resume|checkpoint|ckpt|state_dict|torch\.load|torch\.save|snapshot|consolidate",
+     r"torch/serialization|distributed/checkpoint|_state_dict_utils|checkpoint_\w+\.py"),
+    ("validate",
+     r"valid|validate|validation|val|eval|evaluate|evaluation|test|predict\w*|prediction|sanity",
+     r"evaluation\w*\.py|/evaluation/|prediction_loop|eval_hooks?"),
+    ("load",
+     r"getitem|collate|dataset|datasets|dataloader|dataloaders|data|loader|preprocess|prepro|tokenize\w*|augment|fetch"
+     r"|worker_loop|read_\w+|np\.load|pickle\.load|imread|images?",
+     r"utils/data/|data_?loader|/datasets?/|(?:^|/)data(?:set|_utils|module)?\w*\.py|popen_(?:fork|spawn)|/pandas/|/PIL/|/h5py/"
+     r"|torchvision/transforms|/pyarrow/|webdataset"),
+    ("build",
+     r"(?:model|net|network|encoder|decoder|backbone|module|net[A-Z]|vae|unet)\.(?:to|cuda|half|float|bfloat16)",
+     r"(?!)"),
+    ("train",
+     r"train|training|fit|backward|step|optimizer|optimize|epoch|learn|loss|clip_grad\w*|update",
+     r"torch/optim/|/autograd/|(?:training|fit|train)_\w*loop|based_runner"),
+    ("build",
+     r"build|create|make|init|initialize|setup|(?:get|load)_model|weights|cuda|_apply|convert|wrap|fsdp|ddp|fully_shard|quantize|process_group"
+     r"|distributedDataParallel|DistributedDataParallel|deepspeed|memory_available|profile_run|sync",
+     r"model_loader|memory_pool|_fully_shard|accelerate/|big_modeling|model_executor"),
+)  # fmt: skip
 _GROUPS = tuple(
     (phase, re.compile(rf"(?:^|[\W_])(?:{words})(?=$|[_(])"), re.compile(file)) for phase, words, file in _MEANING
 )
@@ -73,31 +56,21 @@ _NEUTRAL = re.compile(
     r"|storage|_utils|multiprocessing/)|threading\.py|runpy|torchrun|distributed/(?:run|launch|elastic)|concurrent/futures"
     r"|site-packages/(?:click|hydra|fire|typer|ray)/|multiprocessing/(?:process|queues|connection|pool|spawn)"
 )
-_PASSING = frozenset(
-    {"decorate_context", "_fn", "inner", "wrapper", "wrapped", "main", "<module>", "<listcomp>", "run"}
-)
-_LOADING = re.compile(r"utils/data/|data_?loader|DataLoader|popen_fork|w\.start\(\)|multiprocessing/|pin_memory")
-_FORWARD = re.compile(r"\b(?:model|net|module|criterion|loss\w*|net[A-Z]\w*)\w*(?:\.forward)?\(|\bforward\(")
 _VALIDATES = re.compile(r"\b_?(?:valid\w*|val|eval\w*)(?:_\w+)?\(")
 #: Deaths of a loader's worker, whatever the frames of the main thread say.
 _OF_WORKER = re.compile(r"encountered in worker|DataLoader worker|worker.{0,40}DataLoader")
 
 #: What programs print of what they do.
 _WORDS: tuple[tuple[JobPhase, str], ...] = (
-        (
-            "checkpoint",
+        ("checkpoint",
             r"\bsav(?:e|ing)\b.{0,30}(?:model|checkpoint|ckpt|state|weights)|writing checkpoint|Failed to clone\(\)"
             r"|loading (?:from )?(?:the )?(?:model )?checkpoint(?! shards)|resum(?:e|ing) (?:from|training)|restoring"
-            r"|loading (?:optimizer|state)",
-        ),
-        ("load", r"(?:prepar|load|read|cach|scann)(?:e|ing) (?:the )?'?(?:train|test|val|data)\w*"),
-        (
-            "build",
+            r"|loading (?:optimizer|state)"),
+        ("build",
             r"loading checkpoint shards|(?:creat|build)ing (?:the )?model|initializ\w+ (?:the )?(?:model|engine|distributed"
             r"|process group|a V\d)|loading (?:the )?(?:pre-?trained )?(?:model|weights|safetensors)|loading .{0,20}modules"
             r"|DeepSpeedZeRoOffload|NCCL INFO|compiling|Model loading took|optimal batch size|capturing|Loading extension module"
-            r"|AutoBatch",
-        ),
+            r"|AutoBatch"),
         ("validate", r"(?<!preparing )\bvalid(?:ation|ating|ate)?\b(?! '|_)|\beval(?:uat\w+)?\b|\bval\b|sanity check|\btesting\b"
          r"|\binference\b|predicting"),
         ("train", r"\bepoch\b|\btrain(?:ing)?\b|\bsteps?\b.{0,30}\d|\biter(?:ation)?s?\b.{0,20}\d|\bloss\b|\blr\b"
@@ -107,6 +80,8 @@ _WORDS: tuple[tuple[JobPhase, str], ...] = (
          r"|loading (?:images|features|embeddings|samples)"),
 )  # fmt: skip
 _PRINTED = tuple((phase, re.compile(words, re.IGNORECASE)) for phase, words in _WORDS)
+#: What a tool such as cat says of a file; the words in its path do not say what a training did.
+_TOOL = re.compile(r"\s*[a-z][\w-]*: .*: [A-Z][a-z ]+$")
 _HAPPENED = re.compile(
     r"finished|completed|\bdone\b|saved|(?:validation|evaluation) (?:summary|result)|valid_loss|val_loss|val/|test_loss"
     r"|loaded model weights|took \d",
@@ -139,13 +114,13 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
     """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames = _frames(stream, sign)
+    if not frames and (sign.name == "exit_status" or _TOOL.match(stream.lines[sign.place].text)):
+        return "unknown"
     if frames and frames[-1].source.startswith(("import ", "from ")):
         return "unknown"  # a program that is still loading its modules, whatever their names say
     of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
     of_worker |= bool(_OF_WORKER.search(sign.text)) and "mmap" not in sign.text
-    forked = sign.name in ("no_fork", "process_limit") and any(
-        _LOADING.search(f"{one.file} {one.source}") or one.source.startswith("for ") for one in frames
-    )
+    forked = sign.name in ("no_fork", "process_limit") and any(one.source.startswith("for ") for one in frames)
     if of_worker or forked or sign.name == "open_files":
         if any(_VALIDATES.search(f"{one.name}( {one.source}") for one in frames):
             return "validate"
@@ -173,11 +148,7 @@ def _frames(stream: Stream, sign: Sign) -> list[Frame]:
     while len(headers) > 1 and "Original Traceback" in texts[headers[-1]]:
         headers.pop()
     begin = headers[-1] + 1 if headers else max(0, sign.place - 45)
-    found = _parse(texts[begin : sign.place + 1])
-    behind = texts[sign.place + 1 : sign.place + 40]
-    if (sign.name == "shm" or "killed by signal" in texts[sign.place]) and any(map(_CHAINED.search, behind[:14])):
-        found = [*_parse(behind), *found]
-    return found
+    return _parse(texts[begin : sign.place + 1])
 
 
 def _frame_in(text: str) -> re.Match[str] | None:
@@ -194,12 +165,8 @@ def _parse(texts: list[str]) -> list[Frame]:
             match = _frame_in(text + texts[at + 1])
         if match:
             found.append(Frame(match["file"].replace("\\", "/"), (match["name"] or "").rpartition(".")[2], ""))
-        elif (
-            found
-            and (_MARK.match(text) or (not found[-1].source and text[:1] in (" ", "\t")))
-            and not set(text.strip()) <= set("^~ ")
-        ):
-            found[-1] = Frame(found[-1].file, found[-1].name, _MARK.sub("", text).strip("│ \t"))
+        elif found and not found[-1].source and text[:1] in (" ", "\t") and not set(text.strip()) <= set("^~ "):
+            found[-1] = Frame(found[-1].file, found[-1].name, text.strip("│ \t"))
     return found
 
 
@@ -210,15 +177,12 @@ def _by_frames(frames: list[Frame]) -> JobPhase:
             return "build"
         if _NEUTRAL.search(frame.file):
             continue
-        name = "" if frame.name in _PASSING else frame.name
-        said = f"{name}( {frame.source}"
+        said = f"{frame.name}( {frame.source}"
         for phase, words, file in _GROUPS:
             if file.search(frame.file) or words.search(said):
                 is_data = any("__getitem__" in one.name or "utils/data/" in one.file for one in frames)
                 return "load" if phase == "checkpoint" and is_data else phase
-    if any(re.search(r"train|tune|sft", one.file) for one in frames) and (
-        _FORWARD.search("\n".join(one.source for one in frames)) or any(one.name == "forward" for one in frames)
-    ):
+    if any(re.search(r"train|tune|sft", one.file) for one in frames) and any(one.name == "forward" for one in frames):
         return "train"
     if any(one.name == "__init__" for one in frames):
         return "build"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.amounts import Amount
 from memfit.diagnosis._batch_script import MEMORY
+from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
-from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
-from memfit.diagnosis._verdict import NOTICEABLE
+from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
 from memfit.slurm import format_time
 from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
 
@@ -27,8 +26,10 @@ _CONTEXT_BYTES = 1 * GIB
 #: A peak above this multiple of the limit was not cut off by the limit.
 _CUT = 1.02
 _LEAST_SHM = 2 * GIB
-_MEMORY = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
+_MEMORY = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit run --help)"
 _GROW = "expandable_segments:True"
+_LIST = "nvidia-smi -i {} --query-compute-apps=pid,used_memory,name --format=csv"
+_LIST_OTHER = "npu-smi info, rocm-smi --showpids or xpu-smi ps"
 
 
 def list_remedies(
@@ -44,6 +45,8 @@ def list_remedies(
     job = with_figures(job or Job(), diagnosis)
     kind = diagnosis.kind
     table = {**TABLE, **UNDER_MEMFIT} if job.under_memfit else TABLE
+    if "size" in diagnosis.checked.contradictions:
+        return [row("wrong_size")]
     if kind == "none" or diagnosis.cause == "killed":
         rows = table.get(diagnosis.cause, ())
         if diagnosis.cause == "walltime":
@@ -73,27 +76,21 @@ def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
     return replace(job, request=request).with_known(Job(node_peak_bytes=used))
 
 
-def foreign_bytes(figures: Mapping[str, int]) -> int | None:
-    """Return what neither torch's allocator holds nor is free: other processes and the driver; None if unknown."""
-    if not {"device_total", "free", "reserved"} <= figures.keys():
-        return None
-    return max(figures["device_total"] - figures["free"] - figures["reserved"], 0)
-
-
 def _of_device(diagnosis: Diagnosis, job: Job, config: Mapping[str, Any] | None) -> Iterator[Remedy]:
-    figures, phase = diagnosis.figures, diagnosis.phase
-    short = figures.get("tried")
-    if short is not None and figures.get("free", GIB << 14) < GIB << 14:
-        short = max(short - figures["free"], 0)
-    yield from _others(diagnosis, short)
-    yield from _cache(figures, job, short)
+    figures, phase, own = diagnosis.checked, diagnosis.phase, BY_EMITTER.get(diagnosis.emitter)
+    short = None if figures.tried is None else max(figures.tried - (figures.room or 0), 0)
+    if "room" in figures.contradictions or figures.allowed:
+        yield row("room")
+    if "room" in figures.contradictions:
+        return
+    others = [*_others(diagnosis, job, figures, short), *_cache(diagnosis.emitter, figures, job, short)]
     setup = _setup(job, config) if config is not None and job.batch else None
-    if config is not None and setup is not None and phase in ("train", "build", "unknown"):
-        yield from _estimated(config, setup, short, figures.get("device_total"))
-    elif phase in TABLE:
-        yield from TABLE[phase]
-    else:
-        yield from _of_training(job, "--hf-config config.json" if config is None else "--script with the batch size")
+    rows: Iterable[Remedy] = own or TABLE.get(phase, ())
+    if own is None and config is not None and setup is not None and phase in ("train", "build", "unknown"):
+        rows = _estimated(config, setup, short, figures.total)
+    elif not rows:
+        rows = _of_training(job, "--hf-config config.json" if config is None else "--script with the batch size")
+    yield from (*rows, *others) if phase == "checkpoint" else (*others, *rows)  # ranks that load onto one device
     yield row("host_for_device", flag="--memory" if job.under_memfit else "--mem")
 
 
@@ -102,35 +99,37 @@ def _is_enough(saves: int, short: int | None) -> bool | None:
     return False if short is not None and saves < short else None
 
 
-def _others(diagnosis: Diagnosis, short: int | None) -> Iterator[Remedy]:
+def _others(diagnosis: Diagnosis, job: Job, figures: Figures, short: int | None) -> Iterator[Remedy]:
     """The memory of the device that other processes hold."""
-    held, total = foreign_bytes(diagnosis.figures), diagnosis.figures.get("device_total", 0)
+    held, total = figures.foreign, figures.total or 0
     if held is None or not total or held < max(NOTICEABLE * total, _CONTEXT_BYTES):
         return
-    pids = ", ".join(re.findall(r"\bProcess (\d+) has", " ".join(one.text for one in diagnosis.evidence)))
+    named = {pid: size for pid, size in figures.processes.items() if pid not in figures.own_pids}
+    pids = ", ".join(map(str, named)) if sum(named.values()) <= (1 + NOTICEABLE) * held else ""
+    is_of_ranks = diagnosis.phase == "checkpoint" or diagnosis.where.get("rank") is not None or (job.devices or 1) > 1
     yield row(
-        "others",
+        "ranks" if is_of_ranks else "others",
         held,
         enough=_is_enough(held, short),
-        index=diagnosis.where.get("device") or 0,
+        list=_LIST.format(diagnosis.where.get("device") or 0) if diagnosis.kind != "other_accelerator" else _LIST_OTHER,
         who=f"Process {pids} holds" if pids else "Other processes and the driver hold",
         held=format_bytes(held),
         total=format_bytes(total),
     )
 
 
-def _cache(figures: Mapping[str, int], job: Job, short: int | None) -> Iterator[Remedy]:
+def _cache(emitter: str, figures: Figures, job: Job, short: int | None) -> Iterator[Remedy]:
     """The memory that torch's allocator reserved and does not use."""
-    if not {"reserved", "allocated"} <= figures.keys():
+    unused, api = figures.slack, (emitter or "torch.cuda").removeprefix("torch.").upper()
+    if unused is None or api not in ("CUDA", "HIP", "NPU", "MLU", "MUSA"):  # whose torch reads the setting
         return
-    unused = max(figures["reserved"] - figures["allocated"], 0)
-    share = unused / figures["device_total"] if figures.get("device_total") else 0.0
+    size, share = format_bytes(unused), unused / (figures.total or figures.reserved or 1)
     is_on = any(_GROW in text.replace(" ", "") for name, text in job.env.items() if name.endswith("ALLOC_CONF"))
     if share >= NOTICEABLE and not is_on:
-        yield row("segments", unused, enough=_is_enough(unused, short), unused=format_bytes(unused), share=share)
+        yield row("segments", unused, enough=_is_enough(unused, short), api=api, unused=size, share=share)
     else:
-        why = "It is on already" if is_on else f"Only {format_bytes(unused)} ({share:.1%}) of its cache is unused"
-        yield row("no_segments", 0 if is_on else unused, why=why)
+        why = f"Only {size} ({share:.1%}) of its cache is unused; tensors hold {format_bytes(figures.allocated or 0)}"
+        yield row("no_segments", 0 if is_on else unused, why="It is on already" if is_on else why, api=api)
 
 
 def _of_training(job: Job, needed: str) -> Iterator[Remedy]:

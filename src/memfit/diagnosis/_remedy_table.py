@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 #: What a remedy costs in speed, the cheapest first.
@@ -160,6 +161,7 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
     ),
     "missing_file": (Remedy("check the path where the job runs", "ls -l PATH on that node", reason="It is missing."),),
     "config_error": (Remedy("correct the setting that is named", reason="The program refused it at its start."),),
+    "exit_status": (Remedy("read its last lines", reason="It ended by itself, without a traceback."),),
     "own_exception": (Remedy("read the innermost frame of its traceback", reason="The program raised it."),),
     "hang": (
         Remedy("see where each process waits", "py-spy dump --pid PID", reason="The frames tell who waits for whom."),
@@ -170,6 +172,23 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
         Remedy("use smaller blocks or fewer stages in that kernel", "num_stages=1, a smaller BLOCK",
                reason="The multiprocessor's own memory ran out, not the device's."),
     ),
+}  # fmt: skip
+
+_of = partial(Remedy, place="device")
+_LESS = (_of("ask for less at once", "a smaller batch, fewer rows or layers, a shorter context", "not known",
+             "Data, weights and results are on the device at once."),)  # fmt: skip
+#: Rows in the words of the library that printed the message, in place of those by phase.
+BY_EMITTER: Mapping[str, tuple[Remedy, ...]] = {
+    **dict.fromkeys(("cupy", "ggml", "ort", "other", "thrust"), _LESS),
+    "jax": (_of("use activation checkpointing", "jax.checkpoint", "25 to 33 %", "It keeps fewer activations."), *_LESS),
+    "rmm": (_of("let RMM's pool grow, or spill to the host", "maximum_pool_size=None; ManagedMemoryResource",
+                "not known", "The pool, or the device below it, is full."), *_LESS),
+    "tf": (_of("allocate without a pool", "TF_GPU_ALLOCATOR=cuda_malloc_async", "hardly any", "Pools break."), *_LESS),
+    "vllm": (_of("give vLLM more of the device", "gpu_memory_utilization=0.95", "none", "Its cache gets the rest."),
+             _of("shorten the context", "max_model_len=N", "none", "The cache must hold one request of that length."),
+             _of("shard the model", "tensor_parallel_size=2", "not known", "Smaller weights leave more to the cache.")),
+    "vllm.start": (_of("free the device, or give vLLM less of it", "nvidia-smi; gpu_memory_utilization=SHARE", "none",
+                       "Something held memory of the device before vLLM started."),),
 }  # fmt: skip
 
 #: Other rows for a job that ran under memfit.
@@ -190,15 +209,23 @@ _ROWS: Mapping[str, Remedy] = {
                               "The device has its own memory.", "device", 0, False, False),
     "others": Remedy(
         "end your own processes that still hold memory of this device, or use another device",
-        "nvidia-smi -i {index} --query-compute-apps=pid,used_memory,name --format=csv; "
-        "ps -o pid,user,etime,cmd -p PID; kill PID", "none",
+        "{list}; ps -o pid,user,etime,cmd -p PID; kill PID", "none",
         "{who} {held} of its {total}. Do not reset the device: that ends everybody's work.", "device"),
-    "segments": Remedy("let the allocator's segments grow", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-                       "hardly any", "torch's allocator reserved {unused} ({share:.0%} of the device) that no tensor "
-                       "uses. Set it before Python starts.", "device"),
+    "ranks": Remedy(
+        "give each rank its own device", "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); {list}; ps -p PID",
+        "none", "{who} {held} of its {total}. They may be ranks of this job: do not end those.", "device"),
+    "room": Remedy(
+        "find what refused the request", "set_per_process_memory_fraction; ulimit -v; the paging file (Windows); "
+        "memory= in .wslconfig (WSL)", "none", "The device had room. A limit of the process, a lack of host memory, or "
+        "a process that came and went refuses so. A smaller request may pass.", "device"),
+    "wrong_size": Remedy("find the size that was computed wrongly", "print the shapes of the failing line", "none",
+                         "An overflow, or data from a broken file or another rank. No memory is short."),
+    "segments": Remedy("let the allocator's segments grow", "export PYTORCH_{api}_ALLOC_CONF=expandable_segments:True",
+                       "hardly any", "torch's allocator reserved {unused} ({share:.0%}) that no tensor uses. Set it "
+                       "before Python starts.", "device"),
     "no_segments": Remedy("expandable_segments, max_split_size_mb or empty_cache()",
-                          "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none",
-                          "{why}: the device is full of tensors.", "device", 0, False, False),
+                          "PYTORCH_{api}_ALLOC_CONF=expandable_segments:True", "none", "{why}.", "device", 0, False,
+                          False),
     "half_batch": Remedy("halve the batch, double the accumulation", "{options}", "a few per cent",
                          "Activations halve. Each update sees the same samples, so only batch norm and rounding "
                          "change.{hint}", "device"),

@@ -6,19 +6,24 @@ memfit and one by somebody else are three different things.
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from memfit.diagnosis._signatures import Sign
-from memfit.diagnosis._text import Line
-from memfit.errors import DamagedError
-from memfit.rundir import RunDir, read_json
+from memfit.diagnosis._text import Line, Stream, read_streams
+from memfit.errors import DamagedError, UsageError
+from memfit.rundir import RunDir, check_owner, open_own, open_regular, pass_over, read_json, read_own
 
+T = TypeVar("T")
 _SIGKILL = -9
+#: Reading a larger log takes so long that a person wants to see it go on.
+_LONG_LOG_BYTES = 64 << 20
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 _KILLS = {"before": _COUNTS, "after": _COUNTS}
@@ -50,17 +55,65 @@ _EVENTS = {
 
 
 def find_run(path: Path) -> RunDir | None:
-    """Return the run directory that a path is or lies in; None if there is none."""
-    for folder in (path, *path.parents[:3]):
-        if (folder / "run.json").is_file() and (folder / "jobs").is_dir():
+    """Return the run directory that a path is or lies in, or None; refuse that of another user."""
+    for folder in (path, *path.parents[:5], *path.absolute().parents[:5]):
+        if os.path.lexists(folder / "run.json") and (folder / "jobs").is_dir():
+            check_owner(folder.resolve())
             return RunDir(folder)
+    return None
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file that a user names or that lies below a folder. Only in a run directory must it be an own one.
+
+    Elsewhere it may be a link. A pipe is read only where the shell made it, as ``<(...)`` does; others are an OSError.
+    """
+    if str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/")):
+        return open(path, "rb")
+    try:
+        if find_run(path) is not None:
+            return open_own(path)
+    except UsageError as error:
+        raise OSError(errno.EPERM, error.what, str(path)) from None
+    return open(open_regular(os.path.realpath(path)), "rb")
+
+
+def read_log(path: Path) -> list[Stream]:
+    """Return the streams of a log, opened by ``open_file``; none if it is no text. A long one shows how far it is."""
+    with open_file(path) as file:
+        about = os.fstat(file.fileno())
+    return _read(path, about.st_size, about.st_ino, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=32)
+def _read(path: Path, size: int, *_: int) -> list[Stream]:
+    """Read a log once, although it is asked for its signs and for its settings."""
+    with open_file(path) as file:
+        if size < _LONG_LOG_BYTES:
+            return read_streams(path, file)
+        from rich.console import Console  # slow to load
+        from rich.progress import wrap_file
+
+        screen = Console(stderr=True)
+        with wrap_file(file, size, description=f"reading {path.name}", console=screen, transient=True) as source:
+            return read_streams(path, source)
+
+
+def read_or_say(read: Callable[[Path], T], path: Path) -> T | None:
+    """Return what a reader makes of a file; say so, and return None, if it refuses the file."""
+    try:
+        return read(path)
+    except DamagedError as error:
+        pass_over(error.what)
+    except OSError as error:
+        pass_over(f"{path}: {error.strerror}")
     return None
 
 
 def logs_of(run: RunDir, job: str) -> list[Path]:
     """Return a job's logs, its errors first."""
     names = (run.job_dir(job) / name for name in ("err.log", "out.log"))
-    return [path for path in names if path.is_file() and path.stat().st_size]
+    return [path for path in names if os.path.lexists(path) and (not path.is_file() or path.stat().st_size)]
 
 
 def run_signs(path: Path) -> list[Sign]:
@@ -68,11 +121,20 @@ def run_signs(path: Path) -> list[Sign]:
     run = find_run(path)
     if run is None:
         return []
-    inside = path.resolve().relative_to(run.path.resolve()).parts
-    only = inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
-    folders = [one for one in sorted((run.path / "jobs").iterdir()) if one.is_dir() and only in (None, one.name)]
-    signs = [sign for folder in folders for sign in _ends_of(folder)]
+    signs = [sign for folder in folders_of(run, path) for sign in _ends_of(folder)]
+    only = _job_of(run, path)
     return signs + [sign for path in sorted(run.events_dir.glob("*.jsonl")) for sign in _events(path, only)]
+
+
+def _job_of(run: RunDir, path: Path) -> str | None:
+    inside = path.resolve().relative_to(run.path.resolve()).parts
+    return inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
+
+
+def folders_of(run: RunDir, path: Path) -> list[Path]:
+    """Return the folders of a run's jobs, or that of the job that a path names."""
+    only = _job_of(run, path)
+    return [one for one in sorted((run.path / "jobs").iterdir()) if one.is_dir() and only in (None, one.name)]
 
 
 def _ends_of(folder: Path) -> Iterator[Sign]:
@@ -82,9 +144,8 @@ def _ends_of(folder: Path) -> Iterator[Sign]:
         paths.append(folder / "status.json")  # it still runs, or its watcher died
     records: list[tuple[Path, dict[str, Any]]] = []
     for path in paths:
-        with suppress(DamagedError, OSError):
-            if (found := read_json(path, _END)) is not None:
-                records.append((path, found))
+        if (found := read_or_say(lambda one: read_json(one, _END), path)) is not None:
+            records.append((path, found))
     is_completed = bool(records) and records[-1][1].get("state") == "completed"
     for place, (path, record) in enumerate(records):
         sign = _end(folder.name, path, record, recovered=is_completed and place < len(records) - 1)
@@ -124,7 +185,8 @@ def _judge(
     """The heading for the end of a job, and who ended it."""
     state, is_killed = record.get("state"), record.get("exit_code") == _SIGKILL
     if state != "out_of_memory":
-        name = "killed" if is_killed else "own_exception" if state == "failed" else ""
+        ended = "own_exception" if _NAME.search(str(record.get("cause"))) else "exit_status"
+        name = "killed" if is_killed else ended if state == "failed" else ""
         return _STATES.get(str(state), name), "memfit" if state in ("cancelled", "timeout") else ""
     if evidence.get("place") == "device":
         return "device_refused", ""
@@ -141,7 +203,8 @@ def _judge(
 
 def _events(path: Path, only: str | None) -> Iterator[Sign]:
     """What a training recorded."""
-    for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):
+    content = read_or_say(read_own, path) or b""
+    for number, text in enumerate(content.decode(errors="replace").split("\n"), 1):
         try:
             event = json.loads(text)
         except (ValueError, RecursionError):  # a torn last record

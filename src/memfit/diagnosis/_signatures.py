@@ -53,6 +53,8 @@ MEANINGS: dict[str, Meaning] = {
     "host_refused": Meaning(MEMORY, "host_alloc", told=True),
     "bad_alloc": Meaning(MEMORY, "host_alloc", sure="likely", doubtful=True),
     "no_fork": Meaning(MEMORY, "host_alloc", doubtful=True, told=True),
+    "other_words": Meaning(MEMORY, "other_accelerator", sure="likely", doubtful=True, told=True),
+    "device_words": Meaning(MEMORY, "gpu", sure="likely", doubtful=True, told=True),
     "cgroup_kill": Meaning(MEMORY, "host_cgroup"),
     "global_kill": Meaning(MEMORY, "host_kernel"),
     "oom_kill": Meaning(MEMORY, "host_kernel"),
@@ -74,6 +76,7 @@ MEANINGS: dict[str, Meaning] = {
     "killed": Meaning(ENDED, cause="killed", sure="not shown"),
     "bus_error": Meaning(ENDED, cause="bus_error", sure="likely"),
     "own_exception": Meaning(OWN, cause="own_exception", sure="likely", told=True),
+    "exit_status": Meaning(FOLLOWED, cause="exit_status", sure="likely"),
     "collective_timeout": Meaning(FOLLOWED, cause="collective_timeout", sure="likely"),
     "aborted": Meaning(FOLLOWED, cause="aborted", sure="likely"),
     "worker_exited": Meaning(FOLLOWED, cause="worker_exited", sure="likely"),
@@ -100,6 +103,7 @@ class Sign:
     place: int = 0  # the position of its first line there
     of: Kind | Literal[""] = ""  # which memory, if the words alone do not say; empty for that of the heading
     before: str = ""  # the text before it in its line
+    emitter: str = ""  # the library that prints it, such as torch.npu or vllm
 
     @property
     def meaning(self) -> Meaning:
@@ -143,11 +147,12 @@ class Sign:
 #: figures are behind it, by ``_FIGURES``. Of patterns that match the same place the first one counts.
 #:
 #: A named group is a figure: ``tried_kb`` in KiB, ``SIZE(tried)`` with its unit in the text (``SIZE_`` where a letter may
-#: follow the unit). Sizes become ``tried_bytes``, counted in 1024s. An empty group tells the sort of message.
+#: follow the unit). Sizes become ``tried_bytes``, counted in 1024s. ``emitter X``: advice is in the words of library X.
 _TABLE = r"""
 # Devices
 device_oom; figures torch
-    (?P<api>CUDA|HIP|XPU|NPU|MUSA|MLU) out of memory (?:\. (?:Tried to allocate SIZE(tried))?)?
+    (?P<api>CUDA|HIP|XPU|NPU|MUSA|MLU) out of memory
+        (?:\. (?:Tried to allocate (?:SIZE(tried)|more than SIZE_(over)))?)?
 pinned
     could not allocate pinned host memory of size: (?P<tried_b>\d+)
     failed to alloc SIZE(tried) bytes on host
@@ -156,15 +161,17 @@ pinned
     cuMemHostAlloc failed | cudaHostAlloc failed | cudaHostRegister (?:failed)?[^:]{0,40}: (?:out of memory|invalid)
         | [Ff]ailed to (?:allocate|alloc|pin) [^.]{0,40}? pinned [^.]{0,40}? memory | pinned memory allocation failed
         | out of memory at \S{1,200}?CachingHostAllocator
-device_refused
+device_refused; emitter jax
     (?:RESOURCE_EXHAUSTED|Resource exhausted):\S{0,80}? Out of memory (?:while)? (?:trying to allocate
-        |allocating) (?P<xla>) (?P<tried_b>\d+) bytes(?!\()
+        |allocating) (?P<tried_b>\d+) bytes(?!\()
     (?:RESOURCE_EXHAUSTED|Resource exhausted):\S{0,80}? Out of memory (?:while)? (?:trying to allocate
-        |allocating) (?P<xla>) SIZE_(tried)
+        |allocating) SIZE_(tried)
     (?:RESOURCE_EXHAUSTED|Resource exhausted):\S{0,120}? (?:Attempting to (?:allocate|reserve)
-        |Failed to allocate request for) (?P<xla>) SIZE_(tried)
-    Ran out of memory in memory space hbm (?P<xla>) (?:\. Used [\d.]+[KMGT]? of (?P<total>[\d.]+) (?P<total_u>[KMGT]))?
-    std::bad_alloc: (?:out_of_memory: CUDA error | cudaErrorMemoryAllocation)
+        |Failed to allocate request for) SIZE_(tried)
+    Ran out of memory in memory space hbm (?:\. Used [\d.]+[KMGT]? of (?P<total>[\d.]+) (?P<total_u>[KMGT]))?
+device_refused; emitter rmm
+    std::bad_alloc: (?:out_of_memory: (?:CUDA error|RMM failure) | cudaErrorMemoryAllocation)
+device_refused
     (?:allocating SIZE(tried) on device \d+:)? cudaMalloc (?:Async|retry)? failed: out of memory
     Error Code 2: OutOfMemory \(Requested size was (?P<tried_b>\d+) bytes
     cuMemAllocAsync failed to allocate (?P<tried_b>\d+) bytes
@@ -174,9 +181,12 @@ device_refused
     Out of memory error on GPU \d+\. Cannot allocate SIZE(tried)
     Memory allocation error on worker \d+:[^!]{0,200}? Requested memory: (?P<tried>\d[\d.]*) (?P<tried_u>[KMGT]i?B)
     Memory allocation error on worker \d+:[^!]{0,200}? Requested memory: (?P<tried_b>\d+)(?![\d.]*[KMGT])
-    No available memory for the (?P<build>) cache blocks
-    Free memory on device (?P<build>) (?:cuda:\d+)? \([\d.]+/(?P<total>[\d.]+)(?P<total_u>GiB)\) on startup is less
-    \((?P<tried>[\d.]+)(?P<tried_u>GiB) (?P<build>) KV cache is needed, which is larger than the available KV cache
+device_refused; emitter vllm
+    No available memory for the cache blocks
+    \((?P<tried>[\d.]+)(?P<tried_u>GiB) KV cache is needed, which is larger than the available KV cache
+device_refused; emitter vllm.start
+    Free memory on device (?:cuda:\d+)? \([\d.]+/(?P<total>[\d.]+)(?P<total_u>GiB)\) on startup is less
+device_refused
     CUDA [Ee]rror: out of memory | (?:CUDA|(?P<api>HIP)) error (?:\(\d+\))?:? ?out of memory
         | cuda runtime error \(2\):? out of memory | THCudaCheck FAIL file= \S{1,300}? error=2 : out of memory
         | hipErrorOutOfMemory | cudaErrorMemoryAllocation | CUDA driver error: out of memory
@@ -186,35 +196,36 @@ device_refused
         | CUDA error 2 at [^:!]{1,200}?:\d+: out of memory | \[CUDA\] out of memory | Error Code 2: OutOfMemory
         | No executable batch size found, reached zero | Cuda Runtime \(out of memory\)
         | CUDA failure 2:? '?out of memory | GPU memory allocation failed
-device_refused; figures cupy
+device_refused; emitter cupy; figures cupy
     cupy\.cuda\.memory\.OutOfMemoryError: (?:Out of memory allocating|out of memory to allocate)
         (?P<tried_b>[\d,]+) bytes
 device_refused; figures julia
     Out of GPU memory trying to allocate SIZE(tried)
 device_refused; figures summary
     CUDA OOMs: [1-9]\d*
-device_refused; figures tensorflow
-    (?:Resource ?Exhausted ?Error|Resource exhausted)\S{0,200}?OOM when allocating tensor (?P<tf>)
-        | OOM when allocating tensor (?:with|of) shape (?P<tf2>) | failed to allocate memory\[Op: (?P<tf3>)
-device_refused
-    insufficient memory \(attempted to allocate SIZE(tried)\) (?P<ggml>)
-    (?:failed|unable) to allocate (?P<ggml>(?:CUDA|ROCm|Vulkan|Metal|MTL|SYCL|CPU)(?!_Host)\w{0,12}?) buffer
+device_refused; emitter tf; figures tensorflow
+    (?:Resource ?Exhausted ?Error|Resource exhausted)\S{0,200}?OOM when allocating tensor
+        | OOM when allocating tensor (?:with|of) shape | failed to allocate memory\[Op:
+device_refused; emitter ggml
+    insufficient memory \(attempted to allocate SIZE(tried)\)
+    (?:failed|unable) to allocate (?P<backend>(?:CUDA|ROCm|Vulkan|Metal|MTL|SYCL|CPU)(?!_Host)\w{0,12}?) buffer
         (?:of size (?P<tried_b>\d+))?
-    Failed to allocate memory for requested buffer of size (?P<tried_b>\d+) (?P<arena>)
-other_device
+device_refused; emitter ort
+    Failed to allocate memory for requested buffer of size (?P<tried_b>\d+)
+other_device; emitter torch.mps
     MPS backend out of memory \(MPS allocated: SIZE(allocated), (?:other allocations: SIZE(other),)?
         max allowed: SIZE(total)\) (?:\. Tried to allocate SIZE(tried))?
     MPS backend out of memory (?!\(MPS) | Invalid buffer size: SIZE(tried)
         | kIOGPUCommandBufferCallbackErrorOutOfMemory
 xpu_error
-    UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY | PI_ERROR_OUT_OF_RESOURCES | UR_RESULT_ERROR_OUT_OF_RESOURCES
-        | PI_ERROR_OUT_OF_HOST_MEMORY | ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY | PI_ERROR_MEM_OBJECT_ALLOCATION_FAILURE
+    (?:UR_RESULT|PI|ZE_RESULT)_ERROR_(?:OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|MEM_OBJECT_ALLOCATION_FAILURE)
 library_alloc
-    CUBLAS_STATUS_ALLOC_FAILED | CUDNN_STATUS_ALLOC_FAILED | failed to create cublas handle
-        | Unable to find a valid cuDNN algorithm to run convolution | CUSPARSE_STATUS_ALLOC_FAILED
-        | CUSOLVER_STATUS_ALLOC_FAILED | CUFFT_ALLOC_FAILED | HIPBLAS_STATUS_ALLOC_FAILED
-        | CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
-nccl_oom
+    (?:CU|HIP)(?:BLAS|DNN|FFT|RAND|SOLVER|SPARSE)_\w{0,50}?ALLOC(?:ATION)?_FAILED | failed to create cublas handle
+        | CUSPARSE_STATUS_INSUFFICIENT_RESOURCES | rocblas_status_memory_error | miopenStatusAllocFailed
+        | Unable to find a valid cuDNN algorithm to run convolution
+library_alloc; emitter thrust
+    (?:instance of ')? (?:thrust|cub|raft|cudf|rmm)::[\w:]{0,40}?(?:bad_alloc|out_of_memory)
+nccl_oom; emitter nccl
     (?:Cuda|HIP) failure (?:\d+)? '?outofmemory
         | Failed to CUDA (?:host)? (?:c|m)alloc (?:async)? (?P<tried_b>\d+)?
 device_oom; lines
@@ -239,18 +250,20 @@ host_refused
     java\.lang\.OutOfMemoryError | JavaScript heap out of memory | LoadError: OutOfMemoryError\(\)
         | C error: out of memory | Out of memory\. Type \"help memory\" | virtual memory exhausted:
         | fatal error: runtime: out of memory | \[?WinError 1455\]? | The paging file is too small | os error 1455
-    memory allocation of (?P<tried_b>\d+) bytes failed
+    memory allocation of (?P<tried_b>\d+) bytes failed | (?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY
 host_refused; lines
-    ^\s*(?:[\w.]*\.)?MemoryError\s*(?:$|:(?! std::bad_alloc: out_of_memory: CUDA))
+    ^\s*(?!\S*(?:cuda|opencl))(?:[\w.]*\.)?MemoryError\s*(?:$|:(?! std::bad_alloc: out_of_memory: CUDA))
 bad_alloc
     std::bad_alloc (?!:out_of_memory:CUDA|:cudaError)(?!.{0,300}?(?:cudaErrorMemoryAllocation|rmm|cudaMalloc))
         | failed to allocate memory: Cannot allocate | tcmalloc: allocation failed (?P<tried_b>\d+)?
         | libc\+\+abi: \S{0,60}?bad_alloc | terminate called\S{0,60}?bad_array_new_length
+bad_alloc; lines
+    \bcould not (?:create a primitive|execute a primitive|create a memory object)\s*$
 shm
     insufficient shared memory \(shm\) | workers are out of shared memory
         | DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal: Bus error | ObjectStoreFullError
         | unable to write to file </torch_[^>]{1,80}> | Call to posix_fallocate failed :? No space left on device
-        | unable to (?:resize|allocate) (?:file|shared memory) [^:]{0,100}:Nospaceleftondevice
+        | unable to (?:resize|allocate) (?:file|shared memory) (?![^<]{0,20}</(?!dev/shm)\w{1,40}/) [^:]{0,100}:Nospaceleftondevice
         | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode: No space
         | failed to extend /dev/shm/nccl-\w+ to (?P<tried_b>\d+) bytes
         | /dev/shm/[^:]{0,80} No space left on device | No space left on device[^a-z]{0,8}'?/dev/shm
@@ -418,7 +431,7 @@ device_lost
         | Found no NVIDIA driver | driver (?:version)? is (?:too old|insufficient) | invalid device ordinal
         | no kernel image is available | UR_RESULT_ERROR_DEVICE_LOST | CUDA_ERROR_NO_DEVICE
         | Torch not compiled with CUDA enabled | CUDNN_STATUS_NOT_SUPPORTED
-        | (?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|ARCH_MISMATCH)
+        | (?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR(?!_\w*ALLOC)|INVALID_VALUE|ARCH_MISMATCH)
 collective_timeout
     Watchdog caught collective operation timeout | ran for \d+ milliseconds before timing out
         | Collective operation timeout | (?:NCCL|ProcessGroup\w+)\S{0,200}? timed? ?out | wait timeout after \d+ms
@@ -428,7 +441,7 @@ collective_timeout
         | NCCL communicator was aborted | Connection closed by peer \[
 open_files
     \[Errno 24\] | Too many open files | received 0 items of ancdata
-        | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode (?!:No space)
+        | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode (?!:No space|:Cannot allocate)
 process_limit
     \[Errno 11\] Resource temporarily unavailable | can't start new thread | fork: (?:retry: )? (?:无资源)?
         Resource temporarily unavailable | pthread_create (?:\(\))? failed | Thread creation failed
@@ -463,6 +476,13 @@ hang
         | came within [\d.e+]+ s, and the workers do nothing:
 hang; lines
     ^Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!\s*$
+
+# Where nothing above is known: a word for a device beside words of a shortage
+device_words; any case; emitter other
+    (?:cuda|gpu|opencl|vram|device memory)\S{0,60}?SHORT | SHORT\S{0,60}?(?:cuda|gpu|opencl|vram|device memory)
+other_words; lines; emitter other
+    \b(?:NPU|Ascend|HPU|Gaudi|PT_DEVMEM|TPU|HBM|XPU|MPS|ROCm|MLU|MUSA|Vulkan|(?:acl)?rt(?=M)|hip(?=M)).{0,60}?SHORT
+    SHORT.{0,60}?\b(?:NPU|Ascend|HPU|Gaudi|PT_DEVMEM|TPU|HBM|XPU|MPS|ROCm|MLU|MUSA|Vulkan)\b
 
 # What ended nothing
 pressure
@@ -505,6 +525,8 @@ torch
     Of the allocated memory SIZE(allocated) is allocated by PyTorch
     ;SIZE(free) free
     of which SIZE(free) is free
+    SIZE(allowed) allowed;
+    this process has SIZE(own) memory in use
     ;SIZE(reserved) reserved in total by
     ;SIZE(cached) cached
     and SIZE(slack) is reserved by PyTorch but unallocated
@@ -528,6 +550,10 @@ yarn
 """
 #: What bash prints before the signal that a script's command died of: ``train.sh: line 2: 4260 Bus error``.
 _BASH = r"^\s*(?:\S.{0,200}: line \d+: +\d+ )?"
+_SHORT = (
+    r"(?i:out\s*of\s*\w{0,10}\s*memory|(?:fail\w{0,4}|unable|can'?t|can\s*not|could\s*not)\s*(?:to\s*)?[cm]?alloc"
+    r"|alloc\w{0,8}\s*fail|(?:insufficient|not\s*enough)\s*\w{0,10}\s*memory|memory\s*(?:is\s*)?(?:insufficient|exhausted))"
+)
 
 
 @dataclass(frozen=True)
@@ -538,8 +564,8 @@ class Row:
     regex: re.Pattern[str]
     by_line: bool = False  # matched against lines as they are
     who: str = ""  # who prints it, if not the program
-    more: tuple[re.Pattern[str], ...] = ()  # of further figures in the text behind it
-    around: bool = False  # and before it
+    more: tuple[re.Pattern[str], ...] = ()  # of further figures in the text behind it, of TensorFlow's also before it
+    emitter: str = ""
 
 
 def _patterns(table: str) -> Iterator[tuple[str, str]]:
@@ -555,6 +581,7 @@ def _compiled(text: str, options: Sequence[str] = ()) -> re.Pattern[str]:
         return rf"(?P<{match[2]}>\d[\d.,]{{0,24}})(?P<{match[2]}_u>bytes?|[KMGTE]i?[Bb]|{last})"
 
     text = text.replace("BASH", _BASH) if "lines" in options else text.replace(" ", "")
+    text = text.replace("SHORT", _SHORT)
     return re.compile(re.sub(r"SIZE(_?)\((\w+)\)", size, text), re.IGNORECASE if "any case" in options else 0)
 
 
@@ -565,9 +592,8 @@ def _rows() -> Iterator[Row]:
     for head, text in _patterns(_TABLE):
         name, *options = head.split("; ")
         given = {word: rest for word, _, rest in (one.partition(" ") for one in options)}
-        more = given.get("figures", "")
-        who, is_around = given.get("by", ""), more == "tensorflow"
-        yield Row(name, _compiled(text, options), "lines" in options, who, figures.get(more, ()), is_around)
+        who, more, emitter = (given.get(option, "") for option in ("by", "figures", "emitter"))
+        yield Row(name, _compiled(text, options), "lines" in options, who, figures.get(more, ()), emitter)
 
 
 TABLE = tuple(_rows())
@@ -629,7 +655,7 @@ def _in_lines(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
     for place in stream.telling:
         line = stream.lines[place]
         if (match := row.regex.search(line.text)) and (values := _figures(row, [match])) is not None:
-            yield Sign(row.name, (line,), values, index, place, "", line.text[: match.start()])
+            yield Sign(row.name, (line,), values, index, place, "", line.text[: match.start()], row.emitter)
 
 
 def _in_text(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
@@ -642,31 +668,31 @@ def _in_text(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
         own = after[: stop.start() if stop else None]
         near = text[max(0, match.start() - _NEAR) : match.end() + _NEAR]
         end = match.end() + max((one.end() for regex in row.more if (one := regex.search(own))), default=0)
-        more = [one for regex in row.more if (one := regex.search(near if row.around else match[0] + own))]
+        more = [one for regex in row.more if (one := regex.search(near if row.emitter == "tf" else match[0] + own))]
         values = _figures(row, [match, *more])
         if values is None:
             continue
-        of, place = _kind(values, match, after, near), stream.line_at(match.start())
+        of, place = _kind(row.emitter, values, match, after, near), stream.line_at(match.start())
+        emitter = row.emitter or (f"torch.{values['api'].lower()}" if row.name == "device_oom" else "")
         before = re.match(rf"(?:\s*\S){{{match.start() - stream.start_of(place)}}}\s*", stream.lines[place].text)
-        yield Sign(
-            row.name, stream.between(match.start(), end)[:8], values, index, place, of, before[0] if before else ""
-        )
+        lines, said = stream.between(match.start(), end)[:8], before[0] if before else ""
+        yield Sign(row.name, lines, values, index, place, of, said, emitter)
 
 
-def _kind(values: dict[str, Any], match: re.Match[str], after: str, near: str) -> Kind | Literal[""]:
+def _kind(emitter: str, values: dict[str, Any], match: re.Match[str], after: str, near: str) -> Kind | Literal[""]:
     """Which memory a message is about, where only the text around it says."""
-    if values.pop("build", False):
+    if emitter.startswith("vllm"):
         values["phase"] = "build"
-    if values.pop("xla", False):
+    elif emitter == "jax":
         return "gpu" if _GPU.search(near) and not _TPU.search(match.group(0) + after[:300]) else "other_accelerator"
-    if values.pop("arena", False):
+    elif emitter == "ort":
         return "gpu" if _GPU.search(near) else "host_alloc"
-    if values.pop("tf", False):
+    elif emitter == "tf":
         text = match.group(0) + after[:600]
         is_cpu = "device:CPU" in text or "CPU:0byallocator" in text or "allocatorcpu" in text
         return "host_alloc" if is_cpu and "GPU" not in text and "gpu:" not in text else "gpu"
-    if (name := values.pop("ggml", "")) != "":
-        said = name if isinstance(name, str) else match.string[max(0, match.start() - 60) : match.start()]
+    elif emitter == "ggml":
+        said = values.pop("backend", "") or match.string[max(0, match.start() - 60) : match.start()]
         found = _BACKEND.search(said.rpartition("ggml")[2])
         return "host_alloc" if found is None else "gpu" if found[0].upper() == "CUDA" else "other_accelerator"
     return "other_accelerator" if values.get("api", "CUDA") != "CUDA" else ""

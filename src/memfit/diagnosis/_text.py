@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import BinaryIO
 
 from memfit.diagnosis._excerpt import excerpt
@@ -29,6 +30,9 @@ _TELLING = re.compile(
 )
 _NEAR_BEFORE, _NEAR_AFTER = 3, 12
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+#: Bytes that no text in any encoding has many of; noise and packed files have one in ten.
+_LEAST_BINARY = 100
+_BINARY, _SAMPLE_BYTES = bytes({*range(1, 0x20)} - {*b"\a\b\t\n\f\r\x1b"}), 1 << 16
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _RANK = re.compile(
     r"\s*(?:\[rank ?(\d{1,5})\]:? ?|\[default(\d{1,5})\]:|\[?rank[:= ](\d{1,5})\]?[:|] "
@@ -94,10 +98,10 @@ class Stream:
         return tuple(line for line in self.lines[first : last + 1] if line.text.strip())
 
 
-def read_streams(name: str, source: BinaryIO) -> list[Stream]:
-    """Return the streams of a log: the lines without a rank, and those of each rank."""
+def read_streams(name: Path | str, source: BinaryIO) -> list[Stream]:
+    """Return the streams of a log: the lines without a rank, and those of each rank. What is no text has none."""
     by_rank: dict[int | None, list[Line]] = {}
-    for line in _lines(source, name):
+    for line in _lines(source, str(name)):
         by_rank.setdefault(line.rank, []).append(line)
     return [Stream(lines) for lines in by_rank.values()]
 
@@ -110,6 +114,9 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
         if len(first) > _WHOLE_BYTES:
             raw = excerpt(chain([first], pieces))
             break
+    sample = first[:_SAMPLE_BYTES].replace(b"\0", b"")  # a log that was cut while it was written begins with zeros
+    if len(sample) - len(sample.translate(None, _BINARY)) > max(_LEAST_BINARY, 0.03 * len(sample)):
+        return
     beginning = [line.decode("utf-8", errors="replace").rstrip("\r") for line in first.split(b"\n")]
     lengths = [len(line) for line in beginning]
     # The width at which a console wrapped: the longest line's, if several lines have it.

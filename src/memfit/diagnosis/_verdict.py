@@ -12,9 +12,6 @@ from memfit.diagnosis._progress import Reading, went_on
 from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
 from memfit.diagnosis._text import Stream
 
-#: The share of a device from which the memory of others, or an allocator's unused memory, counts.
-NOTICEABLE = 0.05
-
 #: Words before a signature that make its line speak of it, as help, advice and documents do.
 _TALK = re.compile(
     r"\b(?:if|when|whenever|in case|unless|avoid\w*|prevent\w*|may|might|could(?! not)|can(?!'t|not| not)|how|often|help\w*"
@@ -152,7 +149,7 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
 
 def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequence[Sign]) -> bool:
     text = stream.lines[sign.place].text
-    if "UserWarning" in text or is_clone(stream, sign):
+    if "UserWarning" in text:
         return True
     later = [one for one in near if one.place > sign.place]
     finished = any(one.name == "success" for one in later)
@@ -168,17 +165,13 @@ def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequ
     return finished or went_on(readings, sign.place)
 
 
-def is_clone(stream: Stream, sign: Sign) -> bool:
-    """Return whether a sign is in FSDP's warning that it could not copy a tensor of a checkpoint."""
-    start = stream.start_of(sign.place)
-    return "Failedtoclone()tensor" in stream.squeezed[max(0, start - 900) : start + 400]
-
-
 #: Causes of which the words of doubtful rows are a consequence.
 _POISON = frozenset({"assertion", "illegal_access", "process_limit", "open_files", "device_lost"})
 _PINS = re.compile(r"pin_memory|memory_pool_host|PinMemory|cudaHostAlloc|pinned")
 #: Causes by the scheduler, which then kills.
 _BY_SCHEDULER = ("cancelled", "walltime", "preempted", "node_fail")
+#: Rows of last resort: they count near the end of a log, where nothing else is known but these causes.
+_WORDS, _UNNAMED, _NEAR_END = ("device_words", "other_words"), ("own_exception", "aborted"), 40
 #: The lines of a kernel's block between its scope and its victim.
 _BLOCK_LINES = 800
 
@@ -186,6 +179,12 @@ _BLOCK_LINES = 800
 def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]) -> list[Sign]:
     """Return the causes, the best explanation first: by tier, then by time; what was survived comes last."""
     causes = [one for one in signs if one.meaning.tier != MARK and not _is_explained(one, signs)]
+    if not all(one.name in (*_WORDS, *_UNNAMED) for one in causes) or any(one.meaning.tier == MARK for one in signs):
+        causes = [one for one in causes if one.name not in _WORDS]
+    ends = [len(stream.lines) - _NEAR_END for stream in streams]
+    causes = [
+        one for one in causes if one.name not in _WORDS or (one.place >= ends[one.stream] and id(one) not in lived)
+    ]
     was_killed = any(one.name == "killed" for one in signs)
     if any(one.name == "success" for one in signs) and not was_killed:
         causes = [one for one in causes if not is_unlinked(one)]
@@ -215,6 +214,9 @@ def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
     def is_near(names: tuple[str, ...], before: int = 3, behind: int = 3) -> bool:
         return any(one.name in names and -before <= one.place - sign.place <= behind for one in near)
 
+    waited = (one.number < sign.number for one in signs if one.name == "collective_timeout" and one.file == sign.file)
+    if any(waited) and any("over_bytes" in one.values and one.place == sign.place for one in (sign, *near)):
+        return True  # the sizes that another rank should have sent never came
     if sign.name == "own_exception":
         return any(one.place == sign.place and one.meaning.tier != MARK and one.name != "killed" for one in near)
     if sign.name == "oom_kill":

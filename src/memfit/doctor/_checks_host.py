@@ -94,7 +94,7 @@ def check_limits(case: Case) -> Iterator[Check]:
         least, named = min(known)
         finding = f"about {wanted} threads at most, {least} allowed"
         reason = "beyond it no thread starts: RuntimeError: can't start new thread, or a BlockingIOError at fork"
-        remedy = "memfit run --threads 1 -- ..., fewer workers, or docker run --pids-limit=-1"
+        remedy = "memfit run --set threads_per_job=1 -- ..., fewer workers, or docker run --pids-limit=-1"
         is_few, is_tight = wanted > least, 2 * wanted > least
         yield judge("processes", finding, reason, remedy, named, problem=is_few, warning=is_tight)
     if limits:

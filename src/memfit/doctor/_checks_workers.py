@@ -155,9 +155,9 @@ def check_threads(case: Case) -> Iterator[Check]:
         finding += f"; a library without a setting would take {host}"
     if own := [one.site for one in case.script.threads if one.name == "torch.set_num_threads"]:
         finding += f"; torch.set_num_threads at {own[0]} changes it"
-    remedy = f"memfit run --threads {max(1, cores // (ranks * (1 + workers * has_pools)))} -- ..."
+    remedy = f"memfit run --set threads_per_job={max(1, cores // (ranks * (1 + workers * has_pools)))} -- ..."
     if ranks * workers > cores:
-        remedy = f"num_workers={max(1, cores // ranks - 1)}, and memfit run --threads 1 -- ..."
+        remedy = f"num_workers={max(1, cores // ranks - 1)}, and memfit run --set threads_per_job=1 -- ..."
     reason = "threads beyond the cores take turns: each step waits for the slowest, and every pool takes memory"
     is_many = total > 2 * cores or ranks * max(threads, workers) > cores
     source = f"OMP_NUM_THREADS={threads}; workers: {case.workers[1]}"
@@ -166,7 +166,7 @@ def check_threads(case: Case) -> Iterator[Check]:
     if lost:
         finding = ", ".join(f"{name}={old} becomes {case.added[name]}" for name, old in lost.items())
         numbers = [old for name, old in lost.items() if name in _THREAD_VARIABLES and old.isdigit()]
-        flag = f"--threads {numbers[0]}" if numbers else "--no-tight-malloc"
+        flag = f"--set threads_per_job={numbers[0]}" if numbers else "--set memory.tight_malloc=false"
         reason = "memfit run sets these for each job, whatever the shell exports"
         yield Check("overridden", "warning", finding, reason, f"memfit run {flag} -- ...", "the environment")
     for one in case.script.variables:
@@ -206,6 +206,6 @@ def check_environment(case: Case) -> Iterator[Check]:
         finding = f"threads alive: {asked.threads.get('', 0)} at the start, {', '.join(used)}"
         finding += "" if asked.torch_threads is None else f"; torch computes with {asked.torch_threads}"
         reason = "each process of the script starts as many, and a fork copies one of them"
-        remedy = f"memfit run --threads {case.num_cpus} -- ..."
+        remedy = f"memfit run --set threads_per_job={case.num_cpus} -- ..."
         is_many = max(asked.threads.values(), default=0) > 4 * case.num_cpus + _OTHER_THREADS
         yield judge("threads alive", finding, reason, remedy, "counted in a child", warning=is_many)

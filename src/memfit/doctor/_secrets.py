@@ -5,18 +5,17 @@ from __future__ import annotations
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from memfit.checks import Check, worst_first
 from memfit.doctor._case import judge
 from memfit.errors import MissingExtraError, UsageError
+from memfit.masking import SERVICES, load_finders
 
 _MOST_BYTES = 4 << 20  # a longer file is data, and is counted as not read
 _COMMIT = "\0memfit-commit "
-#: Finders of detect-secrets that guess by randomness or by form; in code and data they are wrong nearly always.
-_GUESSES = ("Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector")
 _REASON = "whoever reads the file, an image that holds it or the history has the key"
 
 
@@ -33,11 +32,18 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = Non
         MissingExtraError: If detect-secrets is not installed.
         UsageError: If the folder is in no git repository.
     """
-    try:
-        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-        from detect_secrets.settings import transient_settings
-    except ModuleNotFoundError as error:
-        raise MissingExtraError.of("detect-secrets", "integrations", "memfit doctor --secrets") from error
+    if not load_finders():
+        raise MissingExtraError.of("detect-secrets", "integrations", "memfit doctor --secrets")
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    from detect_secrets.plugins.base import BasePlugin
+    from detect_secrets.settings import transient_settings
+
+    class ServiceToken(BasePlugin):
+        secret_type = "Service Token"
+
+        def analyze_string(self, string: str) -> Generator[str, None, None]:
+            yield from (found[found.lastindex or 0] for found in SERVICES.finditer(string))
+
     try:
         root = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
     except (subprocess.CalledProcessError, OSError):
@@ -47,8 +53,8 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = Non
             remedy="run it inside the repository",
         ) from None
     classes: Any = get_mapping_from_secret_type_to_class()
-    finders = [one.__name__ for one in classes.values()]
-    plugins = [{"name": name} for name in finders if name not in _GUESSES]
+    classes[ServiceToken.secret_type] = ServiceToken
+    plugins = [{"name": one.__name__} for one in (*load_finders(), ServiceToken)]
     with transient_settings({"plugins_used": plugins}):
         return worst_first([*_Scan(root, progress or (lambda done, total: None)).checks(), *_env_file(root)])
 

@@ -3,8 +3,6 @@
 Only tracing loads torch; `estimate_formula`, `find_gpu` and the records do not.
 """
 
-from typing import Any
-
 from memfit.estimation._allocator_settings import VARIABLES as ALLOCATOR_VARIABLES
 from memfit.estimation._allocator_settings import (
     AllocatorSettings,
@@ -32,7 +30,6 @@ from memfit.estimation._setup import (
     split_batch,
 )
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time
-from memfit.successors import missing_name
 
 __all__ = [
     "ALLOCATOR_VARIABLES",
@@ -72,7 +69,3 @@ __all__ = [
     "read_lengths",
     "split_batch",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)

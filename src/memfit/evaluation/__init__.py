@@ -15,8 +15,6 @@ Example:
     'rank IC 0.167 ± 0.601, n 3, ICIR 0.16'
 """
 
-from typing import Any
-
 from memfit.evaluation._days import evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit.evaluation._decision import Decision, FoldEffect, decide, decide_on_record, read_record, record_of
 from memfit.evaluation._inference import (
@@ -45,7 +43,6 @@ from memfit.evaluation._metrics import (
 )
 from memfit.evaluation._scores import Scores, read_scores
 from memfit.evaluation._seeds import SeedComparison, compare_seeds
-from memfit.successors import missing_name
 
 __all__ = [
     "Decision",
@@ -83,7 +80,3 @@ __all__ = [
     "summarize_days",
     "wilson_interval",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)

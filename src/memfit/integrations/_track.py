@@ -59,7 +59,7 @@ class Tracking:
     def __init__(self, run: RunDir, settings: TrackSettings, events: EventWriter) -> None:
         self._events, self._children = events, dict[str, subprocess.Popen[bytes]]()
         for name in dict.fromkeys(settings.to):
-            log = (run.path / f"{name}.log").open("ab")
+            log = os.open(run.path / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             command = [sys.executable, "-m", "memfit.integrations._track", str(run.path), name, settings.project]
             env = {**os.environ, "WANDB_SILENT": "true", "WANDB_MODE": "offline" if settings.offline else "online"}
             if name == "wandb" and not settings.offline:
@@ -67,7 +67,7 @@ class Tracking:
             self._children[name] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True
             )
-            log.close()
+            os.close(log)
 
     def close(self) -> None:
         """Let the trackers show what is left, end those that hang, and record what became of each."""

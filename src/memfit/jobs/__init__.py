@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Traits,
         Verdict,
         name_jobs,
+        show_state,
     )
     from memfit.jobs._local import LocalBackend, child_env
     from memfit.jobs._scheduler import Scheduler
@@ -75,6 +76,7 @@ __all__ = [
     "read_status",
     "render_script",
     "running_jobs",
+    "show_state",
     "stop",
     "take_stop",
 ]

@@ -181,8 +181,7 @@ class LocalAdmission:
             sizes = Counter(() if isinstance(devices, Wait) else devices)
             return Admitted(sizes, "forced: not checked against the budget", "not checked against the budget (--force)")
         if not alone:
-            known = [self.forecast.predict(job), *(other.status.footprint for other in self.running.values())]
-            mapped = max((footprint.shared_bytes for footprint in known if footprint), default=0)
+            mapped = max(job.mapped_bytes, *(other.job.mapped_bytes for other in self.running.values()))
             rooms[HOST] = keep_cache(self.budget.now, rooms[HOST], mapped)
         needs, note = self._needs(entry, rooms)
         if needs[HOST] is None and not alone:

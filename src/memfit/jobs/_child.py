@@ -18,6 +18,7 @@ from typing import Any
 
 from memfit import errors
 from memfit.errors import MemfitError, StoppedError, UsageError
+from memfit.masking import mask
 from memfit.rundir import read_devices, read_json, read_whole, record, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
@@ -105,7 +106,7 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
     raise UsageError(
         f"{where} failed: {said}",
         rule=f"{target} runs in an interpreter of its own and must end with 0.",
-        remedy=f"correct that code; its last lines were:\n{done.stderr[-2000:].rstrip()}",
+        remedy=f"correct that code; its last lines were:\n{mask(done.stderr)[-2000:].rstrip()}",
     )
 
 
@@ -117,12 +118,13 @@ def _rebuilt(error: Mapping[str, Any]) -> MemfitError:
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error as JSON: its type, its last line and, for memfit's own, the three parts."""
-    found = {"type": type(error).__name__, "memfit": isinstance(error, MemfitError)}
+    found: dict[str, Any] = {"type": type(error).__name__, "memfit": isinstance(error, MemfitError)}
     if isinstance(error, MemfitError):
-        return {**found, "text": error.what, "what": error.what, "rule": error.rule, "remedy": error.remedy}
+        found |= mask({"text": error.what, "what": error.what, "rule": error.rule, "remedy": error.remedy})
+        return found
     lines = traceback.format_exception_only(error)
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    return {**found, "text": lines[-1].strip()[:2000], "memory": not names.isdisjoint(_MEMORY_ERRORS)}
+    return {**found, "text": mask(lines[-1].strip())[:2000], "memory": not names.isdisjoint(_MEMORY_ERRORS)}
 
 
 def die_with(parent: int) -> None:

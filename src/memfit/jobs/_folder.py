@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +21,7 @@ LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 STOP_REQUESTED = "stop_requested"
 
 _NUMBER, _NONE = (int, float), type(None)
-_JOB_SHAPE = {"attempt": int, "group": (str, _NONE)}
+_JOB_SHAPE = {"attempt": int, "group": (str, _NONE), "host": (str, _NONE)}
 _STATUS_SHAPE: Mapping[str, Any] = {
     "state": frozenset(STATES),
     "phase": (str, _NONE),
@@ -32,7 +34,7 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
-    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid", "stopped_pid"), (int, _NONE)),
+    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid"), (int, _NONE)),
     **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
 }
 
@@ -60,6 +62,10 @@ def read_record(job_id: str, path: Path) -> JobStatus | None:
             if path.stat().st_size:
                 raise
         return None
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # another host replaced it while it was read
+            raise
+        return None
     return JobStatus.from_dict(job_id, found) if found is not None else None
 
 
@@ -86,6 +92,12 @@ def read_order(folder: Path) -> dict[str, Any]:
     with suppress(DamagedError):
         return read_json(folder / JOB, _JOB_SHAPE) or {}
     return {}
+
+
+def other_host(folder: Path) -> str:
+    """Return where a job's shim was started; empty for this host, or without an order."""
+    host = str(order.get("host") or "another host") if (order := read_order(folder)) else ""
+    return "" if host == socket.gethostname() else host
 
 
 def write_order(folder: Path, job: Job, more: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ class Followed:
     status: JobStatus
     changed: int = 0
     verdict: Verdict | None = None
+    ended_since: float | None = None
 
     def read_status(self) -> None:
         """Read its status file if that has changed."""
@@ -37,12 +39,16 @@ class Followed:
 
 
 F = TypeVar("F", bound=Followed)
+#: How long an NFS client may take a file for absent: ``actimeo``, 60 s by default.
+CACHED_SECONDS = 61.0
 
 
 class FollowingBackend(ABC, Generic[F]):
     """Follows the jobs that it submitted or adopted until each has an outcome. See ``Backend`` for the methods."""
 
     look_seconds = 0.05
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    say: Callable[[str], None] = staticmethod(lambda text: None)
 
     def __init__(self, run: RunDir, grace_seconds: float) -> None:
         self.run, self.grace_seconds = run, grace_seconds
@@ -53,6 +59,9 @@ class FollowingBackend(ABC, Generic[F]):
     @abstractmethod
     def _look(self, job_id: str, followed: F) -> None:
         """Bring a job's status up to date; end it here if it has ended."""
+
+    def adopt(self, job_ids: Iterable[str]) -> set[str]:
+        return self._adopted.intersection(job_ids)
 
     def poll(self) -> dict[str, JobStatus]:
         for job_id, followed in list(self._live.items()):
@@ -82,6 +91,16 @@ class FollowingBackend(ABC, Generic[F]):
 
     def close(self) -> None:
         """Do nothing: jobs that run go on, and nothing is held for them here."""
+
+    def _may_come(self, followed: F, seconds: float, where: str) -> bool:
+        """Return whether a job that seems to have ended may have an outcome that its folder does not show yet."""
+        since, changed = followed.ended_since, followed.changed
+        followed.read_status()
+        if since is None or followed.changed != changed:  # it lives, where locks hold on one host only
+            followed.ended_since = self.now()
+        if since is None and seconds >= CACHED_SECONDS:
+            self.say(f"{followed.status.job_id} has ended {where}: waiting up to {seconds:.0f} s for its outcome (NFS)")
+        return self.now() - (followed.ended_since or 0.0) < seconds
 
     def _begin(self, job_id: str, followed: F) -> None:
         """Follow a new attempt of a job."""

@@ -46,6 +46,8 @@ class Job:
         device_bytes: What it is declared to take on each of them; None to measure it.
         keeps_group: Keep its control group until the run ends, so that the page cache which it filled (a shared panel)
             is charged there and not to the jobs that read it.
+        mapped_bytes: The size of the tables and arrays of earlier stages that it may map. Side by side, jobs leave room
+            for them in the page cache.
         stage: The name of its stage. Jobs of one stage share forecasts and ``on_failure: first``.
         unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
 
@@ -73,6 +75,7 @@ class Job:
     num_devices: int = 0
     device_bytes: int | None = None
     keeps_group: bool = False
+    mapped_bytes: int = 0
     stage: str = ""
     unit: Any = None
 
@@ -138,9 +141,7 @@ class JobStatus:
         pid: The process id of the job itself, or None before its start.
         watcher_pid: The process id of its shim; None before the start of that.
         stalled: It waits at its limit: the kernel lets it allocate no more until the limit is raised.
-        stopped_pid: A process of it that a signal such as SIGSTOP stopped; None when all of them can run.
         wants_more: An allocation of it was refused or delayed at its limit in this attempt.
-        wanted_cpus: How many cores it kept busy or waited for in the last half second.
         cpu_seconds: The CPU time of all its processes; 0 before its end.
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.
@@ -170,9 +171,7 @@ class JobStatus:
     pid: int | None = None
     watcher_pid: int | None = None
     stalled: bool = False
-    stopped_pid: int | None = None
     wants_more: bool = False
-    wanted_cpus: float = 0.0
     cpu_seconds: float = 0.0
     checkpointed: float | None = None
     checkpoint_bytes: int = 0
@@ -193,8 +192,6 @@ class JobStatus:
             used_bytes=0,
             pss_bytes=0,
             stalled=False,
-            stopped_pid=None,
-            wanted_cpus=0.0,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,9 +211,14 @@ class JobStatus:
         """Return the state, the time it took and the peak: ``completed (5.2s), peak 228 MiB of 251 MiB reserved``."""
         took = "" if self.started is None or self.ended is None else f" ({format_duration(self.ended - self.started)})"
         reserved = f" of {format_bytes(reserved_bytes)} reserved" if reserved_bytes else ""
-        return f"{self.state}{took}, peak " + (
+        return f"{show_state(self.state)}{took}, peak " + (
             f"{format_bytes(self.peak_bytes)}{reserved}" if self.peak_bytes else "not measured"
         )
+
+
+def show_state(state: str) -> str:
+    """Return the word that people read: a stop is one word, whoever asked for it and whether the job had saved."""
+    return "stopped" if state in ("cancelled", "preempted") else state
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ class Enforcer(Protocol):
 
 
 class Backend(Protocol):
-    """The seam: whatever runs jobs implements these. ``memfit.testing.ProcessContract`` is what it must pass.
+    """The seam: whatever runs jobs implements these. `tests/jobs/contract.py` has what it must pass.
 
     The run directory holds the state. A backend object only follows it, so a new one can be made at any time.
     """

@@ -5,30 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.jobs._folder import (
-    LOCK,
     OUTCOME,
     STATUS,
     is_held,
     next_attempt,
+    other_host,
     read_order,
     read_record,
     take_lock,
     write_order,
     write_outcome,
 )
-from memfit.jobs._follow import Followed, FollowingBackend, runs_already
+from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, refresh
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
@@ -54,10 +55,11 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
 
 @dataclass
 class _Followed(Followed):
-    """``shim_pid`` is None if its shim is no child of this process: then the job's lock shows that it runs."""
+    """``shim_pid`` is None if its shim is no child of this process, but only its lock is seen; ``host`` if not here."""
 
     group: JobGroup | None = None
     shim_pid: int | None = None
+    host: str = ""
 
 
 class LocalBackend(FollowingBackend[_Followed]):
@@ -73,10 +75,9 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.walls = walls
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
         self._granted: dict[str, JobGroup] = {}
-        for lock in sorted((run.path / "jobs").glob(f"*/{LOCK}")):
-            folder = lock.parent
+        for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
-            if is_held(folder):
+            if is_held(folder) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
                 self._adopt(folder)
             elif (folder / STATUS).exists() and not (folder / OUTCOME).exists():
                 _settle(folder)
@@ -86,18 +87,12 @@ class LocalBackend(FollowingBackend[_Followed]):
         """This object, where there are walls."""
         return self if self.walls is not None else None
 
-    def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        wanted = set(job_ids)
-        for job_id in wanted.difference(self._adopted, self._live, self._ended):
-            if is_held(self.run.job_dir(job_id)):
-                self._adopt(self.run.job_dir(job_id))
-        return wanted & self._adopted
-
     def _adopt(self, folder: Path) -> None:
         job_id, order = folder.name, read_order(folder)
-        group = JobGroup.at(Path(order["group"])) if order.get("group") else None
+        host = other_host(folder)
+        group = JobGroup.at(Path(order["group"])) if order.get("group") and not host else None
         status = JobStatus(job_id, "pending", attempt=order.get("attempt", 1))
-        self._live[job_id] = _Followed(folder, status, group=group)
+        self._live[job_id] = _Followed(folder, status, group=group, host=host)
         self._adopted.add(job_id)
 
     def submit(self, batch: Sequence[Submission]) -> None:
@@ -118,6 +113,7 @@ class LocalBackend(FollowingBackend[_Followed]):
             has_limit = group is None and not job.num_devices
             more = {
                 "attempt": attempt,
+                "host": socket.gethostname(),
                 "env": child_env(job, self.run),
                 "grace_seconds": self.grace_seconds,
                 "group": str(group.path) if group else None,
@@ -174,8 +170,14 @@ class LocalBackend(FollowingBackend[_Followed]):
         if _has_shim(followed):  # also between its outcome and its end: a job that has ended has no process left
             _read_running(followed)
             return
+        refresh(followed.folder)
         status = read_record(job_id, followed.folder / OUTCOME)
-        if status is None:
+        if status is None and followed.host:
+            if self._may_come(followed, CACHED_SECONDS, f"on {followed.host}"):
+                return
+            cause = f"its watcher on {followed.host} died (see {followed.folder / 'shim.log'})"
+            status = followed.status.ended_as("node_fail", cause, "platform")
+        elif status is None:
             if followed.status.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(followed.status.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.jobs._job import JobStatus
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
-from memfit.rundir import EventTail, EventWriter, RunDir, fits
+from memfit.rundir import EventTail, RunDir, fits, open_own
 
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
@@ -37,23 +37,6 @@ _PATTERNS = tuple(
         ("load", r"\b(?:loading|reading|downloading|importing)\b"),
     )
 )
-
-
-class CpuMeter:
-    """Measures how many cores a process tree wants, by what each thread ran and waited since the last look."""
-
-    def __init__(self) -> None:
-        self.wanted = 0.0
-        self._threads: dict[int, float] = {}
-        self._read_at = 0.0
-
-    def look(self, pids: Iterable[int]) -> None:
-        """Measure anew, given the processes that live."""
-        before, now = self._threads, time.monotonic()
-        seconds, self._read_at, self._threads = now - self._read_at, now, _read_seconds(pids)
-        if before and seconds > 0:
-            spent = (total - before.get(thread, 0.0) for thread, total in self._threads.items())
-            self.wanted = sum(min(max(0.0, one), seconds) for one in spent) / seconds
 
 
 @dataclass
@@ -84,7 +67,6 @@ class Monitor:
     state: GroupState | None = None
     passed: list[str] = field(default_factory=list)
     last_peak_bytes: int = 0
-    cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     _log_sizes: dict[Path, int] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
@@ -94,7 +76,6 @@ class Monitor:
     _grown_at: float = 0.0
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
-    _was_stopped: bool = False
 
     def __post_init__(self) -> None:
         self._grown_at = self.born
@@ -149,21 +130,6 @@ class Monitor:
         self.note(wants_more=self.known.wants_more or state.stalled or refused, stalled=state.stalled)
         self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
 
-    def look_for_stopped(self) -> None:
-        """Note a process of the job that SIGSTOP stopped; record that it stays stopped or goes on."""
-        before, pid = self.known.stopped_pid, min(filter(_is_stopped, self.meter.pids), default=None)
-        self.note(stopped_pid=pid)
-        is_stopped = pid is not None
-        if is_stopped == self._was_stopped or (is_stopped and before is None):  # it may be for a moment
-            return
-        self._was_stopped = is_stopped
-        with suppress(OSError):
-            writer = EventWriter(self.run.events_dir, self.known.job_id)
-            job = self.known.job_id
-            text = f"{job} is stopped: process {pid} got SIGSTOP. To continue it: kill -CONT {pid}"
-            writer.write("stopped", pid=pid, text=text if is_stopped else f"{job} continues")
-            writer.close()
-
     def open_series(self) -> None:
         """Begin the memory series; if it cannot be written, the job runs all the same."""
         suffix = "" if self.known.attempt == 1 else f"_{self.known.attempt}"
@@ -182,7 +148,7 @@ class Monitor:
         """Return what the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
         for path in (self.run.job_dir(self.known.job_id) / name for name in ("out.log", "err.log")):
-            with suppress(OSError), open(path, "rb") as log:
+            with suppress(OSError), open_own(path) as log:
                 size, seen = os.fstat(log.fileno()).st_size, self._log_sizes.get(path, 0)
                 log.seek(max(min(seen, size), size - _MOST_LOG_BYTES))
                 chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))
@@ -266,20 +232,12 @@ class Monitor:
             pss_bytes=self.sample.pss_bytes if self.sample else 0,
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
-            wanted_cpus=round(self.cpu.wanted, 2),
         )
 
 
 def _pid_of(event_file: Path) -> str:
     """Return the number of the process that writes an event file, as text."""
     return "".join(event_file.stem.split("-")[-2:-1])
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return True if a signal such as SIGSTOP stopped a process. Source: proc_pid_stat(5), state ``T``."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split(maxsplit=1)[:1] == ["T"]
-    return False
 
 
 def phase_of_log(text: str) -> str | None:
@@ -293,18 +251,3 @@ def phase_of_log(text: str) -> str | None:
     # A progress bar writes its lines over one another.
     lines = reversed(text.replace("\r", "\n").splitlines())
     return next((phase for line in lines for phase, pattern in _PATTERNS if pattern.search(line)), None)
-
-
-def _read_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return, by thread, for how many seconds it ran, or was ready to run and waited.
-
-    Source: Linux Documentation/scheduler/sched-stats.rst, /proc/<pid>/schedstat.
-    """
-    found: dict[int, float] = {}
-    for pid in pids:
-        with suppress(OSError):
-            for thread in os.scandir(f"/proc/{pid}/task"):
-                with suppress(OSError), open(f"{thread.path}/schedstat") as file:
-                    ran, waited, _ = file.read().split()
-                    found[int(thread.name)] = (int(ran) + int(waited)) / 1e9
-    return found

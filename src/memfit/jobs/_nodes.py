@@ -7,6 +7,7 @@ starts it as ``python -m memfit.jobs shim FOLDER --node``.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
 from memfit.jobs._job import JobStatus
 from memfit.jobs._shim import Shim, Stop, main
-from memfit.rundir import write_masked
+from memfit.rundir import open_own, refresh, write_masked
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -63,12 +64,13 @@ class NodesShim(Shim):
 
     def run(self) -> JobStatus:
         status = super().run()
-        ends = {path.parent.name: read_record(status.job_id, path) for path in self._files(OUTCOME)}
+        ends = {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
         known = {name: end for name, end in ends.items() if end is not None}
         for name in sorted(known):
             for log in ("out.log", "err.log"):
-                with suppress(OSError), open(self.job_dir / log, "ab") as file:
-                    file.write((self.folder / "jobs" / name / log).read_bytes())
+                path = self.folder / "jobs" / name / log
+                with suppress(OSError), open_own(path) as own, open(self.job_dir / log, "ab") as file:
+                    shutil.copyfileobj(own, file)
         if not known:
             return status
         worst = min(known, key=lambda name: (_FIRST.index(known[name].state), name))

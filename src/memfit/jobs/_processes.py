@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     with contextlib.ExitStack() as stack:
-        out, err = (stack.enter_context(open(job_dir / name, "ab")) for name in ("out.log", "err.log"))
+        private = partial(os.open, mode=0o600)
+        out, err = (stack.enter_context(open(job_dir / one, "ab", opener=private)) for one in ("out.log", "err.log"))
         has_stdin = job["stdin"] is not None and job["attempt"] == 1
         stdin = stack.enter_context(open(job["stdin"] if has_stdin else os.devnull, "rb"))
         try:

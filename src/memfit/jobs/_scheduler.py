@@ -33,7 +33,6 @@ _BACKFILL, _MOST_PASSED = 32, 64
 #: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
 _PASSED_ENOUGH = 2
 #: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
-_TOO_MANY_CPUS, _CROWDED_SECONDS = 1.5, 5.0
 #: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
 _MOST_PREEMPTED = {True: 1, False: 3}
 #: What else a cluster does to a job that is no fault of it, by whether the jobs share one host.
@@ -73,8 +72,6 @@ class Scheduler:
         self._why_waiting = ""
         self._lacking_since: float | None = None
         self._num_passed = 0
-        self._crowded_since: float | None = None
-        self._has_said_cpus = False
         self._orders: list[Submission] = []
 
     def run(
@@ -104,7 +101,6 @@ class Scheduler:
             with self.admission.deciding():
                 self._enforcement.relieve()
                 self._admit(stopped)
-            self._say_cpus()
             on_tick()
             if not self._waiting and not self._running and (self.source.is_done or self._stop_level):
                 for stage, error in self._refused.items():
@@ -332,20 +328,6 @@ class Scheduler:
         self._drop(entry, "failed", error.what)
         if self.policy.on_failure == "stop":
             self._obey(1)
-
-    def _say_cpus(self) -> None:
-        """Say once when all running jobs together want too many cores for some seconds."""
-        wanted, num = sum(entry.status.wanted_cpus for entry in self._running.values()), len(self._running)
-        num_cpus, now = self.admission.read_budget().num_cpus, self.admission.now()
-        if num < 2 or wanted <= _TOO_MANY_CPUS * num_cpus or not self.admission.is_shared:
-            self._crowded_since = None
-            return
-        self._crowded_since = now if self._crowded_since is None else self._crowded_since
-        if not self._has_said_cpus and now - self._crowded_since >= _CROWDED_SECONDS:
-            self._has_said_cpus = True
-            fewer = max(1, round(num * num_cpus / wanted))
-            text = f"{num} running jobs want {wanted:.0f} cores of {num_cpus}. Faster: --max-parallel {fewer}"
-            self.say("cpu", wanted_cpus=round(wanted, 1), num_cpus=num_cpus, num_running=num, text=text)
 
     def _record(self, entry: Reservation, verdict: Verdict) -> None:
         """Record the end of a job that does not run, wherever its end is read."""

@@ -40,7 +40,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, read_json, read_whole, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -105,7 +105,7 @@ class Stop:
     def read_request(self) -> None:
         """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
-            self.now = self._file.read_text().strip() == "now" or self.now
+            self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
             self.begin()
 
@@ -135,8 +135,8 @@ def run_element(run_dir: Path, array: Path) -> int:
     """
     found = read_json(array, {"jobs": [[(str, int)]]}) or {"jobs": []}
     job_id, attempt = found["jobs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    order = read_whole(run_dir / "jobs" / job_id / JOB)
-    return main(run_dir / "jobs" / job_id) if order is not None and order["attempt"] == attempt else 0
+    order = read_whole(job_dir / JOB) if refresh(job_dir := run_dir / "jobs" / job_id) else None
+    return main(job_dir) if order is not None and order["attempt"] == attempt else 0
 
 
 def _run(job_dir: Path) -> JobStatus:
@@ -211,8 +211,6 @@ class Shim:
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
                 monitor.guess_phase()
-                monitor.cpu.look(monitor.meter.pids)
-                monitor.look_for_stopped()
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
@@ -294,8 +292,6 @@ class Shim:
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
         ]
         cause = "; ".join(filter(None, (cause, *notes)))
-        # The end of its log may repeat its arguments.
-        cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
         if self.group is not None:
             end_group(self.group, keep=bool(self.job["keeps_group"]))
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
@@ -333,18 +329,21 @@ class Shim:
         refused = "its limit" if monitor.known.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
+        # What it said may repeat its arguments and variables.
+        said = {"error": _read_error(self.job_dir / ERROR), "end": _read_end(self.job_dir / "err.log")}
+        said = mask({name: self.job.get(name) for name in ("command", "params", "env")} | said)
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
             counters_before=before,
             counters_after=Counters.read(self.group),
-            error=_read_error(self.job_dir / ERROR),
+            error=said["error"],
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
             peak_bytes=monitor.peak_bytes,
             phase=monitor.known.phase,
             refused=refused,
             met_above=self.group.first_met() if returncode and self.group is not None else "",
-            last_words=_read_end(self.job_dir / "err.log") if returncode else "",
+            last_words=said["end"] if returncode else "",
             starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )
@@ -359,7 +358,7 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _read_end(path: Path) -> str:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_own(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +26,10 @@ from memfit import slurm
 from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
 from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, next_attempt, read_order, read_record, write_order
-from memfit.jobs._follow import Followed, FollowingBackend, runs_already
+from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
-from memfit.rundir import RunDir, read_json, write_atomic, write_json
+from memfit.rundir import RunDir, read_json, refresh, write_atomic, write_json
 from memfit.units import MIB
 
 #: What the shim takes beside its job.
@@ -46,7 +46,7 @@ _NEWS_SECONDS = 2.0
 #: Why Slurm holds an element that it could not start, in the words of squeue.
 _HELD = "launch failed requeued held"
 #: How long an outcome may come after Slurm knows the end: at once for a job that never began, else an NFS cache's time.
-_LATE_SECONDS, _LATEST_SECONDS = 2.0, 60.0
+_LATE_SECONDS, _LATEST_SECONDS = 2.0, CACHED_SECONDS
 #: How long a job may run by Slurm and leave no file before it is taken for lost, as after a controller's crash.
 _SILENT_SECONDS = 180.0
 #: The state of an element that neither the queue nor the accounting knows: Slurm keeps no record of one that was
@@ -121,7 +121,6 @@ class _Array:
 class _Followed(Followed):
     array: _Array
     index: int
-    ended_since: float | None = None
     silent_since: float | None = None
     is_stopping: bool = False
     folder_changed: int = 0
@@ -179,7 +178,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
             return
         array = _Array(path, found["name"], [tuple(one) for one in found["jobs"]], found["number"], was_tried=True)
         for index, (job_id, attempt) in enumerate(array.jobs):
-            folder = self.run.job_dir(job_id)
+            refresh(folder := self.run.job_dir(job_id))
             if read_order(folder).get("attempt") == attempt and read_record(job_id, folder / OUTCOME) is None:
                 status = JobStatus(job_id, "pending", attempt=attempt)
                 self._live[job_id] = _Followed(folder, status, array=array, index=index)
@@ -187,9 +186,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         if any(followed.array is array for followed in self._live.values()):
             self._arrays.append(array)
             self._names |= {array.name} if array.number else set()
-
-    def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        return self._adopted.intersection(job_ids)
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Submit jobs as arrays, one for each size. A controller that does not answer is asked again later."""
@@ -299,7 +295,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
     def _look(self, job_id: str, followed: _Followed) -> None:
         """Bring a job's status up to date: by its outcome, else its status file, else by Slurm."""
         element, state = self._find(followed)
-        if self._has_news(followed) or state in _ENDS:
+        if self._has_news(followed) or (state in _ENDS and refresh(followed.folder)):
             if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
                 self._end(job_id, outcome)
                 return
@@ -312,9 +308,8 @@ class SlurmBackend(FollowingBackend[_Followed]):
             followed.ended_since = None
             self._end_if_silent(job_id, followed, state)
             return
-        followed.ended_since = followed.ended_since or self.now()
-        is_late = (followed.changed or state == _GONE) and not followed.is_stopping
-        if self.now() - followed.ended_since < (_LATEST_SECONDS if is_late else _LATE_SECONDS):
+        has_begun = followed.changed or not (followed.is_stopping or state == "CANCELLED")
+        if self._may_come(followed, _LATEST_SECONDS if has_begun else _LATE_SECONDS, "in Slurm"):
             self._ask_at = min(self._ask_at, self.now() + _FIRST_SECONDS)
             return
         recorded, ended_by = _ENDS[state]

@@ -1,7 +1,5 @@
 """Budgets, footprints, and measuring: what may be used, what will be or was used. Loads no torch."""
 
-from typing import Any
-
 from memfit.memory._admission import (
     DEFAULT_SLACK,
     DEVICE_RESERVE_BYTES,
@@ -16,6 +14,7 @@ from memfit.memory._budget import Budget
 from memfit.memory._cgroup import memory_group, oom_kills_above
 from memfit.memory._devices import Device, DeviceProcess, device_reader
 from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
+from memfit.memory._heap import read_heap
 from memfit.memory._host import Limit, SharedMemory, Swap, parse_cpu_list, parse_limits, parse_mountinfo
 from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
@@ -24,7 +23,6 @@ from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._process import ProcReader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
-from memfit.successors import missing_name
 
 __all__ = [
     "DEFAULT_SLACK",
@@ -65,6 +63,7 @@ __all__ = [
     "parse_cpu_list",
     "parse_limits",
     "parse_mountinfo",
+    "read_heap",
     "read_series",
     "reservation_bytes",
     "rooms_of",
@@ -73,7 +72,3 @@ __all__ = [
     "systemd_scope_command",
     "why_no_walls",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)

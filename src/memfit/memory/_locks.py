@@ -1,31 +1,14 @@
-"""Locks on files: the kernel frees a lock when its holder ends, so a held lock proves that the holder lives.
-
-Opening a file here never follows a link and never waits for a FIFO: other users may reach the folder.
-"""
+"""Locks on files: the kernel frees a lock when its holder ends, so a held lock proves that the holder lives."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 
-
-def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, readable by its owner alone if this call makes it.
-
-    Raises:
-        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
-    """
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags | safe, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+from memfit.rundir import open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.memory._meter import Sample
+from memfit.rundir import fits, read_own
 
 #: A file with this many lines is thinned to half of them: about 2 MB, however long the job runs.
 MAX_LINES = 8192
+_SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
+_SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict.fromkeys(_SIZES, int)
 
 
 class SeriesWriter:
@@ -85,18 +88,19 @@ def read_series(path: Path) -> list[Sample]:
     """Return a job's memory over time, oldest first; a line that a kill cut is left out.
 
     Raises:
+        OSError: As for ``memfit.rundir.read_own``.
         DamagedError: If no line of the file is a sample.
     """
-    samples, lines = [], path.read_bytes().split(b"\n")
+    samples, lines = [], read_own(path).split(b"\n")
     for line in lines:
-        with suppress(ValueError, TypeError):
-            samples.append(Sample(**json.loads(line)))
+        with suppress(ValueError, TypeError, RecursionError):
+            one = Sample(**json.loads(line))
+            samples += [one] if fits(vars(one), _SHAPE) else []
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",
-            rule="a series holds one JSON object a line. memfit 0.1 wrote memory.arrows, a stream that this version "
-            "does not show.",
-            remedy=f"read a file of memfit 0.1 with pyarrow.ipc.open_stream, or move it away: mv {path} {path}.broken",
+            rule="a series holds one JSON object a line.",
+            remedy=f"move it away: mv {path} {path}.broken",
         )
     return samples
 

@@ -234,6 +234,8 @@ class Stage:
         phases: The memory phases that each unit passes (``load``, ``train``, ``checkpoint``, ``validate``): a unit
             counts as measured when it has passed each once. Without them, when it has stopped growing.
         probe: How to measure it without a run.
+        check: Takes the params, and raises a ``ValueError`` or a `memfit.errors.UsageError` if this stage cannot run
+            with them. Called before the first job of a run that includes the stage; the result depends on no check.
     """
 
     name: str
@@ -246,6 +248,7 @@ class Stage:
     in_order: bool | str = False
     phases: tuple[str, ...] = ()
     probe: Probe | None = None
+    check: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,7 @@ class Workload(Generic[P]):
             data are in the params.
         choose: Takes the params and returns the names of the stages that a run with them has; None for all. A stage
             that needs one that is left out runs without it: ``context.needs`` does not have it.
+        check: As `Stage.check`, for all runs. It is called first of all.
 
     Example:
         >>> class Params(BaseModel):
@@ -273,6 +277,7 @@ class Workload(Generic[P]):
     stages: tuple[Stage, ...]
     fingerprint: Callable[[P], str | Mapping[str, str]] | None = None
     choose: Callable[[P], Collection[str]] | None = None
+    check: Callable[[P], None] | None = None
 
     def stage(self, name: str) -> Stage:
         """Return the stage of that name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -70,7 +70,7 @@ class StageSpec:
 def describe(
     target: str, resolved: str, units: Sequence[Mapping[str, str]] = (), with_memory: bool = False
 ) -> dict[str, Any]:
-    """Return the stages, params and origins of a resolved config.
+    """Return the stages, params and origins of a resolved config, and why stages cannot run with them, by name.
 
     Args:
         target: The workload.
@@ -82,6 +82,8 @@ def describe(
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
     params = nested.value.model_dump(mode="json")
+    if workload.check and (refusal := _refusal(workload.check, nested.value)):
+        raise refusal
     data = workload.fingerprint(nested.value) if workload.fingerprint else ""
     names = None if workload.choose is None else workload.choose(nested.value)
     left_out = [stage.name for stage in workload.stages if names is not None and stage.name not in names]
@@ -115,7 +117,21 @@ def describe(
         stages = [replace(stages[0], units=[unit if len(units) > 1 or unit else None for unit in values_of])]
     origins = {name: origin for name, origin in whole.origins.items() if name.partition(".")[0] != "params"}
     found = {"params": params, "origins": {**origins, **nested.origins}, "yaml": whole.to_yaml(nested)}
+    checks = {stage.name: stage.check for stage in chosen if stage.check}
+    found["refused"] = {name: vars(one) for name, check in checks.items() if (one := _refusal(check, nested.value))}
     return found | {"stages": [asdict(one) for one in stages]}
+
+
+def _refusal(check: Callable[[Any], None], params: BaseModel) -> ConfigError | None:
+    """Return what a check of the params raised."""
+    try:
+        check(params)
+    except UsageError as error:
+        return ConfigError(error.what, rule=error.rule, remedy=error.remedy)
+    except ValueError as error:
+        remedy = "--set params.NAME=VALUE, or correct it in the config"
+        return ConfigError(str(error), rule="a workload checks its settings before the first job.", remedy=remedy)
+    return None
 
 
 def describe_commands(whole: config.Resolved[RunConfig]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of, remove_result
 from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, refresh
 from memfit.units import format_duration
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Choice:
 
     Attributes:
         until: The last stage; None for all.
-        only: The one stage to run; the stages that it needs must be valid.
         anew: The stage that runs again, valid or not, with all stages that read it.
         skip: Stages that count as passed.
         units: Which units, such as ``2-5`` or ``1,3``; ``all``.
@@ -46,7 +45,6 @@ class Choice:
     """
 
     until: str | None = None
-    only: str | None = None
     anew: str | None = None
     skip: tuple[str, ...] = ()
     units: str = "all"
@@ -96,14 +94,14 @@ class Graph:
     def _chosen(self) -> tuple[set[str], frozenset[str]]:
         """Return the stages that are asked for, and those that run again whether valid or not."""
         choice = self.choice
-        for name in filter(None, [choice.until, choice.only, choice.anew, *choice.skip]):
+        for name in filter(None, [choice.until, choice.anew, *choice.skip]):
             if name not in self.stages:
                 raise UsageError(
                     f"there is no stage '{name}'.",
                     rule=f"the stages are {', '.join(self.stages)}.",
                     remedy=nearest(name, list(self.stages)),
                 )
-        last = choice.only or choice.until
+        last = choice.until
         asked = [last] if last else list(self.stages)
         for name in asked:  # it grows as it is read
             asked += [one for one in self.waits_for(name) if one not in asked]
@@ -148,6 +146,7 @@ class Graph:
     def ended(self, status: JobStatus) -> None:
         """Take note of a job's last end."""
         unit = self._running[status.job_id]
+        refresh(unit.manifest(self.run).with_suffix(""))  # another host may have filled it
         if status.state == "completed" and unit.stage.keyed and unit.stage.command is not None:
             # Large outputs take long to hash. Meanwhile the scheduler must watch the other jobs.
             self._sealing[status.job_id] = status, self._pool.submit(self._results.seal, unit, status)
@@ -350,7 +349,7 @@ class Graph:
 
     def _check(self, unit: Unit) -> bool:
         """Take a unit's valid result, or make it ready to run; return False if another graph is making it."""
-        name, only = unit.stage.name, self.choice.only
+        name = unit.stage.name
         if (found := self._results.find(unit)) is not None:
             self._take(unit, found[1], found[0])
             return True
@@ -358,17 +357,6 @@ class Graph:
             return False
         again = f"it is asked for (--from {self.choice.anew})" if name in self._anew else self._results.why_not(unit)
         unit.state, unit.why = "ready", again
-        if only and name != only:
-            error = UsageError(
-                f"stage {name} is not valid: {unit.why}.",
-                rule=f"--stage {only} runs that stage alone, on valid results of those before it.",
-                remedy=f"run them too: --until {only}",
-            )
-            if self._is_plan:
-                raise error
-            self.error = self.error or error
-            self._fail(unit, error)
-            return True
         path = unit.manifest(self.run)
         if not self._is_plan and (path.exists() or name in self._anew):
             remove_result(path)  # or a training would continue from checkpoints of another key

@@ -19,6 +19,7 @@ from memfit.errors import UsageError
 _MAX_COMMANDS = 100_000
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_NAME_RULE = "a name begins with a letter (a to z) or _; letters, digits and _ . - follow. A value may be any text."
 #: A name in braces, in a command.
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
@@ -48,8 +49,10 @@ def expand(
     axes: list[list[dict[str, str]]] = [] if param_file is None else [_rows(param_file)]
     for text in params:
         name, equals, given = text.partition("=")
-        if not equals or not _NAME.fullmatch(name):
+        if not equals or not name:
             raise _bad(f"--param {text} is not name=values", "write for example --param fold=1..5")
+        if not _NAME.fullmatch(name):
+            raise _bad(f"--param {text}: {name!r} cannot name a parameter", "rename it, for example fold", _NAME_RULE)
         axes.append([{name: value} for value in _values(name, given)])
     names = [name for axis in axes for name in axis[0]]
     for name in names:
@@ -157,7 +160,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
             raise csv.Error("it holds a NUL byte")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         rows = [(reader.line_num, row) for row in reader if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise _bad(f"{path} cannot be read: {error.strerror}", "name a CSV file that is there") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise _bad(
             f"{path} cannot be read as CSV: {error}", "name a CSV file in UTF-8 whose quotes are closed"
         ) from None
@@ -167,7 +172,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     for name in header:
         if not _NAME.fullmatch(name) or header.count(name) > 1:
             what = f"{path}: '{name}' in the header cannot name a parameter, or names two"
-            raise _bad(what, "name each column, for example fold,lr")
+            raise _bad(what, "name each column, for example fold,lr", _NAME_RULE)
     for number, row in rows[1:]:
         if len(row) != len(header):
             what = f"{path}:{number} has {len(row)} values, and the header {len(header)} names"
@@ -191,8 +196,8 @@ def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def _bad(what: str, remedy: str) -> UsageError:
-    return UsageError(f"{what}.", rule="memfit reads all parameters before it starts a command.", remedy=remedy)
+def _bad(what: str, remedy: str, rule: str = "memfit reads all parameters before it starts a command.") -> UsageError:
+    return UsageError(f"{what}.", rule=rule, remedy=remedy)
 
 
 def _too_many(what: str) -> UsageError:

@@ -204,6 +204,17 @@ def _size_of(path: Path) -> int:
     return sum(one.stat().st_size for one in files_in(path)) if path.is_dir() else path.stat().st_size
 
 
+def mapped_bytes(path: Path) -> int:
+    """Return the bytes of a result that those who read it map: its panels, tables and arrays."""
+    sizes = []
+    for output in (find_manifest(path) or {}).get("outputs", ()):
+        if output["kind"] == "panel":  # a file that says where it is
+            sizes.append(_size_of(Path(str((read_json(path.with_suffix("") / output["path"]) or {}).get("path")))))
+        elif output["kind"] in ("table", "arrays"):
+            sizes.append(output["bytes"])
+    return sum(sizes)
+
+
 def files_in(folder: Path) -> list[Path]:
     """Return the files in a folder and below, in order, without hidden ones."""
     return sorted(one for one in folder.rglob("*") if one.is_file() and not one.name.startswith("."))

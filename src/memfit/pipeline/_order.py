@@ -20,7 +20,7 @@ from memfit.jobs import call_in_child
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._describe import StageSpec, describe_commands
-from memfit.pipeline._graph import ALL, Choice, chosen_units
+from memfit.pipeline._graph import ALL, Choice, Graph, chosen_units
 from memfit.pipeline._grid import PLACEHOLDER, fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
 
@@ -123,7 +123,7 @@ def order_of_config(
         "commands": {name: stage.run for name, stage in settings.stages.items() if stage.run},
     }
     facts = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd()), "folders": list(folders)}
-    return Order(
+    order = Order(
         settings,
         stages,
         config.fingerprint(content),
@@ -134,6 +134,11 @@ def order_of_config(
         described["yaml"],
         child_env,
     )
+    if refused := described.get("refused"):
+        asked = Graph(order, RunDir(Path())).asked
+        for name in (stage.name for stage in stages if stage.name in asked and stage.name in refused):
+            raise ConfigError(**refused[name])
+    return order
 
 
 def python_path(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from memfit.memory import Footprint, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import ALL, Choice, Graph
 from memfit.pipeline._grid import expand, fill, own_stdin
-from memfit.pipeline._manifest import open_folder
+from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
 from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
@@ -137,7 +137,6 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
             since, or another process runs it.
     """
     run_dir = RunDir.open(run)
-    run_dir.check_version()
     with start_folder(run_dir):
         order = order_of_run(run_dir)
         if order.is_keyed and not _goes_on(order, run_dir):
@@ -176,9 +175,6 @@ def find_run(order: Order) -> RunDir | None:
     """Return the newest run of an order if it is to continue."""
     settings = order.settings
     runs = RunDir.all(settings.runs_dir, settings.experiment)
-    with contextlib.suppress(DamagedError):  # a user may expect an unfinished run of an older memfit to continue
-        if runs and runs[0].state != "completed":
-            runs[0].check_version()
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
     return found if found is not None and _goes_on(order, found, runs) else None
 
@@ -276,6 +272,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
             target="memfit.pipeline._stage:run_stage",
             arguments={"order": stage_order(order, run, unit)},
             phases=tuple(stage.phases),
+            mapped_bytes=sum(mapped_bytes(one.manifest(run)) for units in unit.inputs.values() for one in units),
             env=order.env,
             keeps_group=not has_units,  # the page cache that it filled stays charged to it
             **facts,
@@ -360,7 +357,7 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
     """Return a table for each stage with units and results: a row for each unit."""
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
-        everything = dataclasses.replace(order.choice, units="all", only=None, anew=None)
+        everything = dataclasses.replace(order.choice, units="all", anew=None)
         others = Graph(dataclasses.replace(order, choice=everything), graph.run)
         others.advance()
     found = []

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from memfit.errors import DataError, UsageError
+from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
@@ -43,7 +44,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     try:
         result = function(context, params)
     except Stop as stop:
-        result, ended = stop.result, {"status": "stopped", "why": str(stop), "exit_code": stop.exit_code}
+        result, ended = stop.result, {"status": "stopped", "why": mask(str(stop)), "exit_code": stop.exit_code}
     plain, package = _plain(result, spec["name"]), order["target"].partition(":")[0].partition(".")[0]
     unforeseen = {name: path for name, path in own_modules(package).items() if name not in spec["modules"]}
     write_result(

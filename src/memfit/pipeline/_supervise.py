@@ -40,6 +40,7 @@ from memfit.jobs import (
     running_jobs,
     take_stop,
 )
+from memfit.masking import mask
 from memfit.memory import (
     HOST,
     Budget,
@@ -57,7 +58,7 @@ from memfit.pipeline._config import CommandSettings, RunConfig
 from memfit.pipeline._graph import PASSED
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, write_json
+from memfit.rundir import EventWriter, RunDir, refresh, write_json
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
@@ -307,6 +308,8 @@ def supervised(
             rule="one process at a time starts a run's jobs (supervisor.lock).",
             remedy="wait for it, or start a separate run: the same command with --new",
         )
+    for folder in run.path.glob("*/*/"):
+        refresh(folder)  # the last supervisor may have been on another host
     events, state = EventWriter(run.events_dir), "failed"
     psutil.cpu_times_percent()  # the next call counts from here
     try:
@@ -330,7 +333,7 @@ def supervised(
             ) from error
         if not (run.path / "outcome.json").exists():  # an outcome that is there says how the jobs ended
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
-            write_json(run.path / "outcome.json", {"state": "failed", "cause": cause})
+            write_json(run.path / "outcome.json", {"state": "failed", "cause": mask(cause)})
         raise
     finally:
         spent = psutil.cpu_times_percent()
@@ -360,6 +363,7 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
             max_parallel=most_at_once(settings),
             by_stage=own,
         )
+        queue.say = lambda text: events.write("plan", text=text)
         stack.callback(queue.close)
         return queue, Claims(run.path)
     for entry in sweep_entries():
@@ -388,7 +392,7 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
             "non-reclaimable bytes and watched by sampling"
         )
     backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls)
-    stack.callback(backend.close)
+    backend.say = lambda text: events.write("plan", text=text)
     claims.write(used=Counter(), unused=Counter(), group=group)
     events.write("budget", **facts)
     return backend, claims

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.memory import DEFAULT_SLACK, HOST, Budget, Footprint, count_fitting, keep_cache, reservation_bytes, rooms_of
+from memfit.memory import DEFAULT_SLACK, HOST, Budget, Footprint, count_fitting, reservation_bytes, rooms_of
 from memfit.units import format_bytes
 
 LimitedBy = Literal["memory", "jobs", "max_parallel"]
@@ -144,8 +144,7 @@ def decide(
     num_devices = len(footprint.device_bytes) if num_devices is None else num_devices
     reserved = max(1, reservation_bytes(footprint, slack))
     on_device = round(footprint.bytes_per_device * (1 + slack)) if num_devices else 0
-    beside = rooms | {HOST: keep_cache(budget, rooms[HOST], footprint.shared_bytes)}
-    num_fitting = count_fitting(beside, reserved, num_devices, max(1, on_device))
+    num_fitting = count_fitting(rooms, reserved, num_devices, max(1, on_device))
     if not num_fitting:  # a job alone needs no slack
         private, device = max(1, footprint.private_bytes), max(1, footprint.bytes_per_device)
         num_fitting = min(1, count_fitting(rooms, private, num_devices, device))

@@ -34,6 +34,8 @@ def print_diagnosis(
     say(console, f"  {facts_of(diagnosis)}")
     for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
         say(console, f"  {text}")
+    for text in diagnosis.notes:
+        say(console, f"  {text}")
     _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
     if verbose and diagnosis.timeline:
         console.print("\ntimeline", style="bold")

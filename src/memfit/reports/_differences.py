@@ -14,7 +14,7 @@ from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
 from memfit.masking import mask
 from memfit.reports._numbers import print_facts
-from memfit.rundir import SCHEMA_VERSION, RunDir, read_json
+from memfit.rundir import RunDir, read_json
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
@@ -75,13 +75,11 @@ class Changes:
 
 
 def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
-    """Return the manifests of a run by path; none of a run of memfit 0.1, which kept results otherwise.
+    """Return the manifests of a run by path.
 
     Raises:
         DamagedError: If one is damaged.
     """
-    if run.header.get("schema_version") != SCHEMA_VERSION:
-        return {}
     read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
     return {path: manifest for path, manifest in read.items() if manifest is not None}
 

@@ -14,12 +14,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from memfit.jobs import show_state
 from memfit.memory import Budget
 from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.reports._study import FAILED_TRIALS, StudyView
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, open_own
 from memfit.units import format_bytes, format_duration
 
 _STYLE = {
@@ -95,6 +96,7 @@ class LiveRun:
         self._next = 0.0
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
+        self._epochs_seen: dict[str, int] = {}
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show what happens in a run from now on."""
@@ -116,6 +118,7 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines(view)
         self._print_shortages(view)
+        self._print_growth(view)
         if self._live is not None:
             headline = self._study.headline() if self._study else ""
             table = render(view, read_room(view, here=self.here), self.console.width, read_pressure(), headline)
@@ -132,6 +135,20 @@ class LiveRun:
                     self._said.add((row.name, line))
                     say(self.console, f"{_stamp(time.time())}  {row.name} says: {line}", "red")
 
+    def _print_growth(self, view: RunView) -> None:
+        """Print once which running job's memory grows from epoch to epoch (at least five)."""
+        from memfit.diagnosis import explain_growth
+
+        limit = (view.last("budget") or {}).get("binding", {}).get("limit_bytes")
+        for row in view.rows():
+            ends, seen = view.epoch_ends(row.status.job_id), self._epochs_seen.get(row.name, 0)
+            if row.state == "running" and len(ends) > max(5, 1.1 * seen) and (row.name, "grows") not in self._said:
+                self._epochs_seen[row.name] = len(ends)
+                folder = view.run.job_dir(row.status.job_id)
+                if grown := explain_growth(folder, ends, limit if isinstance(limit, int) else 0):
+                    self._said.add((row.name, "grows"))
+                    say(self.console, f"{_stamp(time.time())}  {row.name}: {grown}", "yellow")
+
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
         try:
@@ -140,7 +157,7 @@ class LiveRun:
             self._read[log] = size
             if size <= seen:
                 return b""
-            with open(log, "rb") as file:
+            with open_own(log) as file:
                 file.seek(max(seen, size - _MOST_NEW_BYTES))
                 return file.read(_MOST_NEW_BYTES)
         except OSError:
@@ -299,9 +316,7 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         yield Text("stages: " + ", ".join(_progress(name, [*view.states(name, rows).values()]) for name in names))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
         num_stalled = sum(row.status.stalled for row in rows)
-        num_stopped = sum(row.status.stopped_pid is not None for row in rows)
         counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
-        counts += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
         for stage in view.stage_names(rows) if view.kind != "tune" else ():
             eta = view.left(stage, rows)[1]
             of = f" of {stage}" if len(view.stages) > 1 else ""
@@ -338,8 +353,8 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     status = row.status
     state = "waiting" if row.state == "pending" else row.state
     if state == "running":
-        state = "stopped" if status.stopped_pid is not None else "stalled" if status.stalled else state
-    text = state
+        state = "stalled" if status.stalled else state
+    text = show_state(state)
     if state == "running":
         text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
         text += f" ~{row.guess}" if row.guess else ""

@@ -17,6 +17,7 @@ from typing import Any
 
 from memfit.config import differences
 from memfit.errors import DamagedError
+from memfit.jobs import show_state
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
@@ -116,7 +117,7 @@ def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
     series = [_read(one) for one in runs]
     colours = _colours(series)
     seen = [_Seen(one, summarize(one), own, colours) for one, own in zip(runs, series, strict=True)]
-    write_atomic(path, _page(seen))
+    write_atomic(path, mask(_page(seen), by_name=False))
     return path
 
 
@@ -124,7 +125,7 @@ def _read(run: RunDir) -> dict[str, list[Sample]]:
     """Return the memory of each job over time, all its attempts in order."""
     found: dict[str, list[Sample]] = {}
     for path in run.path.glob("jobs/*/memory*.jsonl"):
-        with suppress(DamagedError):
+        with suppress(DamagedError, OSError):
             found.setdefault(path.parent.name, []).extend(read_series(path))
     return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
 
@@ -175,7 +176,7 @@ def _numbers(seen: _Seen) -> dict[str, str]:
     summary = seen.summary
     counts = ", ".join(f"{number} {name}" for name, number in summary["counts"].items()) or "none started"
     facts = {
-        "state": str(summary["state"]),
+        "state": show_state(str(summary["state"])),
         "jobs": counts,
         "wall clock": format_duration(summary["wall_seconds"], short=True),
         "most jobs at once": str(summary["most_at_once"]),
@@ -340,7 +341,7 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 end = min((rest or [begin])[-1] + 1, last)
                 times = (samples[begin].time - seen.start, samples[end].time - seen.start)
                 parts.append((*times, seen.colours[phase]))
-        note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
+        note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
         bars.append(Bar(_name(job), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memfit.jobs import ENDED, JobStatus, name_jobs, read_status
+from memfit.jobs import ENDED, JobStatus, name_jobs, read_status, show_state
 from memfit.rundir import FolderTail, RunDir, event_time, fits, read_json
 from memfit.units import format_bytes, natural_order
 
@@ -35,12 +35,10 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 #: States of a unit that will not run any more, and those in which its result is there.
-_OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed"})
+_OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed", "cancelled"})
 _THERE = frozenset({"kept", "reused", "completed", "stopped"})
 _NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
-#: The first job of a run of memfit 0.1, which has no graph.
-_FIRST = "prepare"
 
 
 @dataclass
@@ -132,7 +130,7 @@ class JobRow:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes, times in seconds."""
-        plain = ("pid", "phase", "phase_source", "stalled", "stopped_pid", "used_bytes", "peak_bytes")
+        plain = ("pid", "phase", "phase_source", "stalled", "used_bytes", "peak_bytes")
         return {
             "job": self.status.job_id,
             "stage": self.stage,
@@ -155,10 +153,13 @@ class _Attempt:
     first: tuple[float, float] | None = None
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
+    epoch_ends: list[float] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         now, done = float(event["time"]), float(event["epoch"])
-        if event["kind"] == "step":
+        if event["kind"] == "epoch":
+            self.epoch_ends.append(now)
+        else:
             done += event["step"] / max(1, event["num_steps"]) - 1
         self.num_epochs = int(event.get("num_epochs") or self.num_epochs)
         if self.first is None or done <= self.last[1]:  # what is behind the last is done again after a resume
@@ -183,7 +184,7 @@ class RunView:
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         num_restarts: How often memfit itself started a job again.
-        stages: The stages of the last command by name; empty for commands and for runs of memfit 0.1.
+        stages: The stages of the last command by name; empty for commands.
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
     """
@@ -274,8 +275,8 @@ class RunView:
 
     @cached_property
     def kind(self) -> str:
-        """What runs: ``stages`` of a workload, ``commands``, or ``folds`` in a run of memfit 0.1."""
-        return str(self.run.header.get("kind") or "folds")
+        """What runs: ``stages`` of a workload, ``commands``, or ``tune``."""
+        return str(self.run.header.get("kind"))
 
     @cached_property
     def graph(self) -> Mapping[str, Mapping[str, Any]]:
@@ -290,6 +291,10 @@ class RunView:
         stage = "cmd" if self.kind == "commands" else next(iter(self.graph), "")
         found = header.get("combinations" if self.kind == "commands" else "units") or ()
         return {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
+
+    def epoch_ends(self, job_id: str) -> Sequence[float]:
+        """When the epochs of a job's present attempt ended, in Unix seconds."""
+        return self._attempts[job_id].epoch_ends
 
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""
@@ -321,7 +326,7 @@ class RunView:
         if self.stages:
             told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
             found = {job for job, state in told.items() if job in found or state in _THERE}
-        places = {name: place for place, name in enumerate(list(self.graph) or [_FIRST])}
+        places = {name: place for place, name in enumerate(self.graph)}
         return sorted(found, key=lambda name: (places.get(self.stage_of(name), len(places)), natural_order(name)))
 
     def rows(self) -> list[JobRow]:
@@ -353,18 +358,15 @@ class RunView:
             params=self.params.get(job_id, {}),
         )
         if is_over and job_id in self._queued:
-            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
+            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False))
         if is_over or told in _THERE:
             self._settled[job_id] = row
         return row
 
     def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
-        """What a job returned, from its manifest; in a run of memfit 0.1 from its folder."""
-        places = {
-            "stages": self.run.manifest_path(stage, job_id),
-            "folds": self.run.job_dir(job_id) / "result.json",
-        }
-        result = (read_json(places[self.kind]) or {}).get("result") if self.kind in places else None
+        """What a job returned, from its manifest."""
+        path = self.run.manifest_path(stage, job_id)
+        result = (read_json(path) or {}).get("result") if self.kind == "stages" else None
         return result if isinstance(result, dict) else {}
 
     def stage_names(self, rows: Sequence[JobRow]) -> list[str]:
@@ -373,15 +375,14 @@ class RunView:
         return told or list(dict.fromkeys([*(row.stage for row in rows), *(map(self.stage_of, [*self.params][:1]))]))
 
     def states(self, stage: str, rows: Sequence[JobRow]) -> dict[str, str]:
-        """The state of each known unit of a stage, by job id: a job's own is newer than that of the stage's events."""
+        """The state to show of each known unit of a stage, by job id: a job's own is newer than the stage's events."""
         if stage in self.stages:
             told = {job: state if state in _OVER else "waiting" for job, state in self.stages[stage].units.items()}
         else:
-            plan = self.run.plan  # memfit 0.1 told the number of jobs alone
-            num = plan.get("num_jobs") or 0 if plan and self.stage_of(plan["measured_on"]) == stage else 0
-            told = dict.fromkeys(self.params or [f"{stage}_{number}" for number in range(1, num + 1)], "waiting")
+            told = dict.fromkeys(self.params, "waiting")
         own = {row.status.job_id: row.state for row in rows if row.stage == stage}
-        return {job: "waiting" if state == "pending" else state for job, state in (told | own).items()}
+        own = {job: state for job, state in own.items() if state != "pending" or told.get(job) != "cancelled"}
+        return {job: "waiting" if state == "pending" else show_state(state) for job, state in (told | own).items()}
 
     def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
         """How many jobs are in which state, the most telling first; kept and reused results count as completed."""

@@ -99,23 +99,23 @@ def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[O
 
 
 def find_run(
-    name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT, prefers_here: bool = False
+    name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT, writes: bool = False
 ) -> RunDir:
     """The run that a word means; without one, the newest live run of this host, or else the newest below ``root``.
 
-    With ``prefers_here`` a run below ``root`` comes before a live one elsewhere.
+    What ``writes`` into the run gets one below ``root`` alone, unless a word names another.
 
     Raises:
         UsageError: If there is none, if several are meant, or if it belongs to another user.
     """
     if name is not None:
         return find_target(name, claims=claims, root=root).run
-    live = [one.run for one in list_runs(claims=claims)]
-    found = [*_below(root), *live] if prefers_here else [*live, *_below(root)]
+    live = [] if writes else [one.run for one in list_runs(claims=claims)]
+    found = [*live, *_below(root)]
     if not found:
         raise UsageError(
-            f"no run of yours is alive on this host, and there is none below {root}.",
-            rule="without a name the newest run is meant.",
+            f"{'' if writes else 'no run of yours is alive on this host, and '}there is no run below {root}.",
+            rule=f"without a name the newest run {f'below {root} ' if writes else ''}is meant.",
             remedy="start one: memfit run -- python train.py, or name a run directory",
         )
     return found[0]
@@ -164,12 +164,14 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
     for path in root.glob("*/run_*"):
         if (head or name) in (path.name, path.parent.name):
             check_owner(path)
-    known = [f"{head}/{job}" if head else job for run in candidates for job in RunView(run).ids]
-    known += [text for run in runs for text in (run.path.name, run.path.parent.name)]
+    known = [text for run in runs for text in (run.path.parent.name, run.path.name)]
+    jobs = [f"{head}/{job}" if head else job for run in candidates for job in RunView(run).ids]
+    near = nearest(name, dict.fromkeys([*known, *jobs]))
+    near = near if near.startswith("did") else nearest("", dict.fromkeys(run.path.parent.name for run in runs))
     raise UsageError(
         f"'{name}' names no run and no job of a live run.",
         rule="a run is named by its folder, its name or the beginning of it, or its experiment; a job by RUN/JOB.",
-        remedy=f"{nearest(name, dict.fromkeys(known))}; memfit ps --all lists the runs" if known else "see memfit ps",
+        remedy=f"{near}; memfit ps --all lists the runs" if known else "see memfit ps",
     )
 
 
@@ -185,7 +187,8 @@ def _by_path(path: Path) -> Target | None:
 
 
 def _has_job(run: RunDir, job_id: str) -> bool:
-    return run.job_dir(job_id).is_dir() or job_id in RunView(run).params
+    is_name = job_id not in ("", ".", "..")  # those would be the folder of all jobs, or the run's own
+    return is_name and (run.job_dir(job_id).is_dir() or job_id in RunView(run).params)
 
 
 def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.errors import MemfitError
+from memfit.jobs import show_state
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._epoch_memory import explain_memory, memory_of
@@ -103,13 +104,11 @@ def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
-    """Return one job; ``heap`` is what its C allocator used and held at its last phase mark."""
-    mark = view.last("phase", row.status.job_id) or {}
+    """Return one job."""
     epoch = view.last("epoch", row.status.job_id) or {}
-    heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
     more: dict[str, Any] = {"epoch": epoch.get("epoch"), "epoch_memory": memory_of(epoch)}
     more |= {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
-    return row.to_dict() | more | {"heap": heap if all(map(is_number, heap.values())) else None}
+    return row.to_dict() | more
 
 
 def _log(view: RunView, row: JobRow) -> Path:
@@ -211,7 +210,7 @@ def _fate(view: RunView, stage: StageView, states: Mapping[str, str]) -> str:
     text = ", ".join(f"{state} {number}" if len(states) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
         text += f", which saved {format_duration(stage.saved_seconds)}"
-    if "stopped" in counts:
+    if "stopped" in stage.units.values():
         text += f" the run (exit code {_outcome(view.run).get('exit_code')})"
     return text + (f": {stage.why}" if stage.why else "")
 
@@ -350,7 +349,7 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
 
 
 def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
-    yield "run", f"{short_path(view.run.path)} ({view.run.state})"
+    yield "run", f"{short_path(view.run.path)} ({show_state(view.run.state)})"
     if not is_one:
         names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if view.kind != "commands" else []
@@ -364,7 +363,7 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
     first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = [(row.state, or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
+    facts = [(show_state(row.state), or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
     headings = ("state", "time", "peak", "reserved")
     rest = [
         (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)

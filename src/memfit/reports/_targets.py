@@ -16,7 +16,7 @@ from memfit.reports._compare import Number, read_numbers
 from memfit.reports._differences import read_manifests
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import finite
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, read_own
 
 
 class Target(config.Settings):
@@ -117,7 +117,7 @@ def judge_targets(targets: Mapping[str, Target], a: RunDir, b: RunDir) -> list[T
 def _evidence(run: RunDir, stage: str) -> dict[str, Any]:
     """Return where a stage's numbers are stored; the hash is that of its manifests, one after the other."""
     files = [path for path, made in read_manifests(run).items() if made["stage"] == stage]
-    hashed = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    hashed = hashlib.sha256(b"".join(map(read_own, files))).hexdigest()
     config_hash = run.header.get("fingerprint")
     return {"run": str(run.path), "config": config_hash, "manifests": [one.name for one in files], "sha256": hashed}
 

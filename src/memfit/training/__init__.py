@@ -3,10 +3,7 @@
 This is the only package of memfit that imports torch.
 """
 
-from typing import Any
-
 from memfit.errors import MissingExtraError
-from memfit.successors import missing_name
 
 try:
     import torch as _torch  # noqa: F401
@@ -68,7 +65,3 @@ __all__ = [
     "set_rng_state",
     "to_device",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)

@@ -11,7 +11,6 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from memfit.errors import UsageError, nearest
-from memfit.successors import find_gone
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,11 +41,8 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         for name in settings:
             if name not in known and not takes_more:
-                owner, rule = call.__qualname__.partition(".")[0], f"the arguments are {', '.join(known)}"
-                if (gone := find_gone("argument", f"memfit.training.{owner}({name}=)")) is None:
-                    raise unknown_argument(name, known, rule)
-                what = f"{owner} has no argument {name} since memfit {gone.since}."
-                raise UsageError(what, rule=f"{rule}.", remedy=f"use {gone.new}")
+                rule = f"the arguments are {', '.join(known)}"
+                raise unknown_argument(name, known, rule)
         types = get_type_hints(call, include_extras=True)
         for name, value in signature.bind(*args, **settings).arguments.items():
             if _CHECKED in get_args(types.get(name))[1:]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from memfit.memory import Budget, TreeMeter
-from memfit.rundir import current_run, read_heap, record, write_json
+from memfit.masking import mask
+from memfit.memory import Budget, TreeMeter, read_heap
+from memfit.rundir import current_run, record, write_json
 from memfit.training._exactness import place
 from memfit.training._oom import OomKind, device_bytes
 
@@ -70,7 +71,7 @@ def write_flight_record(
             "time": time.time(),
             "pid": os.getpid(),
             "kind": str(kind),
-            "error": error_text,
+            "error": mask(error_text),
             "where": dict(where),
             "devices": _or_reason(device_bytes),
             "host": _or_reason(_host),

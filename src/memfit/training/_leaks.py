@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from memfit.rundir import read_heap, record
+from memfit.memory import read_heap
+from memfit.rundir import record
 from memfit.training._oom import device_bytes
 from memfit.units import MIB, format_bytes
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.memory import Budget
-from memfit.rundir import read_heap, record
+from memfit.memory import Budget, read_heap
+from memfit.rundir import record
 from memfit.units import format_bytes
 
 T = TypeVar("T")

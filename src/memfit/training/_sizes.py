@@ -117,13 +117,13 @@ class MicrobatchSizes:
         return asdict(self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave; sizes of memfit 0.1 are found anew by a few failures.
+        """Go on from what ``state_dict`` gave.
 
         Raises:
             UsageError: If it is not of that form.
         """
         try:
-            self._known = _Known(**({} if list(state) == ["buckets"] else state))
+            self._known = _Known(**state)
         except TypeError as error:
             raise UsageError(
                 f"These are no microbatch sizes: {error!r}.",

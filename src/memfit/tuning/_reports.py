@@ -22,9 +22,9 @@ class Reports:
         self.trainers: dict[str, Mapping[str, Any]] = {}
         self.shrunk: dict[str, str] = {}
 
-    def read(self) -> None:
-        """Take in what is new."""
-        for event in self._events.read():
+    def read(self, *, anew: bool = False) -> None:
+        """Take in what is new; ``anew`` as in ``FolderTail``."""
+        for event in self._events.read(anew=anew):
             self._take(event, str(event.get("job")))
 
     def _take(self, event: Mapping[str, Any], job: str) -> None:

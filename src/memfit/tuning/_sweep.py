@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir, read_json, read_own
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
@@ -249,7 +250,7 @@ class Sweep:
     # Pruning, time-outs, ends
 
     def _look(self) -> None:
-        self._reports.read()
+        self._reports.read(anew=any(active.graph.is_done for active in self._active.values()))
         for active in list(self._active.values()):
             if not active.verdict[0]:
                 self._check(active)
@@ -377,8 +378,10 @@ class Sweep:
         job_id = str(unit.made.get("job") or unit.job_id)
         if self.settings.report in ("", name) and (reported := self._reports.values.get(job_id)):
             return reported[max(reported)]
-        path = self.run.job_dir(job_id) / "out.log"
-        lines = path.read_text(errors="replace").split("\n") if unit.stage.command is not None and path.exists() else []
+        lines: list[str] = []
+        if unit.stage.command is not None:
+            with suppress(OSError):
+                lines = read_own(self.run.job_dir(job_id) / "out.log").decode(errors="replace").split("\n")
         return read_number(next((line for line in reversed(lines) if line.strip()), ""), name)
 
     def _measure(self, active: Active) -> dict[str, Any]:

@@ -139,7 +139,6 @@ def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
     Raises:
         UsageError: If that folder is gone, the code or data have changed, or another process runs the study.
     """
-    run.check_version()
     folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     with start_folder(run):

@@ -37,7 +37,11 @@ _JUDGING = (*_PERIOD, "k_ratio", "backtest", "quality", "gate")
 
 
 def stages(
-    score: Score, market: MarketOf | None = None, *, reads: Sequence[str] = ("data", "model")
+    score: Score,
+    market: MarketOf | None = None,
+    *,
+    reads: Sequence[str] = ("data", "model"),
+    check: Callable[[Any], None] | None = None,
 ) -> tuple[Stage, ...]:
     """The stages that judge the folds of a workload whose params derive from `JudgeSettings`.
 
@@ -53,6 +57,7 @@ def stages(
             ``target_h{h}``, the return over it. ``target_h1`` is always there: positions are marked by it each day.
         market: Gives the raw market, which is checked before a profit counts, from the panel and the params.
         reads: The settings that these two read.
+        check: Refuses params with which scores cannot be judged, before the first job (`memfit.pipeline.Stage.check`).
     """
     return (
         Stage(
@@ -61,6 +66,7 @@ def stages(
             needs=("prepare", "fold"),
             each="fold in prepare.folds",
             reads=(*reads, "blend"),
+            check=check,
         ),
         Stage(
             "health",
@@ -68,6 +74,7 @@ def stages(
             needs=("prepare", "blend"),
             holds="fold",
             reads=(*reads, *_JUDGING, "on_yellow"),
+            check=check,
         ),
         Stage(
             "backtest",
@@ -75,6 +82,7 @@ def stages(
             needs=("prepare", "blend"),
             after=("health",),
             reads=(*reads, *_JUDGING),
+            check=check,
         ),
         Stage("decision", _decide, needs=("backtest",), reads=("backtest", "decision")),
     )
@@ -144,7 +152,7 @@ def _health(market: MarketOf | None, context: Context, params: JudgeSettings) ->
     if verdict["knobs"]:
         halved, doubled = (params.backtest.k_ratio * times for times in (0.5, 2.0))
         found["report"].append(
-            f"try it on the first fold: memfit map --param k={halved:g},{min(doubled, 1.0):g} -- "
+            f"try it on the first fold: memfit run --param k={halved:g},{min(doubled, 1.0):g} -- "
             "memfit run CONFIG --until health --set params.backtest.k_ratio={k}"
         )
     if verdict["colour"] == "red" or (verdict["colour"] == "yellow" and params.on_yellow == "stop"):

@@ -33,7 +33,7 @@ from memfit.errors import UsageError
 
 SIGNAL_DATES: Final = 5
 _FEATURES, _NOISE, _LISTINGS = range(3)  # streams of random numbers
-_FIRST_DATE = np.datetime64("2000-01-03")
+FIRST_DATE = np.datetime64("2000-01-03")
 _FIRST_CLOSE = 100.0
 _GENERATED_KEY, _MARKET_KEY = b"memfit.generated", b"memfit.market"
 _Floats = NDArray[np.float32]
@@ -250,7 +250,7 @@ def _listings(market: Market) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _tables(market: Market, schema: pa.Schema, dates_per_table: int) -> Iterator[pa.Table]:
     listed_from, listed_until = _listings(market)
     codes = pa.array([f"A{number:05d}" for number in range(market.num_assets)])
-    days = np.busday_offset(_FIRST_DATE, np.arange(market.num_dates))
+    days = np.busday_offset(FIRST_DATE, np.arange(market.num_dates))
     level = np.full(market.num_assets, math.log(_FIRST_CLOSE))
     for first in range(0, market.num_dates, dates_per_table):
         dates = np.arange(first, min(first + dates_per_table, market.num_dates))

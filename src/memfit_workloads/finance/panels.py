@@ -5,8 +5,10 @@ This loads no torch, for the processes that only prepare a run.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +21,7 @@ from pydantic import Field, model_validator
 
 from memfit import config
 from memfit.data import Panel
-from memfit.errors import DataError, SplitError
+from memfit.errors import ConfigError, SplitError, UsageError, nearest
 from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit_workloads.finance import generated, prices
@@ -28,9 +30,10 @@ from memfit_workloads.finance._provenance import Indices, save_folds
 _OF_SOURCE = {
     "prices": ("start", "end"),
     "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
-    "parquet": ("path", "features", "targets", "close", "volume"),
+    "parquet": ("path", "columns", "features", "targets", "close", "volume"),
 }
 _SCALE_DATES = 256
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -42,6 +45,19 @@ def refuse_others(settings: config.Settings, choice: str, owned: Mapping[str, It
         for name in names if owner != chosen else ():
             if getattr(settings, name) != type(settings).model_fields[name].default:
                 raise ValueError(f"{name} belongs to {choice}: {owner}, and {choice} is {chosen}")
+
+
+class ColumnParams(config.Settings):
+    """The names of the columns that say which date and which asset a row is of."""
+
+    date: str = Field("date", min_length=1, description="the column of dates")
+    asset: str = Field("code", min_length=1, description="the column of asset codes")
+
+    @model_validator(mode="after")
+    def _columns_are_two(self) -> ColumnParams:
+        if self.date == self.asset:
+            raise ValueError(f"date and asset both name the column {self.date}")
+        return self
 
 
 class DataParams(config.Settings):
@@ -60,6 +76,7 @@ class DataParams(config.Settings):
     turnover: float = Field(0.1, ge=0, le=1, description="generated: share of assets not listed all the time")
     market_seed: int = Field(0, ge=0, description="generated: seed of the market")
     path: Path | None = Field(None, description="parquet: a file, or a folder of files")
+    columns: ColumnParams = Field(ColumnParams(), description="parquet: the columns of dates and of asset codes")
     features: tuple[str, ...] = Field((), description="parquet: columns to learn from, known on their date")
     targets: dict[Count, str] = Field({}, description="parquet: the column of the simple return over so many dates")
     close: str | None = Field(None, description="parquet: the column of closing prices, for the market's checks")
@@ -75,6 +92,8 @@ class DataParams(config.Settings):
         if self.source == "parquet":
             if not (self.path and self.features):
                 raise ValueError("source: parquet needs path and features")
+            if len(set(self.features)) < len(self.features):
+                raise ValueError(f"features {list(self.features)} name one twice")
             if self.volume is not None and self.close is None:
                 raise ValueError("volume needs close: volumes are checked with the closing prices")
             missing = [horizon for horizon in self.labels if horizon not in self.targets]
@@ -122,6 +141,132 @@ class Splitter(Protocol):
     def split(self, X: Any, y: Any = None, groups: Any = None) -> Iterator[tuple[Indices, Indices]]: ...
 
 
+@contextlib.contextmanager
+def naming(settings: str) -> Iterator[None]:
+    """Let an error name the settings that it is about, as ``--set`` takes them."""
+    try:
+        yield
+    except UsageError as error:
+        remedy = f"--set params.{settings}=...; {error.remedy}"
+        raise ConfigError(error.what, rule=error.rule, remedy=remedy) from None
+
+
+def check_data(params: PanelParams) -> None:
+    """Refuse data that no panel can be built from: a missing file or column, or a period or market that cannot be.
+
+    Raises:
+        ConfigError: With the settings to change.
+    """
+    data = params.data
+    if data.source == "prices":
+        with naming("data.start=... --set params.data.end"):
+            prices.span_of(prices.read_prices(), data.start, data.end, data.labels)
+    elif data.source == "generated":
+        with naming("data"):
+            market_of(data)
+    else:
+        path, columns = data.path, data.columns
+        assert path is not None  # checked by DataParams
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            raise ConfigError(
+                f"{path} is not there, or an empty folder.",
+                rule="params.data.path names a Parquet file or a folder of them.",
+                remedy="--set params.data.path=<a file>",
+            )
+        named = {"columns.date": [columns.date], "columns.asset": [columns.asset], "features": data.features}
+        named |= {f"targets.{days}": [name] for days, name in data.targets.items()}
+        named |= {name: [one] for name in ("close", "volume") if (one := getattr(data, name)) is not None}
+        check_columns(data, named)
+
+
+def check_columns(data: DataParams, named: Mapping[str, Iterable[str]]) -> None:
+    """Refuse columns that a file does not have once, by the settings that name them; those of numbers must be numbers.
+
+    Raises:
+        ConfigError: With the setting to change.
+    """
+    for path, found in _datasets(data):
+        for setting, name in ((setting, name) for setting, names in named.items() for name in names):
+            key, fields = f"--set params.data.{setting}=...", found.schema.get_all_field_indices(name)
+            if len(fields) != 1:
+                raise ConfigError(
+                    f"{path} has {len(fields)} columns named '{name}'.",
+                    rule=f"params.data.{setting} names a column that each file has once.",
+                    remedy=f"{nearest(name, found.schema.names)}; {key}",
+                )
+            kind = found.schema.field(fields[0]).type
+            is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
+            if is_text and not setting.startswith(("columns", "sector")):
+                raise ConfigError(
+                    f"column '{name}' of {path} has the type {kind}.",
+                    rule="features, targets, prices and volumes are numbers.",
+                    remedy=f"convert the column, or name another: {key}",
+                )
+
+
+def possible_dates(data: DataParams) -> tuple[npt.NDArray[np.datetime64], int]:
+    """Return the dates that may be split, of which a panel's usable ones are a part; and the most assets on a date."""
+    after = max(data.horizons)  # what is made here knows no return beyond the last date
+    if data.source == "prices":
+        known = prices.read_prices()
+        first, stop = prices.span_of(known, data.start, data.end, data.labels)
+        dates, num_assets = known.dates[first:stop], len(known.codes)
+    elif data.source == "generated":
+        dates, num_assets = np.busday_offset(generated.FIRST_DATE, np.arange(data.num_dates)), data.num_assets
+    else:
+        counts: Counter[Any] = Counter()
+        for batch in batches_of(data, data.columns.date):
+            days, number = np.unique(days_of(batch.column(0)), return_counts=True)
+            counts.update(dict(zip(days.tolist(), number.tolist(), strict=True)))
+        dates, num_assets, after = np.array(sorted(counts), "datetime64[D]"), max(counts.values(), default=1), 0
+    return dates[data.lookback - 1 : len(dates) - after], num_assets
+
+
+def batches_of(data: DataParams, *columns: str) -> Iterator[pa.RecordBatch]:
+    """Yield some columns of the user's own files, which are those that `Panel.build` reads."""
+    for _, found in _datasets(data):
+        yield from found.to_batches(columns=list(columns))
+
+
+def _datasets(data: DataParams) -> Iterator[tuple[Path, Any]]:
+    import pyarrow.dataset  # it loads pandas
+
+    assert data.path is not None  # checked by DataParams
+    for path in sorted(data.path.rglob("*")) if data.path.is_dir() else [data.path]:
+        if path.is_file() and (path == data.path or path.suffix in _SUFFIXES):
+            with open(path, "rb") as file:
+                kind = "parquet" if file.read(4) == b"PAR1" else "ipc"
+            try:
+                found = pyarrow.dataset.dataset(path, format=kind)
+            except (pa.ArrowException, OSError) as error:
+                raise ConfigError(
+                    f"{path} is no Parquet or Arrow file, or a damaged one: {str(error).splitlines()[0]}",
+                    rule="params.data.path names such a file, or a folder of them.",
+                    remedy="--set params.data.path=...; pandas.read_csv(...).to_parquet(...) converts a CSV file",
+                ) from None
+            yield path, found
+
+
+def days_of(column: pa.Array) -> npt.NDArray[np.datetime64]:
+    """Return a column of dates, timestamps or ISO 8601 text as days."""
+    plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    days: npt.NDArray[np.datetime64] = plain.to_numpy(zero_copy_only=False).astype("datetime64[D]")
+    return days
+
+
+def check_folds(params: PanelParams, cut: Splitter, valid_share: float) -> int:
+    """Refuse folds that leave nothing to train on; return the most dates that the smallest fold is fitted on.
+
+    Raises:
+        ConfigError: With the settings to change.
+    """
+    data = params.data
+    dates, _ = possible_dates(data)
+    reach = 0 if data.source == "parquet" else max(data.labels)  # gaps of a file may lie where labels reach
+    with naming("splits.n_splits"):
+        return min(len(hold_out(train, valid_share, reach)[0]) for train, _ in cut.split(dates))
+
+
 def fingerprint(params: PanelParams) -> str:
     """A digest of the data that the parameters name: of their content where they are files."""
     data = params.data
@@ -131,12 +276,6 @@ def fingerprint(params: PanelParams) -> str:
         return config.fingerprint(asdict(market_of(data)))
     assert data.path is not None  # checked by DataParams
     files = sorted(path for path in data.path.iterdir() if path.is_file()) if data.path.is_dir() else [data.path]
-    if not files or not files[0].exists():
-        raise DataError(
-            f"{data.path} is not there, or an empty folder.",
-            rule="params.data.path names a Parquet file or a folder of them.",
-            remedy="--set params.data.path=<a file>",
-        )
     digest = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
@@ -153,7 +292,8 @@ def prepare_folds(
     source, features, checked = _source(context.panels_dir, data)
     phase("build")
     targets = list(dict.fromkeys([*(data.target(horizon) for horizon in data.labels), *checked]))
-    panel = Panel.build(source, context.panels_dir, features=features, targets=targets)
+    index = (data.columns.date, data.columns.asset) if data.source == "parquet" else ("date", "code")
+    panel = Panel.build(source, context.panels_dir, index=index, features=features, targets=targets)
     usable = usable_dates(panel, params)
     folds = [(usable[train], usable[test]) for train, test in cut.split(panel.dates[usable])]
     sizes: dict[str, Any] = {"label_dates": max(data.labels), "embargo_size": embargo_size}
@@ -200,22 +340,30 @@ def hold_out(dates: Indices, share: float, reach: int) -> tuple[Indices, Indices
     return fit, valid
 
 
+def check_market(params: PanelParams) -> None:
+    """Refuse a config without closing prices.
+
+    Raises:
+        ConfigError: If the source is a Parquet file whose column of closing prices was not named.
+    """
+    if params.data.source == "parquet" and params.data.close is None:
+        raise ConfigError(
+            "the config names no closing prices.",
+            rule="a profit counts only on prices that were checked; source: parquet names their column.",
+            remedy="--set params.data.close=<a column>; without a backtest: --until fold --skip health",
+        )
+
+
 def market(panel: Panel, params: PanelParams) -> pa.Table:
     """The closing prices that the returns are made of: ``date``, ``code``, ``close``, where there is one.
 
     A Parquet file whose column of volumes was named adds ``volume``.
 
     Raises:
-        DataError: If the source is a Parquet file whose column of closing prices was not named.
+        ConfigError: As for `check_market`.
     """
-    name = params.data.close if params.data.source == "parquet" else "close"
-    if name is None:
-        raise DataError(
-            "the config names no closing prices.",
-            rule="a profit counts only on prices that were checked; source: parquet names their column.",
-            remedy="--set params.data.close=<a column>",
-        )
-    closes = panel.target(name)
+    check_market(params)
+    closes = panel.target(params.data.close if params.data.close is not None else "close")
     date, asset = np.nonzero(np.isfinite(closes))
     columns = {"close": closes}
     if params.data.volume is not None:

@@ -113,17 +113,7 @@ def daily_features(start: date | str, end: date | str, horizons: Sequence[int]) 
         (5040, 100)
     """
     prices = read_prices()
-    first, stop = np.searchsorted(prices.dates, [np.datetime64(start, "D"), np.datetime64(end, "D") + 1]).tolist()
-    first = max(first, HISTORY_DATES - 1)
-    if min(horizons) < 1 or stop - first <= max(horizons):
-        named = ", ".join(map(str, horizons))
-        raise DataError(
-            f"{max(stop - first, 0)} dates with features lie from {start} to {end}, at a horizon of {named}.",
-            rule=f"the prices run from {prices.dates[0]} to {prices.dates[-1]}; the first {HISTORY_DATES - 1} dates "
-            "are history for the features, and the last dates before the end have no target at their horizon.",
-            remedy=f"choose start and end within {prices.dates[HISTORY_DATES - 1]} to {prices.dates[-1]}, more than "
-            "the longest horizon apart in trading days, and horizons of at least 1",
-        )
+    first, stop = span_of(prices, start, end, horizons)
     known = prices.closes[:stop]
     features = features_of(known)[first:]
     columns = {
@@ -137,6 +127,26 @@ def daily_features(start: date | str, end: date | str, horizons: Sequence[int]) 
         targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
         columns[f"target_h{horizon}"] = pa.array(targets.ravel().astype(np.float32), from_pandas=True)
     return pa.table(columns)
+
+
+def span_of(prices: Prices, start: date | str, end: date | str, horizons: Sequence[int]) -> tuple[int, int]:
+    """Return the first of the dates with features from ``start`` to ``end``, and the one after the last.
+
+    Raises:
+        DataError: As for `daily_features`.
+    """
+    first, stop = np.searchsorted(prices.dates, [np.datetime64(start, "D"), np.datetime64(end, "D") + 1]).tolist()
+    first = max(first, HISTORY_DATES - 1)
+    if min(horizons) < 1 or stop - first <= max(horizons):
+        named = ", ".join(map(str, horizons))
+        raise DataError(
+            f"{max(stop - first, 0)} dates with features lie from {start} to {end}, at a horizon of {named}.",
+            rule=f"the prices run from {prices.dates[0]} to {prices.dates[-1]}; the first {HISTORY_DATES - 1} dates "
+            "are history for the features, and the last dates before the end have no target at their horizon.",
+            remedy=f"choose start and end within {prices.dates[HISTORY_DATES - 1]} to {prices.dates[-1]}, more than "
+            "the longest horizon apart in trading days, and horizons of at least 1",
+        )
+    return first, stop
 
 
 def features_of(closes: _Floats) -> _Floats:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from memfit.errors import UsageError, check_counts, nearest
+from memfit_workloads.finance.cycles import check_cycles
 
 ScheduleName = Literal["constant", "cosine", "warm_restarts"]
 
@@ -103,11 +104,6 @@ def make_schedule(
     num_warmup = int(warmup_share * num_steps)
     num_cycles = cycles if name == "warm_restarts" else 1
     units, room = 2**num_cycles - 1, num_steps - num_warmup
-    if num_cycles > 1 and room < 2 * units:
-        raise UsageError(
-            f"{num_cycles} cycles take {2 * units} steps at least, and the run has {room} after its warm-up.",
-            rule="the first cycle has 2 steps or more, each other is twice as long as the one before it.",
-            remedy=f"pass cycles={(room // 2 + 1).bit_length() - 1 or 1}, or train for more steps",
-        )
+    check_cycles(num_cycles, num_steps, warmup_share, setting="pass cycles")
     bounds = [num_warmup + round(room * (2**cycle - 1) / units) for cycle in range(num_cycles + 1)]
     return ShapedSchedule(optimizer, name, num_steps, floor_share, bounds)

@@ -6,21 +6,31 @@ This loads no torch, for the processes that only prepare a run.
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset
 
 from memfit.data import Panel
+from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.splits import PurgedKFold
-from memfit_workloads.finance.panels import prepare_folds
+from memfit_workloads.finance.cycles import check_cycles
+from memfit_workloads.finance.panels import (
+    batches_of,
+    check_columns,
+    check_data,
+    check_folds,
+    days_of,
+    naming,
+    possible_dates,
+    prepare_folds,
+)
 from memfit_workloads.finance.prices import FEATURES, SECTORS
 from memfit_workloads.forecaster.params import ForecastData, ForecasterParams
 
@@ -33,9 +43,8 @@ _CHUNK_ROWS = 1024
 
 def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     """Save the panel, its purged folds, the sectors, and what each date's past says: neighbours and volatility."""
-    data, splits = params.data, params.splits
-    cut = PurgedKFold(splits.n_splits, purged_size=max(data.labels), embargo_size=splits.embargo_size)
-    panel, facts = prepare_folds(context, params, cut, embargo_size=splits.embargo_size)
+    data, embargo = params.data, params.splits.embargo_size
+    panel, facts = prepare_folds(context, params, _splitter(params), embargo_size=embargo)
     phase("graph")
     returns = panel.target(data.target(1))
     context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
@@ -44,6 +53,11 @@ def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
         write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
         context.save("neighbours", path)
     return facts
+
+
+def _splitter(params: ForecasterParams) -> PurgedKFold:
+    splits = params.splits
+    return PurgedKFold(splits.n_splits, purged_size=max(params.data.labels), embargo_size=splits.embargo_size)
 
 
 def write_neighbours(path: Path, returns: Array, number: int, window: int) -> None:
@@ -148,9 +162,9 @@ def sectors_of(panel: Panel, data: ForecastData) -> npt.NDArray[np.int16]:
         names = [SECTORS.get(code) for code in panel.assets]
     elif data.sector is not None:
         assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
-        for batch in pyarrow.dataset.dataset(data.path).to_batches(columns=["date", "code", data.sector]):
-            place = pc.index_in(batch.column("code").cast(pa.string()), assets).to_numpy(zero_copy_only=False)
-            dates = batch.column("date").to_numpy(zero_copy_only=False).astype("datetime64[D]")
+        for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
+            place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
+            dates = days_of(batch.column(0))
             by_date = np.argsort(dates, kind="stable")
             seen, rows = np.unique(place[by_date], return_index=True)
             for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
@@ -167,12 +181,45 @@ def num_features(data: ForecastData) -> int:
 
 def largest_day(data: ForecastData) -> int:
     """Return how many assets the largest day has at most; of a file that is there, from its column of dates."""
-    if data.source != "parquet":
-        return len(SECTORS) if data.source == "prices" else data.num_assets
-    if data.path is None or not data.path.exists():
-        return 1
-    counts: Counter[Any] = Counter()
-    for batch in pyarrow.dataset.dataset(data.path).to_batches(columns=["date"]):
-        for found in pc.value_counts(batch.column("date")).to_pylist():
-            counts[found["values"]] += found["counts"]
-    return max(counts.values(), default=1)
+    return 1 if data.path is not None and not data.path.exists() else possible_dates(data)[1]
+
+
+def check(params: ForecasterParams) -> None:
+    """Refuse data, folds, an optimizer or a schedule that cannot be trained with.
+
+    Raises:
+        ConfigError: With the settings to change.
+    """
+    data, train = params.data, params.train
+    check_data(params)
+    if data.sector is not None and data.path is not None:
+        check_columns(data, {"sector": [data.sector]})
+    num_days = check_folds(params, _splitter(params), train.valid_share)
+    days_at_once = max(1, train.batch_size // largest_day(data))
+    for section in ("pretrain", "train"):
+        check_steps(params, section, -(-num_days // days_at_once) * getattr(params, section).num_epochs)
+    if train.optimizer == "adamw":
+        return
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        raise MissingExtraError.of("pytorch_optimizer", "forecaster", f"the optimizer {train.optimizer!r}")
+    if train.optimizer != "adabelief":  # it has been made before, and the import takes seconds
+        import torch
+
+        from memfit_workloads.forecaster.optim import make_optimizer
+
+        with naming("train.optimizer"):
+            make_optimizer(
+                train.optimizer, [torch.nn.Parameter(torch.ones(2, 2))], train.learning_rate, train.weight_decay
+            )
+
+
+def check_steps(params: ForecasterParams, section: Literal["pretrain", "train"], num_steps: int) -> None:
+    """Refuse warm restarts that do not fit a training's steps; without a pre-training there is nothing to refuse.
+
+    Raises:
+        UsageError: With the settings to change.
+    """
+    train, key = params.train, "--set params.train.cycles"
+    if train.schedule == "warm_restarts" and getattr(params, section).num_epochs:
+        more = f"train for more steps: --set params.{section}.num_epochs=..., or a smaller params.train.batch_size"
+        check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)

@@ -26,7 +26,7 @@ from memfit_workloads import finance
 from memfit_workloads.finance.panels import fingerprint, hold_out, scale_of
 from memfit_workloads.finance.scoring import table_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
-from memfit_workloads.forecaster.data import largest_day, num_features, prepare
+from memfit_workloads.forecaster.data import check, check_steps, largest_day, num_features, prepare
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import evaluate, fold_figures, validation_figures
 
@@ -77,6 +77,7 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     loss = functools.partial(pretraining_loss, seed=context.seed, share=settings.hidden_share)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = settings.num_epochs * len(batches)
+        check_steps(params, "pretrain", num_steps)
         trainer = _trainer(context, params, model, loss, settings.learning_rate, num_steps)
         result = trainer.fit(batches, fold.in_order(fold.valid_dates), num_epochs=settings.num_epochs)
     last = result.history[-1]
@@ -99,6 +100,7 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     model = _started_model(context, params, fold)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = params.train.num_epochs * len(batches)
+        check_steps(params, "train", num_steps)
         trainer = _trainer(context, params, model, _loss(params), params.train.learning_rate, num_steps)
         check_effective(trainer, params)
         result = trainer.fit(
@@ -281,6 +283,7 @@ FORECASTER = Workload(
     params=ForecasterParams,
     fingerprint=lambda params: {"prepare": fingerprint(params)},
     choose=_chosen,
+    check=check,
     stages=(
         Stage("prepare", prepare, reads=("data", "splits", "graph"), phases=("load", "build", "graph")),
         Stage(

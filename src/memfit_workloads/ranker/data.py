@@ -1,17 +1,63 @@
-"""The folds of the ranker: how dates are split. The panel is made by `memfit_workloads.finance.panels`."""
+"""The folds of the ranker: how dates are split, and what of its config cannot run. `finance.panels` makes the panel."""
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.data import Panel
+from memfit.errors import ConfigError
 from memfit.pipeline import Context
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
-from memfit_workloads.finance.panels import Splitter, prepare_folds, usable_dates
+from memfit_workloads.finance.panels import (
+    Splitter,
+    check_data,
+    check_folds,
+    check_market,
+    possible_dates,
+    prepare_folds,
+    usable_dates,
+)
 from memfit_workloads.ranker.params import RankerParams
+
+
+def check(params: RankerParams) -> None:
+    """Refuse data and folds that cannot be trained on.
+
+    Raises:
+        ConfigError: With the settings to change.
+    """
+    check_data(params)
+    check_folds(params, splitter(params), params.train.valid_share)
+
+
+def check_judging(params: RankerParams) -> None:
+    """Refuse folds that cannot be judged: without prices, in a period without dates, or by checkpoints that none has.
+
+    Raises:
+        ConfigError: With the settings to change.
+    """
+    check_market(params)
+    dates, _ = possible_dates(params.data)
+    begin, end = (None if day is None else np.datetime64(day) for day in (params.start_date, params.end_date))
+    if len(dates) and ((begin is not None and begin > dates[-1]) or (end is not None and end < dates[0])):
+        raise ConfigError(
+            f"no fold tests a date from {begin or 'the first'} to {end or 'the last'}.",
+            rule=f"the folds test dates from {dates[0]} to {dates[-1]}, and what is judged are their test dates.",
+            remedy="choose another period: --set params.start_date=... --set params.end_date=...",
+        )
+    epochs, pattern = range(1, params.train.num_epochs + 1), params.blend
+    saved = ["latest_checkpoint.pt", *(["best_model.pt"] if params.train.valid_share else [])]
+    saved += [f"ema_epoch_{epoch}.pt" for epoch in params.train.ema_epochs if epoch in epochs]
+    if pattern and not fnmatch.filter([*saved, *(f"checkpoint_epoch_{epoch}.pt" for epoch in epochs)], pattern):
+        raise ConfigError(
+            f"no fold saves a checkpoint that matches '{pattern}'.",
+            rule=f"blend names the checkpoints of a fold that are averaged: {', '.join(saved)}.",
+            remedy="--set params.blend=latest_checkpoint.pt, or --set params.train.ema_epochs=[...]",
+        )
 
 
 def prepare(context: Context, params: RankerParams) -> dict[str, Any]:

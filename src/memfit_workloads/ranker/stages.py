@@ -26,7 +26,7 @@ from memfit_workloads import finance
 from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
 from memfit_workloads.finance.scoring import fold_metrics
 from memfit_workloads.ranker.batches import ListBatch, ListBatches
-from memfit_workloads.ranker.data import path_of_dates, prepare
+from memfit_workloads.ranker.data import check, check_judging, path_of_dates, prepare
 from memfit_workloads.ranker.params import RankerParams, TrainParams
 from memfit_workloads.ranker.scoring import lists_to_score, score_table, validation_metrics
 
@@ -212,6 +212,7 @@ def _schedule(
 
 RANKER = Workload(
     params=RankerParams,
+    check=check,
     fingerprint=lambda params: {"prepare": fingerprint(params), "decision": finance.fingerprint(params)},
     stages=(
         Stage("prepare", prepare, reads=("data", "splits"), phases=("load", "build")),
@@ -225,6 +226,6 @@ RANKER = Workload(
             phases=("load", "train", "checkpoint", "validate"),
             probe=Probe(loader, training_step),
         ),
-        *finance.stages(score, market, reads=("data", "model", "train")),
+        *finance.stages(score, market, reads=("data", "model", "train"), check=check_judging),
     ),
 )

@@ -70,7 +70,9 @@ class RecipesParams(config.Settings):
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: hardly any state")
     gradient_checkpointing: bool = False
     compile: bool = Field(False, description="the blocks run through torch.compile while training")
-    device: str = "auto"
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
+    )
     num_samples: int = Field(2, ge=0, description="texts to generate at the end")
 
     @model_validator(mode="after")
@@ -135,7 +137,7 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"{folder} cannot be loaded: {str(error).splitlines()[0]}.",
         rule="pretrained_model is a folder that save_pretrained() wrote; nothing is downloaded.",
-        remedy="name such a folder, or leave pretrained_model out for a small T5",
+        remedy="--set params.pretrained_model=<such a folder>, or leave it out for a small T5",
     )
 
 

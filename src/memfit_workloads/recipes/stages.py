@@ -32,6 +32,7 @@ _TRAIN = (
 
 RECIPES = Workload(
     params=RecipesParams,
+    check=text.check,
     fingerprint=lambda params: dict.fromkeys(("index", "tokenize", "train"), text.fingerprint(params)),
     stages=(
         Stage("index", text.index, reads=("data", "@seed")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,10 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import JsonLines, PackedDataset, Tokenized, pack
-from memfit.errors import DataError, MissingExtraError
+from memfit.errors import ConfigError, DataError, MissingExtraError
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, write_atomic
-from memfit_workloads.recipes.params import DataParams, RecipesParams
+from memfit_workloads.recipes.params import DataParams, RecipesParams, model_config, unreadable
 
 _BASES = ("flour", "rice", "lentils", "potatoes", "noodles", "beans", "oats", "polenta")
 _MORE = ("butter", "eggs", "milk", "onions", "garlic", "carrots", "cheese", "tomatoes", "honey", "lemon", "ginger",
@@ -56,6 +58,44 @@ def fingerprint(params: RecipesParams) -> str:
             rule="data.path names a JSON Lines file, pretrained_model a folder.",
             remedy="correct the path; it begins at the current folder",
         ) from None
+
+
+def check(params: RecipesParams) -> None:
+    """Refuse packages, files and folders that are not there, before a training of hours needs them.
+
+    Raises:
+        UsageError: With the settings to change.
+    """
+    for package in ("tokenizers", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError.of(package, "recipes", "the recipe fine-tune")
+    path, model, output, tiny = params.data.path, params.pretrained_model, params.model_output, params.tiny
+    if path is not None and not path.is_file():
+        raise ConfigError(
+            f"{path} is {'a folder' if path.is_dir() else 'not there'}.",
+            rule="data.path names a JSON Lines file; it begins at the current folder.",
+            remedy="--set params.data.path=<a file>",
+        )
+    if model is None and tiny.num_heads > tiny.d_model:
+        raise ConfigError(
+            f"tiny.num_heads is {tiny.num_heads}, and tiny.d_model {tiny.d_model}.",
+            rule="each attention head has at least one number of a token.",
+            remedy=f"--set params.tiny.num_heads={tiny.d_model} or fewer",
+        )
+    if model is not None:
+        model_config(params, 0)
+        weights = next((one.name for end in ("safetensors", "bin") for one in model.glob(f"*.{end}")), "")
+        if weights:
+            load_tokenizer(model)
+        elif (model / "tokenizer.json").exists():  # a folder without either serves a plan of its memory
+            raise unreadable(model, FileNotFoundError("it holds no weights (*.safetensors, *.bin)"))
+    above = next((one for one in (output, *output.absolute().parents) if one.exists()), None) if output else None
+    if above is not None and not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(
+            f"the model cannot be saved in {output}: {above} is {'read-only' if above.is_dir() else 'a file'}.",
+            rule="model_output is a folder, made if it is not there, in one that may be written to.",
+            remedy="--set params.model_output=<a folder>",
+        )
 
 
 class Pairs(Sequence[Any]):
@@ -196,7 +236,8 @@ def load_tokenizer(folder: Path) -> Any:
         raise DataError(
             f"{folder} has no tokenizer.json.",
             rule="pretrained_model is a folder with config.json, weights and tokenizer.json.",
-            remedy="save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
+            remedy="save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder); or name another: "
+            "--set params.pretrained_model=<a folder>",
         )
     return _tokenizers().Tokenizer.from_file(str(path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.errors import DataError
+from memfit.errors import ConfigError, DataError, MissingExtraError, SplitError
 from memfit.memory import Budget
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, record
@@ -46,6 +47,30 @@ def fingerprint(params: VideoParams) -> str:
             rule="each path of the list names a video; paths begin at the list's folder.",
             remedy="correct the list, or remove that line",
         ) from None
+
+
+def check(params: VideoParams) -> None:
+    """Refuse videos that no folds can be made of, and a notebook that cannot run.
+
+    Raises:
+        UsageError: With the settings to change.
+    """
+    if importlib.util.find_spec("av") is None:
+        raise MissingExtraError.of("av", "video", "a video")
+    if params.entry == "notebook" and importlib.util.find_spec("nbclient") is None:
+        raise MissingExtraError.of("nbclient", "video", "entry: notebook")
+    if params.data.path is None:
+        labels = [_KNOWN_CLASSES[number % 2] for number in range(params.data.num_clips)]
+    else:
+        labels = [label for _, label, _ in find_videos(params.data)]
+        _classes(set(labels))
+    splits = params.splits
+    splitter = StratifiedGroups(splits.n_splits, splits.test_share)
+    try:  # each video alone: groups of several leave fewer to deal
+        next(splitter.split(None, labels, np.arange(len(labels))))
+    except SplitError as error:
+        remedy = f"--set params.splits.n_splits=..., --set params.splits.test_share=...; {error.remedy}"
+        raise ConfigError(error.what, rule=error.rule, remedy=remedy) from None
 
 
 def load_data(context: Context, params: VideoParams) -> dict[str, Any]:
@@ -113,13 +138,13 @@ def find_videos(settings: DataParams, folder: Path = Path()) -> list[tuple[Path,
             raise DataError(
                 f"{path} cannot be read as a list of videos: {error!r}.",
                 rule="it is a folder with one folder for each class, or a CSV with the columns path and label.",
-                remedy="begin the file with the line: path,label,group",
+                remedy="begin the file with the line: path,label,group; or name another: --set params.data.path=...",
             ) from None
     if not listed:
         raise DataError(
             f"there is no video in {path}.",
             rule=f"a video ends in one of {', '.join(sorted(_ENDINGS))} and lies in a folder named after its class.",
-            remedy="name the folder above the folders of the classes, or a CSV",
+            remedy="name the folder above the folders of the classes, or a CSV: --set params.data.path=...",
         )
     return listed
 
@@ -129,7 +154,7 @@ def _classes(names: set[str]) -> list[str]:
         raise DataError(
             f"the videos have {len(names)} classes: {', '.join(sorted(names)[:5])}.",
             rule="the model tells two classes apart.",
-            remedy="give each video one of two labels",
+            remedy="give each video one of two labels, or name others: --set params.data.path=...",
         )
     return list(_KNOWN_CLASSES) if names == set(_KNOWN_CLASSES) else sorted(names)
 

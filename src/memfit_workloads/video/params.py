@@ -74,7 +74,7 @@ class TrainParams(config.Settings):
     max_grad_norm: float | None = Field(1.0, gt=0)
     patience: int | None = Field(None, ge=1)
     use_amp: bool = Field(False, description="mixed precision: bfloat16, on older GPUs float16")
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, else the CPU")
     skip_batches: int | None = Field(
         None, ge=1, description="leave out a batch whose single sample does not fit, at most so many"
     )

@@ -87,6 +87,7 @@ def _stage(
 
 VIDEO = Workload(
     params=VideoParams,
+    check=data.check,
     fingerprint=lambda params: {
         "load_data": data.fingerprint(params),
         "notebook": data.fingerprint(params) + fingerprint_files(_NOTEBOOK),

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from jobs.contract import is_alive, submit, wait_for_end, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.memory import JobGroup, Walls, why_no_walls
 from memfit.rundir import RunDir
-from memfit.testing import is_alive, submit, wait_for_end, wait_until
 from vm.guest.groups import MIB, NOBODY, TOP, call_in, events, groups_below, made_group, own_group
 
 HOLD = "import sys, time; kept = [bytearray(b'x') * (1 << 20) for _ in range(int(sys.argv[1]))]; time.sleep(1)"
@@ -158,7 +158,7 @@ def session(tmp_path):
 def test_an_ordinary_users_jobs_get_their_walls_in_a_scope_of_the_user_manager(session, tmp_path):
     group, env = session
     job = "import sys, pathlib; print(pathlib.Path('/proc/self/cgroup').read_text(), sys.argv[1])"
-    words = ["map", "--param", "x=1..2", "--", sys.executable, "-c", job, "{x}"]
+    words = ["run", "--param", "x=1..2", "--", sys.executable, "-c", job, "{x}"]
 
     def run():
         return subprocess.run(

@@ -39,7 +39,7 @@ def test_commands_that_take_more_than_they_say_and_there_is_all_complete_and_non
     rows = "".join(f"{kind},{mib}\n" for kind, mib in JOBS)
     (tmp_path / "jobs.csv").write_text(f"kind,mib\n{rows}")
     options = ["--param-file", "jobs.csv", "--memory", "40MiB", "--reserve", "64MiB"]
-    words = ["map", *options, "--", sys.executable, "-c", TAKES]
+    words = ["run", *options, "--", sys.executable, "-c", TAKES]
     shared_before = sorted(Path("/dev/shm").iterdir())
     with made_group(memory_max=LIMIT_BYTES) as group:
         result = subprocess.run(

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from jobs.contract import wait_until
 from memfit.memory import JobGroup, Walls, _jobgroup, why_no_walls
-from memfit.testing import wait_until
 from vm.guest.groups import MIB, NOBODY, TOP, call_in, events, groups_below, made_group, own_group
 
 TAKE = "import sys; kept = [bytearray(b'x') * (1 << 20) for _ in range(int(sys.argv[1]))]"

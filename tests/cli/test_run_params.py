@@ -1,0 +1,146 @@
+"""``memfit run`` as a command: what it runs, what it prints, its exit codes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from memfit.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+def three_parts(text):
+    match = re.fullmatch(r"memfit: (?P<what>.+)\n  rule: (?P<rule>.+)\n  do:   (?P<remedy>.+)\n", text)
+    assert match, text
+    return match.groupdict()
+
+
+def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(memfit, tmp_path):
+    words = ["--param", "fold=2..5", "--max-parallel", 1, "--name", "folds"]
+    done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo trained {fold}")
+    assert (done.exit_code, done.err) == (0, "")
+    assert (tmp_path / "ran").read_text() == "2\n3\n4\n5\n"
+    for number in range(1, 5):
+        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} started.* \(.*\d [KMG]?i?B free\)$", done.out)
+        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} completed \(\d+\.\ds\), peak \S+", done.out)
+    [run] = RunDir.all(tmp_path / "runs", "folds")
+    assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1, 1]
+    assert (run.job_dir("cmd_0003") / "out.log").read_text() == "trained 4\n"
+
+
+def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path):
+    words = ["--param", "fold=1..4", "--max-parallel", 1, "--on-failure", "stop"]
+    done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo broken >&2; test {fold} != 2")
+    assert done.exit_code == 4
+    assert (tmp_path / "ran").read_text() == "1\n2\n"
+    log = re.search(r"(?m)^cmd_0002 .*failed: exit code 1.*\n  log: (\S+)", done.out)
+    assert log and (tmp_path / log[1]).with_name("err.log").read_text() == "broken\n"
+
+
+def test_with_continue_all_run_and_all_failures_are_reported(memfit):
+    done = memfit("run", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
+    found = json.loads(done.out)
+    assert (done.exit_code, found["state"]) == (4, "failed")
+    assert "measuring" in found["waited_seconds"], "the first ran alone"
+    assert set(found["host_cpu"]) == {"busy", "disk"} and 0 < found["host_cpu"]["busy"] <= 1
+    run = RunDir.open(Path(found["run"]))
+    outcome = json.loads((run.path / "outcome.json").read_text())
+    assert [job["cause"] for job in outcome["jobs"].values()] == [f"exit code {code}" for code in (1, 2, 3, 4)]
+    assert "cmd_0004 a=4 failed" in done.err
+
+
+def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
+    (tmp_path / "grid.csv").write_text('model,lr\nbig,1e-3\n"small, old",1e-4\n')
+    (tmp_path / "train.py").touch()
+    words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
+    command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
+    done = memfit("run", *words, "--", *command)
+    assert done.exit_code == 0
+    assert done.out.splitlines()[:4] == [
+        """python train.py big --json '{"lr": 1e-3, "fold": 1}'""",
+        """python train.py big --json '{"lr": 1e-3, "fold": 2}'""",
+        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 1}'""",
+        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 2}'""",
+    ]
+    assert "for jobs (cap)" in done.out and "one job: not measured yet" in done.out
+    assert "measure one: memfit run --limit 64MiB -- python train.py big" in done.out
+    found = json.loads(memfit("run", *words, "--json", "--", *command).out)
+    assert found["commands"][3][4] == '{"lr": 1e-4, "fold": 2}'
+    assert found["budget"]["limit_bytes"] == 64 << 20
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--param", "a=1"], "was given nothing to run"),
+        (["--param", "a=1", "--"], "was given nothing to run"),
+        (["--param", "a=1", "--", "ls"], "the parameter a is not used"),
+        (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
+        (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
+        (["--param", "a=1", "--", "nonesuch", "{a}"], "there is no program 'nonesuch'"),
+        (["--param", "a=1", "--", "python", "nonesuch.py", "{a}"], "there is no script 'nonesuch.py'"),
+        (["--param", "a=1", "--memory", "much", "--", "ls", "{a}"], "--memory must be a size"),
+        (["--param", "a=1", "--retries", "-1", "--", "ls", "{a}"], "retries"),
+        (["--param", "a=1", "--name", "a/b", "--", "ls", "{a}"], "'a/b' cannot name an experiment"),
+        (["--param", "a=1", "--limit", "1GiB", "--set", "memory.limit=2GiB", "--", "ls", "{a}"], "given twice"),
+    ],
+)
+def test_bad_input_gives_2_and_an_error_in_three_parts_before_anything_is_made(memfit, tmp_path, words, what):
+    done = memfit("run", *words)
+    assert (done.exit_code, done.out) == (2, "")
+    assert what in three_parts(done.err)["what"]
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_path):
+    done = memfit("run", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--plan", "--", "{a}")
+    assert done.exit_code == 0
+    assert (tmp_path / "ran").read_text() == "--plan -- 1\n"
+
+
+def test_every_flag_is_in_the_help_with_what_it_does(memfit):
+    text = memfit("run", "--help").out
+    flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
+    for flag in [*flags.split(), "grace", "set", "new", "force", "json"]:
+        assert re.search(rf"^ +--{flag}\b.*  \w|^ +--{flag}\b.*\n +\w", text, re.MULTILINE), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["map", "--param", "a=1", "--", "ls"], "type memfit run --param"),
+        (["run", "--threads", "2", "--", "ls"], "type --set threads_per_job=N"),
+        (["run", "config.yaml", "--stage", "fold"], "type --from STAGE --until STAGE"),
+    ],
+)
+def test_a_verb_or_flag_that_is_no_more_says_what_to_type(memfit, words, remedy):
+    done = memfit(*words)
+    assert done.exit_code == 2
+    assert remedy in three_parts(done.err)["remedy"]
+
+
+SWEEP = ["--param", "n=1..14", "--max-parallel", "4", "--", "sh", "-c", "exit $(({n} == 7))"]
+
+
+def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memfit):
+    done = memfit("run", *SWEEP)
+    lines = done.out.partition("\nbudget ")[0].splitlines()
+    assert done.exit_code == 4
+    assert sum(" n=" in line for line in lines) == 14
+    assert not any(" started" in line for line in lines)
+    quiet = memfit("run", "-q", "--new", *SWEEP).out.partition("\nbudget ")
+    assert quiet[1] and len(quiet[0].splitlines()) == 1 and "cmd_0007 n=7 failed" in quiet[0]
+
+
+def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):
+    words = ("run", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
+    assert memfit(*words).exit_code == 4
+    (tmp_path / "go").touch()
+    again = memfit(*words)
+    assert again.exit_code == 0
+    assert "1 of 2 commands were done already; --new starts over" in again.out

@@ -1,0 +1,98 @@
+"""Files are read through one opener, and what is no text is told to be none."""
+
+import ast
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.diagnosis import _runs, diagnose, read_ran
+from memfit.errors import UsageError
+
+SOURCE = Path(memfit.__file__).parent
+#: Readers of the kernel's files, of what a user names as a script, and of an own folder that is only written to.
+OTHERS = {
+    ("diagnosis/_batch_script.py", "open"),
+    ("diagnosis/_fix.py", "open"),
+    ("diagnosis/_fix.py", "read_text"),
+    ("diagnosis/_runs.py", "open"),
+    ("jobs/_death.py", "read_text"),
+    ("jobs/_monitor.py", "open"),
+    ("jobs/_monitor.py", "read_text"),
+    ("jobs/_nodes.py", "open"),
+    ("jobs/_processes.py", "open"),
+    ("jobs/_processes.py", "read_text"),
+    ("jobs/_shim.py", "read_bytes"),
+    ("jobs/_stop.py", "read_text"),
+    ("reports/_live.py", "read_text"),
+}
+
+
+@pytest.mark.parametrize("package", ["diagnosis", "jobs", "reports"])
+def test_no_reader_of_a_run_directory_opens_its_files_by_itself(package):
+    found = set()
+    for path in (SOURCE / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                name = called if called == "open" else called.rpartition(".")[2]
+                if called == "open" or (name in ("read_text", "read_bytes") and "." in called):
+                    found.add((f"{package}/{path.name}", name))
+    assert found == {one for one in OTHERS if one[0].startswith(f"{package}/")}
+
+
+def noise():
+    return random.Random(0).randbytes(1 << 16)
+
+
+def test_noise_is_told_to_be_no_text_and_has_no_phase(tmp_path):
+    (tmp_path / "noise.log").write_bytes(noise() * 48)
+    with pytest.raises(UsageError, match=r"noise\.log") as caught:
+        diagnose(tmp_path / "noise.log")
+    assert "no text" in caught.value.rule
+
+
+def test_noise_beside_a_log_is_passed_over_with_a_word(tmp_path, capsys):
+    (tmp_path / "noise.log").write_bytes(noise())
+    (tmp_path / "train.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert diagnose(tmp_path).kind == "gpu"
+    assert f"passed over: {tmp_path / 'noise.log'}: it is no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "before",
+    [bytes(1 << 16), "显存不足 训练 ".encode("gbk") * 2000, b"\x1b[31mred\x1b[0m\r" * 5000, "größe ".encode("latin-1") * 5000],
+    ids=["zeros of a log that was cut", "GBK", "colours", "Latin-1"],
+)  # fmt: skip
+def test_text_in_other_encodings_is_read(tmp_path, before):
+    message = b"\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    (tmp_path / "train.log").write_bytes(before + message)
+    assert diagnose(tmp_path / "train.log").kind == "gpu"
+
+
+def test_a_long_log_shows_how_far_it_is_read_and_is_read_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_runs, "_LONG_LOG_BYTES", 0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (tmp_path / "train.log").write_text("epoch 1/3 loss 0.5\n" * 1000)
+    diagnose(tmp_path / "train.log")
+    assert "reading train.log" in capsys.readouterr().err
+    read_ran([tmp_path / "train.log"])
+    assert "reading" not in capsys.readouterr().err
+
+
+def test_a_log_that_is_named_may_be_a_link_and_a_pipe_of_the_shell_and_no_fifo(tmp_path):
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    (tmp_path / "train.log").write_text(message)
+    (tmp_path / "link.log").symlink_to("train.log")
+    assert diagnose(tmp_path / "link.log").kind == "gpu"
+    out, into = os.pipe()
+    os.write(into, message.encode())
+    os.close(into)
+    assert diagnose(f"/dev/fd/{out}").kind == "gpu"
+    os.close(out)
+    os.mkfifo(tmp_path / "fifo.log")
+    with pytest.raises(UsageError) as caught:
+        diagnose(tmp_path / "fifo.log")
+    assert "not a regular file" in caught.value.rule

@@ -1,0 +1,152 @@
+"""Two hosts on NFS, each with a mount, caches and names of its own: what one of them does is not done again by the other."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TOOLS = ("modprobe", "exportfs", "rpc.mountd", "rpc.nfsd", "mount.nfs4")
+EXPORT = Path("/srv/nfs")
+MEMFIT = [sys.executable, "-m", "memfit", "run", "--quiet", "--name", "once", "--", "sh", "job.sh"]
+#: The job's notes and its sign to end lie outside NFS, so that the test sees them at once.
+JOB = "echo begin $(hostname) >> {0}/hits; until [ -e {0}/go ]; do sleep 0.1; done; echo end $(hostname) >> {0}/hits"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """An NFS 4.2 server of this guest, whose folder is ``EXPORT``."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        pytest.skip(
+            f"no {', '.join(missing)}: apt-get install --no-install-recommends nfs-kernel-server nfs-common kmod"
+        )
+    for module in ("nfsd", "nfsv4", "nfs"):
+        call("modprobe", "-d", os.environ["VM_KERNEL"], module)
+    for folder in (EXPORT, Path("/var/lib/nfs")):
+        folder.mkdir(parents=True, exist_ok=True)
+        call("mount", "-t", "tmpfs", "tmpfs", folder)  # an overlay cannot be exported
+    for name in ("v4recovery", "sm", "sm.bak"):
+        Path("/var/lib/nfs", name).mkdir()
+    for name in ("etab", "rmtab", "state", "xtab"):
+        Path("/var/lib/nfs", name).touch()
+    Path("/run/rpc_pipefs").mkdir(exist_ok=True)
+    if not os.path.ismount("/proc/fs/nfsd"):
+        call("mount", "-t", "nfsd", "nfsd", "/proc/fs/nfsd")
+    call("exportfs", "-o", "rw,no_root_squash,fsid=0,insecure,no_subtree_check,sync", f"127.0.0.1:{EXPORT}")
+    for knob in ("nfsv4leasetime", "nfsv4gracetime"):
+        Path("/proc/fs/nfsd", knob).write_text("10")  # else the first lock waits for 90 s
+    daemon = subprocess.Popen(["rpc.mountd", "--foreground", "--no-nfs-version", "3"])
+    call("rpc.nfsd", "-N", "3", "4")
+    yield
+    daemon.kill()
+    daemon.wait()
+
+
+def call(*words):
+    subprocess.run([str(word) for word in words], check=True, timeout=120)
+
+
+class Hosts:
+    """Two hosts that see one folder at one path: this one, and another with names, processes and a mount of its own."""
+
+    def __init__(self, folder, options):
+        self.own, self.foreign, self.notes = folder / "nfs", folder / "other", folder / "notes"
+        for path in (self.own, self.foreign):
+            path.mkdir()
+            how = ",".join(filter(None, ("nosharecache", "vers=4.2", options)))
+            call("mount", "-t", "nfs4", "-o", how, "127.0.0.1:/", path)
+        self.notes.mkdir()
+        (self.own / "job.sh").write_text(JOB.format(self.notes))
+        self.started = []
+
+    def start(self, *, elsewhere):
+        """Start memfit on one of the hosts."""
+        claims, log = self.notes / f"claims-{elsewhere}", self.notes / f"log-{elsewhere}"
+        claims.mkdir(mode=0o700)
+        other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
+        words = [
+            "unshare",
+            "-m",
+            "-u",
+            "-p",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            other,
+            "sh",
+        ] * elsewhere
+        with log.open("wb") as file:
+            env = {**os.environ, "MEMFIT_CLAIMS_DIR": str(claims)}
+            process = subprocess.Popen([*words, *MEMFIT], cwd=self.own, env=env, stdout=file, stderr=file)
+        self.started.append(process)
+        return process
+
+    def said(self):
+        """What the supervisors said in their events, as the server has them."""
+        lines = [line for path in EXPORT.glob("runs/*/*/events/*.jsonl") for line in path.read_text().splitlines()]
+        return [str(event.get("text")) for event in map(json.loads, lines)]
+
+    def hits(self):
+        path = self.notes / "hits"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def close(self):
+        for process in self.started:
+            process.kill()
+            process.wait()
+        for path in (self.own, self.foreign):
+            call("umount", "-l", path)
+        for path in EXPORT.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def wait_until(condition, log):
+    until = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < until, log.read_text() if log.exists() else "no log"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def hosts(server, tmp_path, request):
+    made = Hosts(tmp_path, request.param)
+    yield made
+    (made.notes / "go").touch()
+    made.close()
+
+
+# With nocto, reading a folder anew shows nothing new: only time does.
+@pytest.mark.parametrize("hosts", ["actimeo=60", "actimeo=8,nocto"], indirect=True)
+def test_a_job_that_another_host_takes_over_runs_once(hosts):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    first.kill()
+    first.wait()
+    second = hosts.start(elsewhere=True)
+    wait_until(lambda: any("taken over" in text for text in hosts.said()), hosts.notes / "log-True")
+    (hosts.notes / "go").touch()
+    assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
+    assert hosts.hits() == ["begin guest", "end guest"]
+
+
+@pytest.mark.parametrize("hosts", [""], indirect=True)
+def test_a_job_whose_end_another_host_has_not_seen_yet_does_not_run_again(hosts):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    (job,) = hosts.foreign.glob("runs/*/*/jobs/*")
+    assert not (job / "outcome.json").exists()  # which the other host remembers from now on
+    first.kill()
+    first.wait()
+    (hosts.notes / "go").touch()
+    wait_until(lambda: list(EXPORT.glob("runs/*/*/jobs/*/outcome.json")), hosts.notes / "log-False")
+    if (job / "outcome.json").exists():  # by default it remembers for half a minute
+        pytest.skip("this machine is too slow: the other host sees the end already")
+    second = hosts.start(elsewhere=True)
+    assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
+    assert hosts.hits() == ["begin guest", "end guest"]
