@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import MissingExtraError, SplitError
 
-
 Indices = NDArray[np.int64]
 
 
