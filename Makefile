@@ -126,7 +126,7 @@ bench-slurm: install ## a preemption, killed controllers and supervisors, two no
 bench-estimate: install ## time and memory of estimating a 3B and an 8B model, and what of an XL model fits which GPU
 	$(BIN)/python benchmarks/estimate.py $(ARGS)
 
-bench-diagnosis: install ## verdicts on labelled excerpts of logs (ARGS="--corpus FILE")
+bench-diagnosis: install ## verdicts on the messages of the rules, or on labelled logs (ARGS="--corpus FILE")
 	$(BIN)/python benchmarks/diagnosis.py $(ARGS)
 
 clean: ## remove build outputs and caches; keeps .venv, runs and panels

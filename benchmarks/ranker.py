@@ -271,6 +271,7 @@ def main() -> int:
     options = read_options()
     good = True
     with tempfile.TemporaryDirectory(prefix="memfit-ranker-") as name:
+        os.environ["XDG_STATE_HOME"] = name  # not the user's record of comparisons
         for part, compare in (("folds", compare_folds), ("kills", compare_killed)):
             if options.part in (part, "both"):
                 print(f"{part}: prices from {options.start}, {options.epochs} epochs, {os.cpu_count()} cores")

@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests share, and a check that no test leaves a process behind."""
 
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -30,6 +31,7 @@ _LEFT = pytest.StashKey[list[str]]()
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # xdist's workers inherit it
         os.environ[_SESSION] = uuid.uuid4().hex
+        os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memfit-tests-state-")  # not the user's own
 
 
 #: The files that take longest; they begin first, so that no process works alone at the end.
@@ -57,6 +59,7 @@ def pytest_sessionfinish(session):
     """Fail the session if a process of its tests is still there, and end that process."""
     if hasattr(session.config, "workerinput"):
         return
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
     deadline = time.monotonic() + _GRACE
     while (left := _started_here()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -125,10 +128,11 @@ def memory_group():
 
 @pytest.fixture(autouse=True)
 def _alone_on_the_host(tmp_path_factory, monkeypatch, _no_settings_from_outside):
-    """Each test has a folder for temporary files and a list of runs of its own."""
+    """Each test has a folder for temporary files, a list of runs and records of comparisons of its own."""
     folder = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 

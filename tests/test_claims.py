@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RANGE = re.compile(r"\d+\.\d to \d+\.\d")
 PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 
 
@@ -30,3 +31,10 @@ def test_the_rates_that_contradict_each_other_are_compared_rightly() -> None:
     low, high, batch, slow, fast, loads_low, loads_high, least, most = map(int, found.groups())
     assert (slow, fast) == (low * batch, high * batch)
     assert (least, most) == (round(loads_low / fast), round(loads_high / slow))
+
+
+def test_the_loader_s_figures_are_ranges_and_the_same_as_on_the_page_of_benchmarks() -> None:
+    claimed = {text for _, found, by in rows() if "sequences.py" in by for text in RANGE.findall(found)}
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    measured = {text for line in page if "sequences.py" in line for text in RANGE.findall(line)}
+    assert len(claimed) == 6 and claimed == measured

@@ -33,6 +33,7 @@ def console(*lines: str, before: str = "") -> str:
         ["$ echo x > kept", "$ cat kept", "x"],
         ["$ echo $COLUMNS $NO_COLOR", "120 1"],
         ["$ ls pyproject.toml", "pyproject.toml"],
+        ['$ test "$XDG_STATE_HOME" = "$PWD/.state"'],
         ["$ test ! -e runs && test ! -e .git"],
         ["$ command -v python | xargs dirname | xargs basename", "bin"],
         ["$ echo 'a (b) [c]*'", "a (b) [c]*"],

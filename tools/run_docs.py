@@ -172,7 +172,7 @@ def run_command(text: str, folder: Path, limit_seconds: float = LIMIT_SECONDS) -
     child = subprocess.Popen(
         ["bash", "-c", text],
         cwd=folder,
-        env=environment(),
+        env=environment() | {"XDG_STATE_HOME": str(folder / ".state")},  # not the user's record of comparisons
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

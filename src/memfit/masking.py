@@ -85,7 +85,8 @@ def load_finders() -> list[Any]:
 def redact(text: str) -> str:
     """Return a text without what `mask` and detect-secrets find."""
     text = mask(text)
-    for one in [one for finder in load_finders() for one in finder().analyze_string(text) if len(one) >= _LEAST_TEXT]:
+    found: list[str] = [one for finder in load_finders() for one in finder().analyze_string(text)]
+    for one in (one for one in found if len(one) >= _LEAST_TEXT):
         text = text.replace(one, MASK)
     return text
 

@@ -75,6 +75,30 @@ def test_a_figure_counts_only_where_the_label_names_it(benchmark, tmp_path, caps
     assert (found["figures"], found["wrong"]) == ([1, 1], [])
 
 
+def test_a_line_that_says_what_is_wanted_counts_in_what_it_names(benchmark, tmp_path, capsys):
+    lines = [
+        {"name": "array", "text": ARRAY["text"], "want": {"kind": "host_alloc", "tried_gib": 2.0}},
+        {
+            "name": "cause alone",
+            "text": "RuntimeError: [ENOSPC] No space left on device",
+            "want": {"cause": "disk_full"},
+        },
+        {"name": "wrong cause", "text": ROOM["text"], "want": {"kind": "none", "cause": "disk_full"}},
+    ]
+    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", *lines), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [found[name] for name in ("kind", "cause", "figures", "phase")] == [[2, 2], [1, 2], [1, 1], [0, 0]]
+    assert (found["wrong"], found["is_own"]) == (["wrong cause"], False)
+
+
+@pytest.mark.slow
+def test_without_a_corpus_the_messages_of_the_rules_are_scored_and_named(benchmark, capsys):
+    assert benchmark.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The messages that the rules were written with: ")
+    assert "tests/diagnosis/signatures.jsonl" in out and "MISSED" not in out
+
+
 def test_a_large_log_is_diagnosed_in_its_middle(benchmark, tmp_path):
     found = benchmark.stream(0.01, tmp_path)
     assert found["kind"] == "gpu"

@@ -9,7 +9,6 @@ import shutil
 from statistics import NormalDist
 
 import pytest
-import yaml
 
 from cli.conftest import tiny_config
 from memfit.rundir import RunDir, write_json
@@ -30,7 +29,7 @@ def make(tmp_path, monkeypatch):
         settings |= {"memory": {"num_gpus": 0, "limit": None}, "slurm": {"nodes": 1}, "params": PARAMS} | top
         fingerprint = f"{next(numbers):08x}" * 8  # within a second, names sort by it
         made = RunDir.create(tmp_path / "runs", experiment, fingerprint, {"kind": "stages"})
-        (made.path / "config.yaml").write_text(yaml.safe_dump(settings))
+        (made.path / "config.yaml").write_text(json.dumps(settings, sort_keys=True))
         write_json(made.path / "outcome.json", {"state": state})
         for number, value in enumerate(values, 1):
             parts = {"settings": repr(settings["params"]), "seed": str(settings["seed"]), "data": "d1"}
@@ -251,18 +250,18 @@ def test_days_of_runs_are_compared_once_every_difference_is_named(make, run, tmp
     pytest.importorskip("arch")
     import pyarrow.feather
 
-    from cli.test_compare import METRIC, days
+    from cli.test_compare import METRIC, days, records
 
     for seed, (name, params) in enumerate((("new", {"lr": 1.0, "batch": 8}), ("old", {})), 0):
         made = make(name, [0.1], params=PARAMS | params)
         pyarrow.feather.write_feather(days(seed, 0.1 if name == "new" else 0.0), made.path / "days.feather")
     assert run("new", "old", "--metric", METRIC).exit_code == 2
-    assert not (tmp_path / "comparisons.jsonl").exists()
+    assert not records()
     done = run("new", "old", "--metric", METRIC, "--differs", "params.batch")
     lines = done.out.splitlines()
     assert lines[0].startswith("change    params.lr: 0.1 -> 1.0")
     assert lines[2] == f"A better: {METRIC}, A less B"
-    [line] = (tmp_path / "comparisons.jsonl").read_text().splitlines()
+    [line] = records()[0].read_text().splitlines()
     assert re.fullmatch(r".*/runs/new/run_\w+", json.loads(line)["a"])
 
 

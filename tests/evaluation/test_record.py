@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import feather
 
 from memfit.errors import DataError
-from memfit.evaluation import decide, decide_on_record, read_record
+from memfit.evaluation import decide, decide_on_record, read_days, read_record, record_of
 
 pytest.importorskip("arch")
 pytest.importorskip("statsmodels")
@@ -98,3 +99,37 @@ def test_a_table_compared_with_itself_is_refused_and_does_not_count(tmp_path: Pa
     with pytest.raises(DataError, match="A and B have the same h1_rank_ic"):
         compare(path, days(0), days(0))
     assert read_record(path) == {}
+
+
+def of_data(table: pa.Table, data: str) -> pa.Table:
+    return table.replace_schema_metadata({"memfit_data": data})
+
+
+def test_the_record_of_a_data_set_is_the_same_in_every_folder_and_the_user_s_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    a, b, other = of_data(days(0), "prices"), of_data(days(1).slice(9), "prices"), of_data(days(2), "others")
+    feather.write_feather(a, str(tmp_path / "days.feather"))
+    found = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        found.append(record_of(read_days(tmp_path / "days.feather"), b, "h1_rank_ic"))
+    assert {*found, record_of(a, "random", "h1_rank_ic"), record_of(b, a, "h1_rank_ic")} == {found[0]}
+    assert found[0].parent == tmp_path / "state" / "memfit" / "comparisons"
+    assert record_of(other, "random", "h1_rank_ic") != found[0]
+    assert [compare(found[0], a, one).num_comparisons for one in (b, "random")] == [1, 2]
+    assert (found[0].stat().st_mode & 0o777, found[0].parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert record_of(a, b, "h1_rank_ic").parent == tmp_path / ".local" / "state" / "memfit" / "comparisons"
+
+
+def test_tables_that_do_not_name_their_data_share_a_record_by_the_dates_of_the_baseline() -> None:
+    old = days(0)
+    assert record_of(days(1).slice(5), old, "h1_rank_ic") == record_of(days(2), old, "h1_rank_ic")
+    assert record_of(days(1), old.slice(1), "h1_rank_ic") != record_of(days(1), old, "h1_rank_ic")
+
+
+def test_a_name_of_data_in_a_table_from_elsewhere_is_no_path(tmp_path: Path) -> None:
+    folder = record_of(days(0), "random", "h1_rank_ic").parent
+    assert record_of(of_data(days(0), "../../outside"), "random", "h1_rank_ic").parent == folder

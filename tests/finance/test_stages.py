@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from pyarrow import feather
 from pydantic import ValidationError
 
@@ -33,9 +32,13 @@ def judging(blended, stages, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def judged(blended):
-    """What the stages after the blends left."""
-    return {name: blended.run(name) for name in ("health", "backtest", "decision")} | {"here": blended}
+def judged(blended, tmp_path_factory):
+    """What the stages after the blends left, and the folder of the user's state."""
+    state = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(state))
+        found = {name: blended.run(name) for name in ("health", "backtest", "decision")}
+    return found | {"here": blended, "state": state}
 
 
 def text(output):
@@ -63,12 +66,13 @@ def test_a_perfect_memory_of_the_training_dates_earns_nothing_out_of_fold(judged
 
 
 def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(judged):
-    decision, run_dir = judged["decision"].result, judged["here"].run_dir
+    decision = judged["decision"].result
     spread = decide(judged["backtest"].table("days"), "random", "h5_spread", 5).to_dict()
     assert (decision["a"], decision["metric"], decision["num_comparisons"]) == ("here/run_1", "h5_rank_ic", 1)
     assert decision["beside"] == {name: spread[name] for name in decision["beside"]}
     assert "verdict" not in decision["beside"]
-    assert len((run_dir.parent / "comparisons.jsonl").read_text().splitlines()) == 1
+    [record] = judged["state"].glob("memfit/comparisons/*.jsonl")
+    assert len(record.read_text().splitlines()) == 1
     told = text(judged["decision"])
     assert (
         "decision: no difference shown (h5_rank_ic," in told
@@ -78,11 +82,41 @@ def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(judged):
     assert "also h5_spread: effect" in told and "warning" not in told
 
 
+def test_a_comparison_after_the_run_counts_the_run_s_own_decision(judged, memfit, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(judged["state"]))
+    days = judged["backtest"].path("days")
+    feather.write_feather(feather.read_table(days), str(tmp_path / "copy.feather"))
+    for number, (folder, metric) in enumerate([("here", "h5_spread"), ("there", "h5_hit_rate")], start=2):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        done = memfit("compare", str(days), "random", "--metric", metric, "--json")
+        again = memfit("compare", "../copy.feather", "random", "--metric", metric, "--json")
+        assert [json.loads(one.out)["num_comparisons"] for one in (done, again)] == [number, number]
+
+
+def test_a_decision_that_cannot_be_counted_is_none_and_says_where_to_count_it(judged, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    here = judged["here"]
+    found = here.workload.stage("decision").run(here.context("decision"), here.params)
+    assert "verdict" not in found and str(tmp_path / "file") in found["no_decision"]
+    assert "XDG_STATE_HOME" in found["no_decision"]
+
+
+def test_days_are_counted_by_the_raw_data_whatever_panel_is_made_of_them(judging):
+    here = judging()
+    manifest = json.loads(here.manifest("prepare").read_text())
+    for data, named in (("digest", "digest"), ("", Output(here.manifest("prepare")).panel().fingerprint)):
+        here.manifest("prepare").write_text(json.dumps(manifest | {"parts": {"data": data}}))
+        days = here.run("backtest").table("days")
+        assert days.schema.metadata[b"memfit_data"].decode() == named
+
+
 def test_the_metric_that_decides_is_a_setting_and_a_baseline_needs_no_other(judged, tmp_path):
-    days, record = judged["backtest"].table("days"), tmp_path / "comparisons.jsonl"
+    days = judged["backtest"].table("days")
 
     def decided(**of_decision):
-        return decide_on(days, finance.JudgeSettings(decision=of_decision), name="this", record=record)
+        return decide_on(days, finance.JudgeSettings(decision=of_decision), name="this")
 
     assert decided()[0].num_comparisons == 1
     by_spread, beside = decided(metric="h5_spread")
@@ -216,7 +250,7 @@ def whole(tmp_path_factory):
     params = {"n_splits": 2, "num_dates": 100, "backtest": {"k_min": 2, "cost_bps": 0}}
     content = {"schema_version": 1, "experiment": "memory", "target": "memoriser:MEMORISER", "seed": 3}
     content |= {"runs_dir": str(folder / "runs"), "panels_dir": str(folder / "panels"), "params": params}
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    (folder / "config.yaml").write_text(json.dumps(content))
     result = run(folder / "config.yaml")
     assert (result.state, result.exit_code) == ("completed", 0)
     return folder / "config.yaml", result.path

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.memory import read_series
 from memfit.rundir import RunDir, read_json
 from memfit.tuning import Study
 
@@ -87,7 +88,10 @@ def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_ki
     assert code == 0, out
     assert starts(tmp_path) == Counter(map(str, range(1, 11)))
     assert [(tmp_path / f"result_{n}").read_text() for n in range(1, 11)] == [str(n**2) for n in range(1, 11)]
-    assert len(list((run_of(tmp_path, "once").path / "slurm").glob("*.sh"))) == 1
+    run = run_of(tmp_path, "once")
+    assert len(list((run.path / "slurm").glob("*.sh"))) == 1
+    for n in range(1, 11):  # each element of the array measures its own memory
+        assert max(one.peak_bytes for one in read_series(run.job_dir(f"cmd_{n:04d}") / "memory.jsonl")) >= 10 << 20
 
 
 def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(start, tmp_path):

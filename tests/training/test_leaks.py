@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from memfit import rundir
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from memfit.training import LeakDetector, clean_up
+from memfit.training import BySample, LeakDetector, Trainer, clean_up
 
 
 @pytest.fixture
@@ -45,6 +46,23 @@ def test_a_clean_up_tells_what_it_freed_and_cost(run):
     assert done.seconds > 0
     (event,) = run.events()
     assert (event["kind"], event["num_objects"]) == ("cleanup", done.num_objects)
+
+
+@pytest.mark.parametrize("fails_at", [None, 4])
+def test_a_training_empties_the_device_s_cache_after_an_out_of_memory_and_on_no_schedule(monkeypatch, fails_at):
+    emptied, steps = [], []
+    device = SimpleNamespace(empty_cache=lambda: emptied.append(len(steps)), device_count=lambda: 0)
+    monkeypatch.setattr("memfit.training._oom._backends", lambda: [device])
+
+    def loss(model, batch):
+        steps.append(len(batch))
+        if len(steps) == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(batch).square().sum(), len(batch)
+
+    trainer = Trainer(torch.nn.Linear(3, 1), loss=loss, split=BySample())
+    trainer.fit([torch.ones(4, 3)] * 5, num_epochs=4, preflight=False)
+    assert emptied == ([] if fails_at is None else [fails_at])
 
 
 def train_step(model, optimizer):

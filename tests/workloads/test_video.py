@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 from pyarrow import feather
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,7 +44,7 @@ STAGES = (
 def config(folder, **params):
     content = {"schema_version": 1, "experiment": "video", "target": "memfit_workloads.video.stages:VIDEO", "seed": 1}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
     return path
 
 
@@ -246,14 +245,20 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
     assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
 
 
-def test_frames_that_are_not_cached_give_the_same_predictions_from_a_worker(whole, tmp_path, monkeypatch):
+def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
+    whole, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
+    changed |= {"cleanup": {"after_fold": True}}
     result = run(config(tmp_path, **changed), overrides=["units=1"], choice=Choice(until="fold"))
     assert result.exit_code == 0
     assert Output(result.path / "checkpoints/stage_create_loaders.json").result["num_workers"] == 1
     name = "checkpoints/fold_1/valid_predictions.feather"
     assert (result.path / name).read_bytes() == (whole[0] / name).read_bytes()
+    collections = [event for event in RunDir(result.path).events() if event["kind"] == "cleanup"]
+    assert [event["job"] for event in collections] == ["fold_1"]
+    assert not [event for event in RunDir(whole[0]).events() if event["kind"] == "cleanup"]
 
 
 def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch):

@@ -43,13 +43,9 @@ class Flags:
     targets: Annotated[
         Path | None, Option(help="Show how far both runs are from the targets in this file.", metavar="FILE")
     ] = None
-    horizon: Annotated[int | None, Option(help="Dates of a label; by default as in h5_...", metavar="DATES", min=1)] = (
-        None
-    )
+    horizon: Annotated[int | None, Option(help="Dates of a label; else as in h5_...", metavar="DATES", min=1)] = None
     level: Annotated[float, Option(help="Confidence level of the interval; alpha of the test is 1 - level.")] = 0.95
-    record: Annotated[Path, Option(help="The file that lists and counts all comparisons of days.", metavar="FILE")] = (
-        Path("comparisons.jsonl")
-    )
+    record: Annotated[Path | None, Option(help="Counts comparisons; else the user's, by data.", metavar="FILE")] = None
     as_json: AsJson = False
 
 
@@ -172,7 +168,7 @@ def _name(word: str, run: RunDir | None) -> str:
 
 
 def _by_days(a: tuple[str, RunDir | None], b: tuple[str, RunDir | None], flags: Flags, metric: str) -> Answer:
-    from memfit.evaluation import decide_on_record, read_days
+    from memfit.evaluation import decide_on_record, read_days, record_of
 
     horizon = _horizon(metric, flags.horizon)
     names = _name(*a), _name(*b)
@@ -180,8 +176,9 @@ def _by_days(a: tuple[str, RunDir | None], b: tuple[str, RunDir | None], flags: 
     days_b: pa.Table | Literal["random"] = "random"
     if b[0] != "random":
         days_b = read_days(b[1].path if b[1] else Path(b[0]))
-    decision = decide_on_record(days_a, days_b, metric, horizon, record=flags.record, level=flags.level, names=names)
-    return {"record": str(flags.record)} | decision.to_dict(), partial(_print, decision, names, flags.record)
+    record = flags.record or record_of(days_a, days_b, metric)
+    decision = decide_on_record(days_a, days_b, metric, horizon, record=record, level=flags.level, names=names)
+    return {"record": str(record)} | decision.to_dict(), partial(_print, decision, names, record)
 
 
 def _horizon(metric: str, given: int | None) -> int:

@@ -16,7 +16,7 @@ Example:
 """
 
 from memfit.evaluation._days import evaluate_days, evaluate_folds, read_days, summarize_days
-from memfit.evaluation._decision import Decision, FoldEffect, decide, decide_on_record, read_record
+from memfit.evaluation._decision import Decision, FoldEffect, decide, decide_on_record, read_record, record_of
 from memfit.evaluation._inference import (
     DieboldMariano,
     Interval,
@@ -74,6 +74,7 @@ __all__ = [
     "read_days",
     "read_record",
     "read_scores",
+    "record_of",
     "slow_variation",
     "summarize",
     "summarize_days",

@@ -34,6 +34,7 @@ Verdict = Literal["A better", "B better", "no difference shown"]
 
 #: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
 _RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0, "_hit_rate": 0.5}
+_DATA = b"memfit_data"
 _HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
 
 
@@ -219,20 +220,16 @@ def decide(
     sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
     folds = _fold_effects(days_a, metric, dates, values_b)
-    slow = slow_variation(differences, horizon)
+    slow, tested = slow_variation(differences, horizon), dataclasses.asdict(test)
     return Decision(
         verdict=verdicts[sign if sign * test.mean > 0 else 0],
         metric=metric,
         horizon=horizon,
         level=level,
-        effect=test.mean,
+        effect=tested.pop("mean"),
         lower=interval.lower,
         upper=interval.upper,
-        standard_error=test.standard_error,
-        num_dates=test.num_dates,
         num_folds=len(folds),
-        statistic=test.statistic,
-        p_value=test.p_value,
         num_comparisons=num_comparisons,
         adjusted_p_value=adjusted,
         minimal_detectable_effect=minimal_detectable_effect(
@@ -240,9 +237,8 @@ def decide(
         ),
         mean_a=float(values_a.mean()),
         mean_b=float(values_b.mean()),
-        kernel=test.kernel,
         block_length=interval.block_length,
-        **counts,
+        **(tested | counts),
         is_slow=slow.is_shown,
         slow_statistic=slow.statistic,
         slow_error_factor=slow.error_factor,
@@ -280,11 +276,8 @@ def _fold_effects(
     place = np.minimum(np.searchsorted(paired_dates, dates), len(paired_dates) - 1)
     paired = (paired_dates[place] == dates) & ~np.isnan(values)
     differences = values - values_b[place]
-    found = []
-    for fold in np.unique(folds[paired]):
-        of_fold = differences[paired & (folds == fold)]
-        found.append(FoldEffect(int(fold), float(of_fold.mean()), len(of_fold)))
-    return tuple(found)
+    parts = {int(fold): differences[paired & (folds == fold)] for fold in np.unique(folds[paired])}
+    return tuple(FoldEffect(fold, float(one.mean()), len(one)) for fold, one in parts.items())
 
 
 def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -296,6 +289,18 @@ def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
                 rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
                 remedy=f"evaluate both with the same {'assets' if name == 'universe' else name}: evaluate_folds",
             )
+
+
+def record_of(days_a: pa.Table, days_b: pa.Table | Literal["random"], metric: str) -> Path:
+    """Return the user's record of all comparisons on the data of B or A, the same from every folder.
+
+    A table's metadata name its data: ``memfit_data``. Tables without it share a record by the dates of B, or of A.
+    """
+    tables = [one for one in (days_b, days_a) if not isinstance(one, str)]
+    named = [one.schema.metadata[_DATA] for one in tables if _DATA in (one.schema.metadata or {})]
+    data = named[0] if named else by_date(tables[0], metric, "the table").dates.tobytes()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "memfit", "comparisons", f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl")
 
 
 def decide_on_record(
@@ -311,11 +316,11 @@ def decide_on_record(
     """Decide as `decide` does, corrected for all comparisons in a record, and append this one to it.
 
     A comparison of the same values of the same metric counts once. Use one record for all variants that compete for one
-    decision. Comparisons that are tried later make a verdict weaker: ask again.
+    decision, such as `record_of`. Comparisons that are tried later make a verdict weaker: ask again.
 
     Args:
         days_a, days_b, metric, horizon, level: As in `decide`.
-        record: A file of one JSON object a line; made if absent, with its folder.
+        record: A file of one JSON object a line; made if absent, with its folder, for its owner alone.
         names: What to call the two in the record, for example their files.
 
     Raises:
@@ -331,8 +336,9 @@ def decide_on_record(
             remedy="name another run or baseline",
         )
     key = hashlib.sha256("\n".join((*sorted((ours, theirs)), metric)).encode()).hexdigest()[:16]
-    record.parent.mkdir(parents=True, exist_ok=True)
-    # Opened before it is locked: where no file can be made, waiting for the lock would never end.
+    # Made before it is locked: where no file can be made, waiting for the lock would never end.
+    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    record.touch(mode=0o600)
     with open(record, "ab") as file, FileLock(record.with_name(f".{record.name}.lock")):
         others = [p_value for other, p_value in read_record(record).items() if other != key]
         decision = decide(days_a, days_b, metric, horizon, level=level, other_p_values=others)
@@ -350,10 +356,6 @@ def read_record(path: Path) -> dict[str, float]:
 
     Raises:
         DataError: If another line cannot be read: then it is not known how many comparisons were tried.
-
-    Example:
-        >>> read_record(Path("absent.jsonl"))
-        {}
     """
     if not path.exists():
         return {}

@@ -154,7 +154,6 @@ class StudyView:
         self.read()
         study, ended = self.study, self.ended
         states = Counter(str(one.state) for one in ended)
-        best = self.ranked[0] if self.ranked else None
         found = {
             "name": study.name,
             "objective": study.settings.objective,
@@ -165,7 +164,7 @@ class StudyView:
             "num_ended": len(ended),
             "counts": self.counts(is_live=has_supervisor(self.run)),
             "rates": {name: _rate(sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
-            "best": None if best is None else _best(best),
+            "best": _best(self, states["completed"] + states["pruned"]) if self.ranked else None,
             "seconds_per_trial": self.seconds_per_trial,
             "seconds_left": self.seconds_left,
             "canaries": [_row(one) for one in self.canaries],
@@ -174,8 +173,7 @@ class StudyView:
             "refused": _refused(self.trials, study.settings.space),
             "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
         }
-        plain: dict[str, Any] = finite(found)
-        return plain
+        return dict(finite(found))
 
 
 def summarize_study(run: RunDir) -> dict[str, Any]:
@@ -197,11 +195,33 @@ def _rate(num: int, n: int) -> dict[str, float]:
     return {"num": num, "n": n, "lower": lower, "upper": upper}
 
 
-def _best(trial: Trial) -> dict[str, Any]:
-    return {
-        "trial": trial.name, "value": trial.value, "params": dict(trial.params), "by_unit": dict(trial.by_unit),
-        "n": len(trial.by_unit),
+def _best(view: StudyView, num: int) -> dict[str, Any]:
+    """Return the best trial, what the best of ``num`` equally good trials would reach, and whether it beats a canary.
+
+    A trial's error is over its units, less what each unit adds to all trials. Medians, for some trials diverge.
+    """
+    best, units = view.ranked[0], dict(view.ranked[0].by_unit)
+    found = {
+        "trial": best.name, "value": best.value, "params": dict(best.params), "by_unit": units, "n": len(units),
+        "epochs": best.epochs, "luck": None, "baseline": None,
     }  # fmt: skip
+    alike = [one for one in view.ranked if one.by_unit.keys() == units.keys()]
+    if len(units) < 2 or len(alike) < 2:
+        return found
+    middles = {name: statistics.median(one.by_unit[name] for one in alike) for name in units}
+    spreads = [statistics.stdev(value - middles[name] for name, value in one.by_unit.items()) for one in alike]
+    # A median of squares is below their mean: Wilson and Hilferty (1931). The expected maximum: Blom (1958).
+    scale = len(units) * (1 - 2 / (9 * (len(units) - 1))) ** 3 * (1 - 1 / len(alike))
+    sign, quantile = 1 if view.study.settings.direction == "maximize" else -1, statistics.NormalDist().inv_cdf
+    error, value = sign * statistics.median(spreads) / math.sqrt(scale), best.value or 0.0
+    middle = statistics.median(one.value or 0.0 for one in alike)
+    shares = (num - 0.375) / (num + 0.25), 0.95 ** (1 / num)
+    expected, limit = (middle + error * quantile(share) for share in shares)
+    found["luck"] = {"num_trials": num, "expected": expected, "limit": limit, "is_beyond": sign * (value - limit) > 0}
+    for one in [one for one in view.canaries if one.value is not None][-1:]:
+        reach = abs(error) * math.sqrt(2) * quantile(1 - 0.05 / num)
+        found["baseline"] = _row(one) | {"is_beaten": sign * (value - (one.value or 0.0)) > reach}
+    return found
 
 
 def _row(trial: Trial) -> dict[str, Any]:
@@ -224,13 +244,8 @@ def _refused(trials: Sequence[Trial], space: Sequence[Searched]) -> dict[str, An
     """Return the draws that cannot run beside the others, for each searched setting."""
     refused = [{"trial": one.name, **draw} for one in trials for draw in one.refused]
     accepted = [one.params for one in trials if one.params]
-    settings = {
-        one.name: {
-            "refused": _region(one, [draw["params"] for draw in refused]),
-            "accepted": _region(one, accepted),
-        }
-        for one in space
-    }
+    drawn = {"refused": [draw["params"] for draw in refused], "accepted": accepted}
+    settings = {one.name: {how: _region(one, draws) for how, draws in drawn.items()} for one in space}
     return {
         "num_refused": len(refused),
         "num_drawn": len(refused) + len(accepted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -78,7 +79,18 @@ def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from (("", f"{name} {value}") for name, value in explain_params(best["params"]))
         if best["n"] > 1:
             units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
-            yield "", f"mean of {best['n']}: {units}"
+            error = statistics.stdev(best["by_unit"].values()) / math.sqrt(best["n"])
+            yield "", f"mean of {best['n']}: {units}; standard error {format_number(error)}"
+        if (luck := best["luck"]) is None:
+            yield "luck", "not known: it takes two trials of several folds or seeds"
+        else:
+            expected, limit = (format_number(luck[name]) for name in ("expected", "limit"))
+            yield "luck", f"by luck alone the best of {luck['num_trials']} would be {expected}; 1 time in 20 {limit}"
+            text = "more than luck" if luck["is_beyond"] else "may be luck"
+            if base := best["baseline"]:
+                text += f"; {'beats' if base['is_beaten'] else 'not shown to beat'} {base['trial']} (own settings"
+                text += ")" if base["epochs"] == best["epochs"] else f", {base['epochs']} of {best['epochs']} epochs)"
+            yield "", text
     refused = summary["refused"]
     if refused["num_refused"]:
         smallest = refused["smallest"]

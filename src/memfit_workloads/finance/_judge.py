@@ -28,6 +28,7 @@ from memfit.evaluation import (
     evaluate_folds,
     read_days,
     read_scores,
+    record_of,
     summarize_days,
 )
 from memfit.units import format_bytes
@@ -73,7 +74,13 @@ class Judged:
 
 
 def judge_scores(
-    folds: Mapping[int, pa.Table], table: pa.Table, panel: Panel, market: pa.Table | None, settings: JudgeSettings
+    folds: Mapping[int, pa.Table],
+    table: pa.Table,
+    panel: Panel,
+    market: pa.Table | None,
+    settings: JudgeSettings,
+    *,
+    data: str = "",
 ) -> Judged:
     """Judge scores.
 
@@ -83,6 +90,7 @@ def judge_scores(
         panel: What the models learned from; its features are checked for looks ahead.
         market: The raw market; positions are marked by its closes, or by ``target_h1`` where there is none.
         settings: How to judge.
+        data: The fingerprint of the data; that of the panel where there is none.
 
     Raises:
         UsageError: If no date is left to judge.
@@ -101,6 +109,8 @@ def judge_scores(
     findings = () if raw is None else check_market(_with_features(raw, panel), settings.quality)
     controls = run_controls(given, settings.backtest)
     days = evaluate_folds(folds, horizons=scores.horizons, k_ratio=settings.k_ratio)
+    # Its comparisons are counted with those of all tables of the same data.
+    days = days.replace_schema_metadata(days.schema.metadata | {b"memfit_data": (data or panel.fingerprint).encode()})
     metrics = summarize_days(days)
     verdict = judge(
         result,
@@ -151,8 +161,8 @@ def _with_features(market: Market, panel: Panel) -> Market:
     return replace(market, features={name: panel.values[:, :, at] for at, name in enumerate(panel.feature_names)})
 
 
-def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str, record: Path) -> tuple[Decision, Decision | None]:
-    """Decide whether the scores are better than the baseline, corrected for all comparisons on record.
+def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> tuple[Decision, Decision | None]:
+    """Decide whether the scores are better than the baseline, corrected for all comparisons on the same data.
 
     The second decision is that of the metric beside it, which is no comparison on record; None where the baseline does
     not have that metric.
@@ -160,7 +170,7 @@ def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str, record: Pat
     baseline, level = settings.decision.baseline, settings.decision.level
     other = "random" if baseline == "random" else read_days(Path(baseline))
     horizon = settings.metric_horizon
-    names = (name, baseline)
+    names, record = (name, baseline), record_of(days, other, settings.metric)
     decision = decide_on_record(days, other, settings.metric, horizon, record=record, level=level, names=names)
     try:
         return decision, decide(days, other, settings.metric_beside, horizon, level=level)

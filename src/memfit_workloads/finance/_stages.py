@@ -184,14 +184,15 @@ def _judged(
 ) -> dict[str, Any]:
     """What the scores of some folds came to, its tables and files saved."""
     phase("load")
-    panel = context["prepare"].panel()
+    prepared = context["prepare"]
+    panel, data = prepared.panel(), prepared.facts["parts"].get("data", "")
     tables = {one.unit["fold"]: in_period(one.table("scores"), params) for one in blends}
     tables = {fold: table for fold, table in tables.items() if len(table)}
     if not tables:
         raise _no_dates(context["prepare"].result["folds"], params)
     phase("backtest")
     table = join_scores(tables)
-    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params)
+    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params, data=data)
     context.save("scores", table)
     context.save("days", judged.days)
     folds = [{"fold": one.unit["fold"], **one.result} for one in blends if one.unit["fold"] in tables]
@@ -227,9 +228,14 @@ def _no_dates(folds: Sequence[Mapping[str, Any]], params: JudgeSettings) -> Usag
 def _decide(context: Context, params: JudgeSettings) -> dict[str, Any]:
     """Whether the scores are better than the baseline."""
     run = context.dir.parents[1]  # runs/<experiment>/<run>/checkpoints/stage_decision
-    name, record, baseline = f"{run.parent.name}/{run.name}", run.parent / "comparisons.jsonl", params.decision.baseline
+    name, baseline = f"{run.parent.name}/{run.name}", params.decision.baseline
     try:
-        decision, second = decide_on(context["backtest"].table("days"), params, name=name, record=record)
+        decision, second = decide_on(context["backtest"].table("days"), params, name=name)
+    except OSError as error:  # of the record
+        why = (
+            f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME, and memfit compare."
+        )
+        return {"no_decision": why, "report": [f"decision: none. {why}"]}
     except (DataError, UsageError) as error:  # too few dates, or a baseline of other assets: the rest stands
         why = f"{error.what} {error.remedy}."
         return {"no_decision": why, "report": [f"decision: none. {why}"]}

@@ -126,7 +126,8 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
     whole = settings_of.Resolved.from_json(RunConfig, resolved)
     params: JudgeSettings = settings_of.resolve_nested(whole, "params", workload.params).value
     with tempfile.TemporaryDirectory(prefix="memfit-backtest-") as folder:
-        panel = context_of(target, whole, "fold", Path(folder))[0]["prepare"].panel()
+        prepared = context_of(target, whole, "fold", Path(folder))[0]["prepare"]
+        panel, data = prepared.panel(), prepared.facts["parts"].get("data", "")
     day = np.asarray(panel.dates).astype("datetime64[D]")
     first, last = params.start_date or day[0], params.end_date or day[-1]
     dates = np.flatnonzero((day >= np.datetime64(first, "D")) & (day <= np.datetime64(last, "D")))
@@ -139,7 +140,7 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
     (score,), (market,) = workload.stage("blend").run.args, workload.stage("health").run.args  # type: ignore[union-attr]
     tables, folds = score_out_of_fold(score, panel, [Path(one) for one in checkpoints], dates, params)
     table = join_scores(tables)
-    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params)
+    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params, data=data)
     facts = {"target": target, "panel": panel.fingerprint, "folds": folds}
     files = [] if output is None else write_judged(Path(output), judged, table, facts=facts)
     return {**summarize_judged(judged), "folds": folds, "files": files}

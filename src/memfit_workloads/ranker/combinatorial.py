@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import MissingExtraError, SplitError
-from memfit_workloads.finance.panels import Indices
+
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
