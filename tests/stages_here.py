@@ -66,14 +66,19 @@ class StagesHere:
         except Stop as stop:
             status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
         facts = {"schema_version": 1, "stage": name, "unit": context.unit, "job": name, "key": "", "parts": {}}
-        facts |= {"settings": {}, "code": {}, "unforeseen": {}, "reused_from": None, "digest": "", "seconds": 0.0}
+        facts |= {"settings": {}, "code": {}, "unforeseen": {}, "reused_from": None, "seconds": 0.0}
         ended = {"status": status, "why": why, "exit_code": exit_code}
         outputs = [output_of(context.dir, name, path) for name, path in context.saved.items()]
         path = context.dir.with_suffix(".json")
-        path.write_text(
-            json.dumps(facts | ended | {"result": json.loads(json.dumps(dict(result))), "outputs": outputs})
-        )
+        made = {"result": json.loads(json.dumps(dict(result))), "outputs": outputs}
+        path.write_text(json.dumps(facts | ended | made | {"digest": digest_of(**made)}))
         return Output(path)
+
+
+def digest_of(result: Any, outputs: list[dict[str, Any]]) -> str:
+    """The digest of a result and its outputs, as a manifest holds it."""
+    parts = [result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def output_of(folder: Path, name: str, path: Path) -> dict[str, Any]:
