@@ -228,7 +228,7 @@ def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
     # Walls hold what a forecast misses, so that the slack on top of it is small here; the default is a tenth.
     options = ["--param-file", str(rows), "--memory", "{memory}", "--reserve", reserve, "--retries", "2", "--json"]
     options += ["--set", "memory.slack=0.02"]
-    command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, "-IS", *template(work, tag)]
+    command = [sys.executable, "-m", "memfit", "run", *options, "--", sys.executable, "-IS", *template(work, tag)]
     # Runs of others on this host lend from the same list; this one keeps a list of its own, in its own folder.
     trial = setting.try_out(command, work, tag, {**os.environ, "MEMFIT_CLAIMS_DIR": str(work / "claims")})
     figures = figures_of(trial, setting.jobs, results_of(work.glob("runs/*/*/jobs/*/out.log")), setting.budget_bytes)

@@ -164,9 +164,8 @@ def left_by(run: RunDir) -> dict[str, Any]:
     for path in sorted(run.path.glob("checkpoints/*.json")):
         manifest = Output(path).facts
         # A checkpoint's file also says when it was written: its tensors are compared below.
-        outputs = [
-            {**one, "sha256": "", "bytes": 0} if one["path"].endswith(".pt") else one for one in manifest["outputs"]
-        ]
+        changing = {True: {"sha256": "", "bytes": 0, "identity": ""}, False: {"identity": ""}}
+        outputs = [{**one, **changing[one["path"].endswith(".pt")]} for one in manifest["outputs"]]
         found[path.stem] = {"status": manifest["status"], "result": manifest["result"], "outputs": outputs}
     for path in sorted(run.path.glob("checkpoints/*/*.pt")):
         found[f"{path.parent.name}/{path.name}"] = _tensors_in(path)

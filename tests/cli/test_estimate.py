@@ -479,7 +479,7 @@ def test_a_child_that_is_killed_leaves_the_formula(memfit, model, monkeypatch):
     answer = json.loads(done.out)
     assert (done.exit_code, answer["method"]) == (0, "formula")
     assert "computed, not traced" in answer["notes"][0]
-    assert "-6" in answer["notes"][0]
+    assert "signal 6" in answer["notes"][0]
 
 
 @pytest.mark.slow

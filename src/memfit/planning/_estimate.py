@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from memfit import estimation, jobs
-from memfit.errors import ConfigError, MissingExtraError, UsageError
+from memfit.errors import ConfigError, JobFailedError, MissingExtraError, UsageError
 from memfit.estimation import (
     TIME_LIMIT,
     AllocatorSettings,
@@ -165,8 +165,8 @@ def _answer(question: Question) -> tuple[dict[str, Any], list[str]]:
         return jobs.call_in_child(f"{__name__}:answer_in_child", question.to_dict()), []
     except (ConfigError, MissingExtraError):
         raise
-    except UsageError as error:  # the child ended otherwise: killed, aborted
-        was_killed = error.what.endswith(f"exit code -{int(signal.SIGKILL)}")
+    except (JobFailedError, UsageError) as error:  # the child ended otherwise: killed, aborted
+        was_killed = error.what.endswith(f"ended by signal {int(signal.SIGKILL)}.")
         why = "the process that traced was killed (signal 9): out of memory?" if was_killed else error.what
         found = answer_in_child(**replace(question, formula=True).to_dict())
         return found, [f"computed, not traced: {why}"]
