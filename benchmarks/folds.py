@@ -37,10 +37,10 @@ from typing import Any, cast
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-import yaml
 from pyarrow import feather
 
 from limited import Limited
+from memfit.config import read_file, write_yaml
 from memfit.data import Panel
 from memfit.pipeline import Context, Output
 from memfit.training import load_checkpoint
@@ -82,7 +82,7 @@ def write_config(work: Path, gib: float) -> Path:
         },
     }
     path = work / "config.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    path.write_text(write_yaml(config))
     return path
 
 
@@ -152,7 +152,7 @@ def naive_fold(config: Path, run: Path, fold: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     needs = {"prepare": [prepared]}
     context = Context(prepared.result["folds"][fold - 1], fold, work, config.parent / "panels", needs=needs)
-    train_fold(context, RankerParams.model_validate(yaml.safe_load(config.read_text())["params"]))
+    train_fold(context, RankerParams.model_validate(read_file(config)["params"]))
 
 
 def run_memfit(command: Sequence[str], group: Limited | None = None) -> dict[str, Any]:

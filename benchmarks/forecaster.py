@@ -168,10 +168,10 @@ def store(num_rows: int, seconds: float, step_seconds: float, work: Path) -> boo
 
     pairs = itertools.islice(zip(mapped(0), ParquetDays(path, order), strict=True), 5)
     same = all(np.array_equal(one.windows, other.windows) for one, other in pairs)
-    own = measure_loader(mapped, num_workers=[0, 2], seconds=seconds, consume=step_seconds)
+    own = measure_loader(mapped, num_workers=[0, 2], seconds=seconds, consume=step_seconds).reports
     (peer,) = measure_loader(
         lambda _: ParquetDays(path, order), num_workers=[0], seconds=seconds, consume=step_seconds, files=[path]
-    )
+    ).reports
     for name, report in (("mapped panel", own[0]), ("mapped, 2 threads", own[1]), ("Parquet row groups", peer)):
         print(f"  {name:20} {line_of(report)}")
     print(f"the same batches: {'met' if same else 'MISSED'}")
@@ -223,7 +223,8 @@ def line_of(report: LoaderReport) -> str:
     """A loader's figures in one line."""
     cold = "-" if report.cold is None else f"{report.cold.per_second(report.cold.num_samples):,.0f}"
     warm = f"{report.warm.per_second(report.warm.num_samples):,.0f}"
-    return f"{warm} samples/s warm, {cold} cold; the consumer waits {report.wait_share or 0:.1%}"
+    waits = report.trained.wait_share if report.trained else 0.0
+    return f"{warm} samples/s warm, {cold} cold; the consumer waits {waits:.1%}"
 
 
 def main() -> int:

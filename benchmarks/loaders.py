@@ -47,9 +47,8 @@ import psutil
 import loader_peers
 from loader_peers import LOOKBACK, NUM_FEATURES
 from memfit.data import Loader, Panel
-from memfit.data._measure import _read as read_every_byte
-from memfit.data._pages import cached_share, drop_pages, warm_pages
 from memfit.units import GIB, MIB
+from pages import cached_share, drop_pages, warm_pages
 
 NUM_ASSETS = 4484
 NUM_COMPARED, NUM_COLD = 4, 8
@@ -190,6 +189,11 @@ def arrays_of(batch: Any) -> tuple[npt.NDArray[np.float32], ...]:
     if isinstance(batch, dict):
         return batch["windows"].numpy(), batch["targets"].numpy()
     return np.asarray(batch.windows), np.asarray(batch.targets)
+
+
+def read_every_byte(arrays: Iterable[npt.NDArray[Any]]) -> None:
+    for array in arrays:
+        np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def pace(folder: Path, name: str, num_workers: int, seconds: float) -> dict[str, Any]:

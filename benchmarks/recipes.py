@@ -1,9 +1,8 @@
-"""The recipe fine-tune: an index beside wc -l, ten kills, a training over many lines, and what compiling gains.
+"""The recipe fine-tune: ten kills, a training over many lines, and what compiling gains.
 
-    python benchmarks/recipes.py [--part index|kills|train|compile] [--lines 6000000] ...
+    python benchmarks/recipes.py [--part kills|train|compile] [--lines 6000000] ...
 
-Parts: ``index``: lines as long as recipes are written into a temporary file (about 0.6 GB a million), then wc -l and
-the index take turns on the warm file; ``kills``: SIGKILL at ten moments, and the results beside an unbroken run's;
+Parts: ``kills``: SIGKILL at ten moments, and the results beside an unbroken run's;
 ``train``: a training over the lines, its memory and waiting, beside a DataLoader that tokenises per item; each record
 counted; kills, batch by batch; a file that changes; ``compile``: steps of the small T5 without and with
 ``torch.compile``, in turns, after all its graphs are there, with a 95 % interval by bootstrap of the rounds.
@@ -16,7 +15,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +28,7 @@ import psutil
 import torch
 
 import recipes_train
-from memfit.data import JsonLines, Padding, SequenceLoader, Tokenized
+from memfit.data import Padding, SequenceLoader
 from memfit.pipeline import Output
 from memfit.training import EpochRecord, seed_everything
 from memfit_workloads.recipes import text, training
@@ -39,47 +37,6 @@ from memfit_workloads.recipes.params import RecipesParams
 
 CONFIG = Path(__file__).parents[1] / "src/memfit_workloads/recipes/config.yaml"
 SETTINGS = ("params.data.num_pairs=400", "params.epochs=6", "params.tiny.d_model=32")
-INDEX = """
-import sys, time, psutil
-from memfit.data import JsonLines
-JsonLines.__len__
-own = psutil.Process()
-before, start = own.memory_full_info().uss, time.perf_counter()
-rows = JsonLines(sys.argv[1])
-seconds = time.perf_counter() - start
-print(len(rows), seconds, own.memory_full_info().uss - before)
-"""
-
-
-def index(folder: Path, num_lines: int) -> None:
-    rng, path = random.Random(0), folder / "lines.jsonl"
-    block = [
-        json.dumps({"ingredients": "a" * rng.randint(80, 300), "recipe": "b" * rng.randint(150, 700)})
-        for _ in range(10_000)
-    ]
-    text = "\n".join(block) + "\n"
-    with open(path, "w") as file:
-        for _ in range(num_lines // len(block)):
-            file.write(text)
-    ours, theirs, added = [], [], 0
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run(["wc", "-l", str(path)], check=True, stdout=subprocess.DEVNULL)
-        theirs.append(time.perf_counter() - start)
-        done = subprocess.run([sys.executable, "-c", INDEX, str(path)], check=True, capture_output=True, text=True)
-        count, seconds, more = done.stdout.split()
-        assert int(count) == num_lines // len(block) * len(block)
-        ours.append(float(seconds))
-        added = max(added, int(more))
-        (folder / "lines.jsonl.index").unlink()
-    rows, picked = JsonLines(path), [rng.randrange(num_lines) for _ in range(10_000)]
-    start = time.perf_counter()
-    same = sum(rows[number] == json.loads(block[number % len(block)]) for number in picked)
-    each = (time.perf_counter() - start) / len(picked)
-    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    size, took = path.stat().st_size / 2**30, statistics.median(ours)
-    print(f"{size:.2f} GiB: index {took:.2f} s, {ratio:.1f} times wc -l; {added / 2**20:.0f} MiB of its own memory")
-    print(f"a random row {each * 1e6:.0f} us, {same} of {len(picked)} right")
 
 
 def command(folder: Path) -> list[str]:
@@ -146,11 +103,10 @@ class Contestant:
 def batches_of(folder: Path, params: RecipesParams) -> tuple[list[Any], int]:
     """Return batches of generated recipes as the workload reads them, and the size of the vocabulary."""
     text.make_recipes(folder / "recipes.jsonl", 160, 0)
-    rows = JsonLines(folder / "recipes.jsonl")
-    pairs = text.Pairs(rows, np.arange(len(rows)), params.data)
+    rows = map(json.loads, (folder / "recipes.jsonl").read_text().splitlines())
+    pairs = [{"input_ids": row["ingredients"], "labels": row["recipe"]} for row in rows]
     tokenizer = text.train_tokenizer(pairs, params)
-    names = {"input_ids": "input_ids", "labels": "labels"}
-    ids = Tokenized(pairs, text.Encode(tokenizer, params), batched=True, fields=names)
+    ids = text.Encode(tokenizer, params)(pairs)
     return list(SequenceLoader(ids, Padding(pad_id=0), batch=8)), tokenizer.get_vocab_size()
 
 
@@ -181,7 +137,6 @@ def compiling(folder: Path, num_lines: int) -> None:
 
 
 PARTS: dict[str, Callable[[Path, int], None]] = {
-    "index": index,
     "kills": kills,
     "train": recipes_train.run,
     "compile": compiling,

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import transformers
 
-from memfit.data import PackedDataset, Padding, SequenceLoader, Tokenized
+from memfit.data import PackedDataset, Padding, SequenceLoader
 from memfit.errors import DataError
 from memfit.pipeline import Output
 from memfit.training import Trainer, seed_everything
@@ -35,7 +35,6 @@ from memfit_workloads.recipes.params import RecipesParams
 
 CONFIG = Path(__file__).parents[1] / "src/memfit_workloads/recipes/config.yaml"
 BATCH, STEPS, ROUNDS, BATCHES, NUM_KILLS = 8, 100, 5, 30, 3
-FIELDS = {name: name for name in ("input_ids", "labels")}
 
 
 def params_of(path: Path) -> RecipesParams:
@@ -55,8 +54,8 @@ class Made(dict[str, Output]):
     def loader(self) -> SequenceLoader:
         return training.loaders(self, params_of(self.path), BATCH)["train"]  # type: ignore[arg-type]
 
-    def pairs(self) -> text.Pairs:
-        return text.pairs_of(self, params_of(self.path), "train")  # type: ignore[arg-type]
+    def pairs(self) -> list[dict[str, str]]:
+        return list(text.pairs_of(self, params_of(self.path), "train"))  # type: ignore[arg-type]
 
     def encode(self) -> text.Encode:
         return text.Encode(text.load_tokenizer(self["tokenize"].dir), params_of(self.path))
@@ -143,12 +142,6 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def contestants(made: Made) -> Iterator[tuple[str, Any]]:
     """Yield each way to have batches, made anew: its memory is what it adds."""
     yield "memfit, tokenised before", made.loader()
-    lengths = np.asarray(made["tokenize"].table("train_lengths")["source"].to_numpy())
-    on_the_way = Tokenized(made.pairs(), made.encode(), FIELDS, batched=True)
-    yield (
-        "memfit, tokenised on the way",
-        SequenceLoader(on_the_way, Padding(pad_id=0), batch=BATCH, shuffle=1, lengths=lengths, num_workers=1),
-    )
     for workers in (0, 2):
         loader = torch.utils.data.DataLoader(
             PerItem(made), BATCH, shuffle=True, collate_fn=collate, num_workers=workers, generator=torch.Generator()
@@ -270,7 +263,7 @@ def check_once(made: Made, num_lines: int) -> None:
     assert seen.max() == 1 and int(seen.sum()) + left == num_lines
     pairs, ids, encode = made.pairs(), PackedDataset.open(made["tokenize"].path("train")), made.encode()
     picked = random.Random(0).sample(range(number), min(2000, number))
-    same = sum(encode([pairs[one]["input_ids"]])[0] == ids[one]["input_ids"].tolist() for one in picked)
+    same = sum(encode([pairs[one]])[0]["input_ids"].tolist() == ids[one]["input_ids"].tolist() for one in picked)
     print(f"{num_lines} lines: {number} to train on, {left} left out; of 2 epochs {wrong} come not exactly once; "
           f"{same} of {len(picked)} are those of the file")  # fmt: skip
 

@@ -9,8 +9,7 @@ byte-pair encoding of the library ``tokenizers``, trained here, or words that ar
 - *DataLoader, tokenise*: a data set over a list of dicts that tokenises in ``__getitem__``; a ``collate_fn`` that pads;
 - *DataLoader, ids*: the same over a list of dicts of ids, tokenised before;
 - *HF datasets*: ``Dataset.map`` tokenises once, its rows go through the same ``collate_fn`` (if it is installed);
-- *memfit, tokenise*: ``SequenceLoader`` over ``Tokenized`` texts in mapped files, a batch of texts in a call;
-- *memfit, ids*: ``SequenceLoader`` over ``pack(Tokenized(...))``, tokenised once.
+- *memfit, ids*: ``SequenceLoader`` over ``pack(map(tokenize, rows))``, tokenised once.
 
 All give the batches of one order, examples of about one length together; digests of all batches of an epoch are
 compared. In each round every contestant runs through one epoch, in turn, its workers already there; the best round
@@ -26,6 +25,7 @@ import argparse
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -38,13 +38,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from memfit.data import Padding, SequenceLoader, Tokenized, pack
+from memfit.data import Padding, SequenceLoader, pack
 from memfit.memory import ProcReader
 from memfit.units import format_bytes
 
 BATCH, PAD = 32, Padding(pad_id=0, multiple_of=8)
 FIELDS = {"source": "input_ids", "target": "labels"}
-LEAST_TIMES = {"memfit, tokenise": ("DataLoader, tokenise", 1.0), "memfit, ids": ("DataLoader, ids", 1.0)}
+LEAST_TIMES = {"memfit, ids": ("DataLoader, ids", 1.0)}
 LEAST_FIT = 1.0
 
 
@@ -98,6 +98,20 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(found, "ids", found))
 
 
+def tokenise(rows: Sequence[dict[str, str]], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the ids of each row, 256 rows in a call where the tokenizer takes several texts."""
+    many = getattr(tokenizer, "encode_batch_fast", None) or (lambda texts: [tokenizer.encode(one) for one in texts])
+    for start in range(0, len(rows), 256):
+        some = rows[start : start + 256]
+        found = iter(many([row[field] for row in some for field in FIELDS]))
+        for _ in some:
+            pair = itertools.islice(found, len(FIELDS))
+            yield {
+                name: np.asarray(getattr(one, "ids", one), np.int32)
+                for name, one in zip(FIELDS.values(), pair, strict=True)
+            }
+
+
 def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """What a collator for sequence-to-sequence models does."""
     batch = {}
@@ -119,7 +133,6 @@ def contestants(
     rows: list[dict[str, str]],
     tokenizer: Any,
     plan: list[list[int]],
-    tokenised: Tokenized,
     lengths: Sequence[int],
 ) -> dict[str, Callable[[], Callable[[int], Iterable[Any]]]]:
     """By name: what is prepared once, which gives what makes a loader with so many workers."""
@@ -144,8 +157,7 @@ def contestants(
         "DataLoader, tokenise": lambda: functools.partial(data_loader, Rows(rows, tokenizer), plan),
         "DataLoader, ids": listed,
         "HF datasets": mapped,
-        "memfit, tokenise": lambda: memfit(tokenised),
-        "memfit, ids": lambda: memfit(pack(tokenised)),
+        "memfit, ids": lambda: memfit(pack(tokenise(rows, tokenizer))),
     }
     if importlib.util.find_spec("datasets") is None:
         print("HF datasets: not installed")
@@ -239,9 +251,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = texts(options.examples)
     tokenizer, kind = tokenizer_of(rows)
-    packed = pack(rows)
-    many = getattr(tokenizer, "encode_batch_fast", None)
-    tokenised = Tokenized(packed, many or tokenizer.encode, FIELDS, batched=many is not None)
+    tokenised = list(tokenise(rows, tokenizer))
     lengths = [max(len(one) for one in row.values()) for row in tokenised]
     order = SequenceLoader(tokenised, PAD, batch=BATCH, shuffle=0, lengths=lengths).indices
     plan = [indices.tolist() for indices in order]
@@ -249,7 +259,7 @@ def main() -> int:
           f"{len(os.sched_getaffinity(0))} cores\n{'':22}{'workers':>8}{'prepare':>9}{'start':>8}{'epoch':>9}"
           f"{'examples/s':>12}{'fit':>9}{'private':>12}")  # fmt: skip
     makers = {}
-    for name, prepare in contestants(rows, tokenizer, plan, tokenised, lengths).items():
+    for name, prepare in contestants(rows, tokenizer, plan, lengths).items():
         began = time.perf_counter()
         made = prepare()
         makers[name] = made, time.perf_counter() - began

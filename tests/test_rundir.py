@@ -1,6 +1,7 @@
 """The run directory survives kills, torn records and second starts."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -245,3 +246,19 @@ def test_a_phase_tells_what_torch_holds_of_each_device_once_it_uses_any(tmp_path
     assert read_devices() == {"devices": [{"bytes": 10, "peak_bytes": 20}, {"bytes": 11, "peak_bytes": 21}]}
     cuda.is_initialized = lambda: False
     assert read_devices() == {}
+
+
+def test_an_integer_that_no_float_holds_is_read_as_infinite_and_a_record_with_it_is_there(tmp_path):
+    path = tmp_path / "value.json"
+    path.write_text('{"small": -4611686018427387904, "large": 9223372036854775808, "huge": ' + "9" * 400 + "}")
+    assert read_json(path) == {"small": -(2**62), "large": 2.0**63, "huge": math.inf}
+    (tmp_path / "a.jsonl").write_text('{"time": 1, "value": -' + "9" * 5000 + "}\n")
+    assert read_events(tmp_path) == [{"time": 1, "value": -math.inf}]
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "9" * 400])
+def test_a_field_that_must_be_a_number_must_be_finite(tmp_path, number):
+    path = tmp_path / "value.json"
+    path.write_text(f'{{"seconds": {number}}}')
+    with pytest.raises(DamagedError, match="has seconds"):
+        read_json(path, {"seconds": (int, float)})

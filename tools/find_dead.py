@@ -2,7 +2,7 @@
 
     python tools/find_dead.py
 
-vulture reads the source; ``__all__`` does not count as a use. Words of the documentation, the examples and the
+vulture reads the source; exports of a package do not count as a use. Words of the documentation, the examples and the
 workloads do, and so do entry points that are written as text (``"package.module:function"``). Fields of records are
 left out: many are written for people and machines that read a JSON file. Exit status 1 if a name is dead, or if an
 exception below is not needed any more.
@@ -20,12 +20,7 @@ from vulture import Vulture
 
 ROOT = Path(__file__).parents[1]
 #: Names that are used from outside of this repository, or by name at run time: each with who uses it.
-EXCEPTIONS = {
-    "ProcessContract": "whoever writes a backend subclasses it",
-    "EnforcerContract": "the same, for one with walls",
-    "FakeBackend": "whoever tests a scheduler of their own uses it",
-    "ListSource": "likewise",
-}
+EXCEPTIONS: dict[str, str] = {}
 KINDS = ("function", "method", "property", "class")
 #: Decorators that register what they decorate.
 REGISTERED = ["@*.command*", "@*.callback*", "@model_validator*", "@field_validator*", "@*_validator*"]
@@ -35,11 +30,16 @@ _ENTRY = re.compile(r"[\w.}]:(\w+)")
 
 
 def _without_exports(text: str) -> str:
-    """A module's source whose ``__all__`` is empty, on the same lines."""
+    """A module's source without ``__all__`` and ``from module import Name as Name``, on the same lines."""
     lines = text.splitlines()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * ((node.end_lineno or 0) - node.lineno)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            is_export = getattr(node.targets[0], "id", "") == "__all__"
+        else:
+            is_export = isinstance(node, ast.ImportFrom) and all(one.asname == one.name for one in node.names)
+        if is_export and isinstance(node, ast.stmt):
+            first, last = node.lineno, node.end_lineno or node.lineno
+            lines[first - 1 : last] = [" " * node.col_offset + "pass"] + [""] * (last - first)
     return "\n".join(lines)
 
 

@@ -10,29 +10,17 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.data import Panel
-    from memfit.diagnosis import diagnose
-    from memfit.estimation import estimate
-    from memfit.jobs import Job
-    from memfit.memory import Budget, Footprint, measure
-    from memfit.pipeline import run
-    from memfit.planning import plan
-    from memfit.rundir import phase
-    from memfit.training import SafeStep, Trainer
-
-__all__ = [
-    "Budget",
-    "Footprint",
-    "Job",
-    "Panel",
-    "SafeStep",
-    "Trainer",
-    "diagnose",
-    "estimate",
-    "measure",
-    "phase",
-    "plan",
-    "run",
-]
+    from memfit.data import Panel as Panel
+    from memfit.diagnosis import diagnose as diagnose
+    from memfit.estimation import estimate as estimate
+    from memfit.jobs import Job as Job
+    from memfit.memory import Budget as Budget
+    from memfit.memory import Footprint as Footprint
+    from memfit.memory import measure as measure
+    from memfit.pipeline import run as run
+    from memfit.planning import plan as plan
+    from memfit.rundir import phase as phase
+    from memfit.training import SafeStep as SafeStep
+    from memfit.training import Trainer as Trainer
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -13,17 +13,19 @@ from typing import Any
 def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's ``__getattr__``, which imports a name from its module at its first use, and its ``__dir__``.
 
-    Its names are those that the package imports below ``if TYPE_CHECKING``.
+    A package exports what it imports as itself, ``from package.module import Name as Name``, at its top or below
+    ``if TYPE_CHECKING``. Its ``__all__`` is made of these names.
     """
 
     @cache
     def modules() -> dict[str, str]:
         source = vars(sys.modules[package])["__loader__"].get_source(package)
-        blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-        imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
-        return {one.name: str(node.module) for node in imports for one in node.names}
+        imports = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+        return {one.name: str(node.module) for node in imports for one in node.names if one.asname == one.name}
 
     def find(name: str) -> Any:
+        if name == "__all__":
+            return sorted(modules())
         if name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(modules()[name]), name)

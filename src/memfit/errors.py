@@ -106,8 +106,8 @@ class UntraceableError(UsageError):
         error = cls(
             f"{module or 'the training step'} cannot be traced: {reason}",
             rule="a step is run on tensors that have shapes and no values: what it does must not depend on values.",
-            remedy="estimate from the model's config: memfit estimate --hf-config config.json --formula; or measure a "
-            "step on the device",
+            remedy="take shapes from the batch alone (a mask of one dimension counts as all its elements: "
+            "torch.where((experts == 1).any(-1))), or measure a run: memfit run -- python train.py",
         )
         error.module = module
         return error

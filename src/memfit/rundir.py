@@ -38,6 +38,9 @@ _RUN_NAME = re.compile(r"run_(\d{8}_\d{6})_[0-9a-f]{8}")
 _STAMP = "%Y%m%d_%H%M%S"
 #: Unix seconds of the year 9000: no clock is there.
 _LAST_TIME = 221_845_392_000
+#: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
+_BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
+_MOST_DIGITS = 300
 #: What ``run.json`` must hold; a field that only some runs have may be absent.
 _HEADER = {
     "schema_version": int,
@@ -158,6 +161,15 @@ def pass_over(what: str) -> None:
     print(f"memfit: passed over: {what}", file=sys.stderr, flush=True)
 
 
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text; an integer that no float can hold is infinite, so that it can be compared.
+
+    >>> parse_json("[7, " + "9" * 400 + "]")
+    [7, inf]
+    """
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else float(digits))
+
+
 def read_json(
     path: Path | str, shape: Mapping[str, Any] | None = None, *, most_bytes: int = 256 << 20
 ) -> dict[str, Any] | None:
@@ -183,7 +195,7 @@ def read_json(
     if len(text) > most_bytes:
         raise damaged(path, f"has more than {most_bytes} bytes")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -250,7 +262,8 @@ def damaged(path: Path | str, what: str) -> DamagedError:
 def fits(value: Any, shape: Any) -> bool:
     """Return whether a JSON value has a shape: a type, a tuple of shapes, a list's items or an object's fields.
 
-    ``{str: shape}`` stands for an object whose fields have any names, a frozenset for one of its words.
+    ``{str: shape}`` stands for an object whose fields have any names, a frozenset for one of its words. A number must
+    be finite and of a sane size.
 
     >>> fits({"n": 1, "words": ["a"]}, {"n": int, "words": [str], "absent": (str, type(None))})
     True
@@ -258,7 +271,7 @@ def fits(value: Any, shape: Any) -> bool:
     (False, False)
     """
     if isinstance(shape, type):
-        return isinstance(value, shape)
+        return isinstance(value, shape) and (not isinstance(value, int | float) or abs(value) < _BELOW.get(shape, 2))
     if isinstance(shape, frozenset):
         return isinstance(value, str) and value in shape
     if isinstance(shape, tuple):
@@ -325,7 +338,7 @@ class EventTail:
         records = []
         for line in whole.splitlines():
             with suppress(ValueError, RecursionError, AttributeError):  # no object
-                records.append(json.loads(mask_line(line.decode())))
+                records.append(parse_json(mask_line(line.decode())))
         return [record for record in records if isinstance(record, dict)]
 
 

@@ -9,7 +9,6 @@ import shutil
 from statistics import NormalDist
 
 import pytest
-import yaml
 
 from cli.conftest import tiny_config
 from memfit.rundir import RunDir, write_json
@@ -30,7 +29,7 @@ def make(tmp_path, monkeypatch):
         settings |= {"memory": {"num_gpus": 0, "limit": None}, "slurm": {"nodes": 1}, "params": PARAMS} | top
         fingerprint = f"{next(numbers):08x}" * 8  # within a second, names sort by it
         made = RunDir.create(tmp_path / "runs", experiment, fingerprint, {"kind": "stages"})
-        (made.path / "config.yaml").write_text(yaml.safe_dump(settings))
+        (made.path / "config.yaml").write_text(json.dumps(settings, sort_keys=True))
         write_json(made.path / "outcome.json", {"state": state})
         for number, value in enumerate(values, 1):
             parts = {"settings": repr(settings["params"]), "seed": str(settings["seed"]), "data": "d1"}

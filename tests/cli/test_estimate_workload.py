@@ -66,6 +66,17 @@ def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_hold
     assert "the largest of all 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
 
 
+def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit, workload):
+    found = json.loads(memfit("estimate", workload, "--gpu", "24GiB", "--json").out)
+    words = ("estimate", workload, "--gpu", f"{int(found['device']['device_bytes']['upper'] / 0.97)} B")
+    refused = memfit(*words)
+    assert refused.exit_code == 3 and refused.out.startswith("tight: needs ")
+    assert "to accept that little: --accept-tight" in refused.out
+    assert memfit(*words, "--accept-tight").exit_code == 0
+    workload.write_text(workload.read_text() + "accept_tight: true\n")
+    assert memfit(*words).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

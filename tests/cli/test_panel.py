@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -52,10 +51,10 @@ def test_a_panel_is_built_by_patterns_and_found_again(memfit, prices):
 
 
 def test_build_takes_a_type_and_prints_json(memfit, prices):
-    done = memfit(*BUILD, "--dtype", "bfloat16", "--json")
+    done = memfit(*BUILD, "--dtype", "float16", "--json")
     facts = json.loads(done.out)
     panel = Panel.open(facts["path"])
-    assert panel.dtype == facts["dtype"] == "bfloat16"
+    assert panel.dtype == facts["dtype"] == "float16"
     assert (facts["num_dates"], facts["num_assets"], facts["num_rows"]) == (10, 5, 50)
     assert (facts["features"], facts["targets"], facts["reused"]) == (["f1", "f2"], ["f_ret"], False)
     assert facts["bytes"] == panel.nbytes
@@ -83,8 +82,8 @@ def test_what_cannot_be_built_is_refused_in_three_parts(memfit, prices, words, m
 
 @pytest.mark.parametrize(
     "words",
-    [[*BUILD[:-1], "file"], [*BUILD[:-1], "file/sub"], ["panel", "export", "out", "-o", "/proc/x.parquet"]],
-    ids=["a file", "in a file", "in /proc"],
+    [[*BUILD[:-1], "file"], [*BUILD[:-1], "file/sub"]],
+    ids=["a file", "in a file"],
 )
 def test_a_place_that_cannot_be_written_is_refused_without_settings_that_panel_has_not(memfit, prices, words):
     assert memfit(*BUILD).exit_code == 0
@@ -162,25 +161,7 @@ def test_append_refuses_new_assets(memfit, prices):
     assert "do:   build a panel anew from the whole source" in done.err
 
 
-def test_export_writes_what_was_built(memfit, prices):
-    memfit(*BUILD, "--dtype", "float64")
-    done = memfit("panel", "export", "out", "-o", "table.feather")
-    assert (done.exit_code, done.err) == (0, "")
-    assert "table.feather: 50 rows of " in done.out
-    source = pq.read_table("prices.parquet")
-    found = feather.read_table("table.feather")
-    assert found.schema.names == ["day", "id", "f1", "f2", "f_ret"]
-    for name in found.schema.names[1:]:
-        assert found[name].to_pylist() == source[name].to_pylist()
-    facts = json.loads(memfit("panel", "export", "out", "-o", "table.parquet", "--json").out)
-    assert (facts["num_rows"], facts["bytes"]) == (50, (prices / "table.parquet").stat().st_size)
-    assert pq.read_table("table.parquet").equals(found)
-    done = memfit("panel", "export", "out", "-o", "table.csv")
-    assert done.exit_code == 2
-    assert "has the suffix '.csv'" in done.err
-
-
-@pytest.mark.parametrize("verb", ["build", "info", "verify", "append", "prune", "export"])
+@pytest.mark.parametrize("verb", ["build", "info", "verify", "append", "prune"])
 def test_each_verb_has_help_that_ends_with_its_exit_codes(memfit, verb):
     done = memfit("panel", verb, "--help")
     assert done.exit_code == 0

@@ -10,10 +10,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from cli.conftest import TINY, tiny_config
 from cli.live_run import memfit_command
+from memfit.config import read_file
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_run_is_logged_and_summed_up(one_run):
     assert re.search(r"^fold_1 completed .*; 1 of 2 left, about \d", re.sub(STAMP, "", head), re.MULTILINE)
 
     run = RunDir.open(next(iter(RunDir.all(one_run.folder / "runs", "tiny"))).path)
-    effective = yaml.safe_load((run.path / "config.yaml").read_text())
+    effective = read_file(run.path / "config.yaml")
     assert (effective["max_parallel"], effective["units"], effective["on_failure"]) == (1, "1-2", "stop")
     assert effective["params"]["n_splits"] == 3
     assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1]
@@ -156,6 +156,12 @@ def test_an_unknown_flag_gives_2_and_the_nearest_one(memfit, config):
 @pytest.mark.parametrize("words", [["run"], ["fly"], ["run", "config.yaml", "--", "ls"]])
 def test_a_missing_argument_and_an_unknown_verb_give_2(memfit, words):
     assert memfit(*words).exit_code == 2
+
+
+def test_a_verb_that_is_gone_names_what_to_type(memfit):
+    done = memfit("bench", "loader", "config.yaml")
+    assert (done.exit_code, done.out) == (2, "")
+    assert "memfit.data.measure_loader(" in three_parts(done.err)["remedy"]
 
 
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):

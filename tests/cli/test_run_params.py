@@ -103,6 +103,17 @@ def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_p
     assert (tmp_path / "ran").read_text() == "--plan -- 1\n"
 
 
+def test_what_is_tight_ends_with_3_in_a_plan_and_in_a_run_unless_it_is_accepted(memfit, tmp_path):
+    words = ["--param", "a=1", "--memory", "97MiB", "--limit", "100MiB", "--reserve", "1"]
+    command = ["--", "sh", "-c", "echo {a} >> ran"]
+    plan = memfit("run", *words, "--plan", *command)
+    assert plan.exit_code == 3
+    assert re.search(r"tight: 97\.0 MiB of .* leave \d\.\d%, under 5%; to accept that: --accept-tight", plan.out)
+    assert memfit("run", *words, "--plan", "--accept-tight", *command).exit_code == 0
+    assert memfit("run", *words, *command).exit_code == 3 and not (tmp_path / "ran").exists()
+    assert memfit("run", *words, "--accept-tight", *command).exit_code == 0 and (tmp_path / "ran").exists()
+
+
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     text = memfit("run", "--help").out
     flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"

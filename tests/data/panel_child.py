@@ -1,4 +1,4 @@
-"""What the children of the tests of appending and exporting do: ``panel_child.py <verb> <JSON arguments>``."""
+"""What the children of the tests of appending do: ``panel_child.py <verb> <JSON arguments>``."""
 
 from __future__ import annotations
 
@@ -39,16 +39,8 @@ def append(panel: str, source: str, stop_at: float | None = None, max_file_bytes
     print(json.dumps(str(opened.append(source, progress=pauses(stop_at)).path)), flush=True)
 
 
-def export(panel: str, file: str, stop_at: float | None = None, max_file_bytes: int | None = None) -> None:
-    """Exports, and pauses at a share of the cells."""
-    opened = Panel.open(panel)
-    if max_file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-    print(json.dumps(opened.export(file, progress=pauses(stop_at))), flush=True)
-
-
-def within(task: str, data_bytes_more: int, panel: str, source: str = "", file: str = "") -> None:
-    """Appends or exports with so much private memory more than an interpreter that has loaded what it takes."""
+def within(data_bytes_more: int, panel: str, source: str) -> None:
+    """Appends with so much private memory more than an interpreter that has loaded what it takes."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute
@@ -59,11 +51,7 @@ def within(task: str, data_bytes_more: int, panel: str, source: str = "", file: 
     pa.set_io_thread_count(1)
     limit = data_bytes() + data_bytes_more
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    opened = Panel.open(panel)
-    if task == "append":
-        opened.append(source)
-    else:
-        opened.export(file)
+    Panel.open(panel).append(source)
 
 
 def hold(panel: str, name: str) -> None:
@@ -74,5 +62,5 @@ def hold(panel: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    verbs = {"append": append, "export": export, "within": within, "hold": hold}
+    verbs = {"append": append, "within": within, "hold": hold}
     verbs[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -1,26 +1,15 @@
-"""Examples of several lengths become rectangular arrays with masks, and texts ids."""
-
-import pickle
-from types import SimpleNamespace
+"""Examples of several lengths become rectangular arrays with masks."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.data import Padding, Tokenized, pack
+from memfit.data import Padding
 from memfit.errors import DataError, UsageError
 
 SIDES = st.sampled_from(["left", "right"])
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=9)
-
-
-def words(text):
-    return [len(word) for word in text.split()]
-
-
-def many(texts):
-    return {"input_ids": [words(text) for text in texts]}
 
 
 def expected(row, width, fill, side, most, truncate):
@@ -97,30 +86,3 @@ def test_what_is_no_example_is_refused_by_name(rows, said):
 def test_a_padding_that_cannot_be_is_refused(wrong):
     with pytest.raises(UsageError, match=r"a padding cannot have|is a whole number of at least 1"):
         Padding(0, **wrong)
-
-
-@pytest.mark.parametrize(
-    "tokenize", [words, lambda text: {"input_ids": words(text)}, lambda text: SimpleNamespace(ids=words(text))]
-)
-def test_ids_are_taken_from_what_tokenizers_return(tokenize):
-    assert [row["input_ids"].tolist() for row in Tokenized(["to be", "or"], tokenize)] == [[2, 2], [2]]
-
-
-def test_texts_of_several_fields_are_tokenised_one_by_one_or_in_one_call_and_other_fields_are_renamed():
-    rows = [{"source": "a bb", "target": "ccc", "label": number, "id": "x"} for number in range(600)]
-    fields = {"source": "input_ids", "target": "decoder_input_ids", "label": "labels"}
-    one, all_at_once = Tokenized(rows, words, fields), Tokenized(rows, many, fields, batched=True)
-    for data in (one, all_at_once, pack(all_at_once), all_at_once[0:]):
-        assert len(data) == 600
-        assert {name: np.asarray(value).tolist() for name, value in data[599].items()} == {
-            "input_ids": [1, 2], "decoder_input_ids": [3], "labels": 599}  # fmt: skip
-    assert [row["labels"] for row in all_at_once.__getitems__([3, 1])] == [3, 1]
-    assert [row["labels"] for row in all_at_once] == list(range(600))
-    assert pickle.loads(pickle.dumps(all_at_once[5:7]))[1]["labels"] == 6
-
-
-def test_examples_without_a_named_field_are_refused():
-    with pytest.raises(DataError, match=r"an example has the fields \['text'\], and those to take are None"):
-        Tokenized([{"text": "a"}], words)[0]
-    with pytest.raises(DataError, match=r"those to take are \['body'\]"):
-        Tokenized([{"text": "a"}], words, {"body": "input_ids"})[0]

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.data import Panel
-from memfit.data._dtypes import encode
 from memfit.data._manifest import MANIFEST
 from memfit.errors import DataError
 
@@ -65,37 +64,6 @@ def test_a_panel_holds_the_sources_rows_and_nan_elsewhere(
     assert (panel.feature_names, panel.target_names) == (("f2", "f0"), ("ret", "f1"))
     assert panel.num_rows == table.num_rows
     assert_holds(panel, table, ["f2", "f0"], ["ret", "f1"])
-
-
-def test_a_bfloat16_panel_keeps_the_bits_that_torch_would(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    table = make_table(30, 20)
-    panel = Panel.build(table, tmp_path / "half", features=["f0", "f1", "f2"], targets=["ret"], dtype="bfloat16")
-    exact = Panel.build(table, tmp_path / "exact", features=["f0", "f1", "f2"], targets=["ret"])
-    assert (panel.dtype, panel.values.dtype, panel.targets.dtype) == ("bfloat16", np.uint16, np.float32)
-    expected = torch.tensor(exact.values).to(torch.bfloat16)
-    found = torch.tensor(panel.values).view(torch.bfloat16)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
-    np.testing.assert_array_equal(panel.decode(panel.values), expected.float().numpy())
-    np.testing.assert_array_equal(panel.targets, exact.targets)
-    np.testing.assert_array_equal(panel.history, exact.history)
-    assert exact.decode(exact.values) is exact.values
-
-
-@pytest.mark.parametrize("bits", [0x0000, 0x3F80, 0x3F81, 0x7F7F, 0x0001, 0xBF80])
-def test_bfloat16_rounds_to_the_nearest_and_to_even(bits: int) -> None:
-    exact = np.array([bits << 16], np.uint32).view(np.float32)[0]
-    above = np.array([(bits + 1) << 16], np.uint32).view(np.float32)[0]
-    middle = np.array([(bits << 16) + 0x8000], np.uint32).view(np.float32)[0]
-    if not np.isfinite(above):  # the largest one: half a step above it is too large
-        with pytest.raises(DataError, match="bfloat16 cannot hold"):
-            encode("bfloat16", np.array([middle]), "f")
-        return
-    assert encode("bfloat16", np.array([exact]), "f") == bits
-    assert encode("bfloat16", np.array([middle]), "f") == bits + bits % 2
-    assert encode("bfloat16", np.array([np.nextafter(middle, above)]), "f") == bits + 1
-    assert encode("bfloat16", np.array([np.nextafter(middle, exact)]), "f") == bits
 
 
 def test_the_first_and_last_row_of_an_asset_are_its_listing_and_delisting(tmp_path: Path) -> None:

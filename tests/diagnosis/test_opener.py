@@ -19,8 +19,6 @@ OTHERS = {
     ("diagnosis/_fix.py", "read_text"),
     ("diagnosis/_runs.py", "open"),
     ("jobs/_death.py", "read_text"),
-    ("jobs/_monitor.py", "open"),
-    ("jobs/_monitor.py", "read_text"),
     ("jobs/_nodes.py", "open"),
     ("jobs/_processes.py", "open"),
     ("jobs/_processes.py", "read_text"),

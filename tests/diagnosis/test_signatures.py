@@ -3,12 +3,16 @@
 The lines of ``signatures.jsonl`` are written in the formats of the programs that print them. A figure is in GiB.
 """
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from memfit.diagnosis import diagnose, what_happened
+from memfit.diagnosis._signatures import TABLE
+from memfit.diagnosis._text import read_streams
 from reading import look
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "signatures.jsonl").read_text().splitlines()]
@@ -21,6 +25,27 @@ def test_the_lines_are_told_for_what_they_are(case):
     wanted = {name: pytest.approx(size) if isinstance(size, float) else size for name, size in case["want"].items()}
     assert {name: found[name] for name in wanted} == wanted
     assert found["oom"] == (found["kind"] != "none")
+
+
+def alternatives(pattern):
+    """Return the parts of a regular expression between the bars that are in no group."""
+    parts, depth = [""], 0
+    for token in re.findall(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", pattern):
+        depth += (token == "(") - (token == ")")
+        parts = [*parts, ""] if token == "|" and not depth else [*parts[:-1], parts[-1] + token]
+    return parts
+
+
+def test_each_message_that_the_table_knows_has_a_line():
+    streams = [stream for case in CASES for stream in read_streams("-", io.BytesIO(case["text"].encode()))]
+    lines = [stream.lines[place].text for stream in streams for place in stream.telling]
+    texts = [stream.squeezed for stream in streams]
+    patterns = [(row, re.compile(part, row.regex.flags)) for row in TABLE for part in alternatives(row.regex.pattern)]
+    assert [
+        f"{row.name}: {regex.pattern}"
+        for row, regex in patterns
+        if not any(map(regex.search, lines if row.by_line else texts))
+    ] == []
 
 
 def torch_says(*, tried, allocated, reserved, total, free):

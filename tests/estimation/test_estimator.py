@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import subprocess
+import sys
 import types
 
 import pytest
@@ -151,7 +153,7 @@ def test_a_bound_above_the_device_is_shown_where_the_allocator_gives_back_its_ca
 
     bound = traced(build, torch.zeros(512, 4096)).device["device_bytes"].upper
     found = traced(build, torch.zeros(512, 4096), gpu=f"{int(bound * 0.97)} B")
-    assert found.verdict == "fits with a thin margin"
+    assert found.verdict == "tight"
     assert found.device["device_bytes"].upper > int(bound * 0.97)
 
 
@@ -246,3 +248,53 @@ def test_real_tensors_of_the_loss_count_and_are_noted():
     assert found.parts["inputs"].value - plain.parts["inputs"].value == 64 * 256 * 4
     assert found.parts["weights"].value - plain.parts["weights"].value == 256 * 256 * 4
     assert any("real tensors" in note for note in found.notes) and not plain.notes
+
+
+class Experts(torch.nn.Module):
+    """Routes each row to two of four experts: ``pick`` finds the rows of one."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.gate, self.pick = torch.nn.Linear(64, 4), pick
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, rows):
+        chosen, result = self.gate(rows).topk(2).indices, torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            own = self.pick(chosen == number)
+            result[own] += expert(rows[own])
+        return result
+
+
+def test_own_experts_that_cannot_be_traced_get_a_remedy_that_works_for_them(tmp_path):
+    with pytest.raises(UntraceableError, match="nonzero") as caught:
+        traced(lambda: Experts(lambda mask: torch.where(mask)[0]), torch.zeros(32, 64))
+    assert "--hf-config" not in caught.value.remedy
+    mask, _, command = caught.value.remedy.partition("), or measure a run: ")
+    assert mask.endswith("torch.where((experts == 1).any(-1))") and command == "memfit run -- python train.py"
+    found = traced(lambda: Experts(lambda mask: torch.where(mask.any(-1))[0]), torch.zeros(32, 64))
+    assert "masks are assumed to pick all elements" in found.notes
+    (tmp_path / "train.py").write_text("print('trained')")
+    words = [sys.executable, "-m", *command.split()]
+    assert "trained" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_under_torch_compile_is_counted_without_it_and_a_note_says_so(in_place):
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        if not in_place:
+            return torch.compile(model)
+        model.compile()
+        return model
+
+    found = traced(build, torch.zeros(32, 64))
+    [note] = [note for note in found.notes if "torch.compile" in note]
+    assert "Setup(compiled=True)" in note
+    plain = traced(
+        lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)),
+        torch.zeros(32, 64),
+    )
+    assert plain.notes == () and plain.parts["weights"] == found.parts["weights"]

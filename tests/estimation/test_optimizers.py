@@ -54,6 +54,18 @@ def test_each_optimizer_keeps_the_bytes_of_its_moments(name, expected):
     assert state_bytes(step(Setup(optimizer=name))[1]) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("paged_adamw", 2 * 4 * 8), ("paged_adamw8bit", 2 * 4 * (131_072 // 256 + 256) + 2 * 4 * 8), ("adamw8bit", None)],
+)
+def test_large_moments_of_a_paged_optimizer_take_nothing_of_the_device(name, kept):
+    model = nn.ParameterList([torch.zeros(1024, 128), torch.zeros(8)])
+    optimizer, _ = build_optimizer(model, Setup(optimizer=name))
+    sum(one.sum() for one in model).backward()
+    optimizer.step()
+    assert state_bytes(optimizer) == (kept if kept is not None else 2 * 131_072 + 2 * 4 * (131_072 // 256 + 256) + 64)
+
+
 def test_moments_in_fp32_of_bf16_weights_take_twice_the_bytes():
     assert state_bytes(step(Setup(state_dtype="fp32"))[1]) == 2 * 4 * (SIZE + SMALL)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from pyarrow import feather
 from pydantic import ValidationError
 
@@ -251,7 +250,7 @@ def whole(tmp_path_factory):
     params = {"n_splits": 2, "num_dates": 100, "backtest": {"k_min": 2, "cost_bps": 0}}
     content = {"schema_version": 1, "experiment": "memory", "target": "memoriser:MEMORISER", "seed": 3}
     content |= {"runs_dir": str(folder / "runs"), "panels_dir": str(folder / "panels"), "params": params}
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    (folder / "config.yaml").write_text(json.dumps(content))
     result = run(folder / "config.yaml")
     assert (result.state, result.exit_code) == ("completed", 0)
     return folder / "config.yaml", result.path

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.errors import ConfigError, MemfitError, UsageError
+from memfit.errors import ConfigError, JobFailedError, MemfitError, UsageError
 from memfit.jobs import Job, call_in_child, load_target
 
 
@@ -20,6 +20,14 @@ def test_memfits_own_error_comes_back_whole():
 def test_another_error_is_quoted():
     with pytest.raises(MemfitError, match=r"\.py:\d+ failed: json.decoder.JSONDecodeError: Expecting"):
         call_in_child("json:loads", {"s": "no"})
+
+
+def test_a_child_that_a_signal_ended_is_no_fault_of_the_code(tmp_path, monkeypatch):
+    (tmp_path / "dies.py").write_text("import os, signal\ndef now(): os.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(JobFailedError, match="ended by signal 9") as caught:
+        call_in_child("dies:now", {})
+    assert "give the same command again" in caught.value.remedy and "code" not in caught.value.remedy
 
 
 @pytest.mark.parametrize(

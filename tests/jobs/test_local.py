@@ -451,6 +451,7 @@ def test_the_variables_of_a_job_are_recorded_as_it_really_has_them(run_dir):
 def test_checkpoints_that_a_job_reports_are_told(run_dir):
     code = (
         "import time; from memfit.rundir import record\n"
+        "record('checkpoint', bytes='x'); record('checkpoint', bytes=10**400); record('checkpoint', bytes=-1)\n"
         "record('checkpoint', bytes=300); record('checkpoint', bytes=200); time.sleep(1.5)\n"
     )
     backend = LocalBackend(run_dir)

@@ -171,6 +171,38 @@ def test_a_job_that_grows_past_its_likes_raises_the_reservation_of_those_to_come
     assert [f["reservation_bytes"] for kind, f in events if kind == "admit"] == [100, 100, 300]
 
 
+@pytest.mark.parametrize(("declared", "is_refused"), [(970, True), (951, True), (950, False)])
+def test_a_declared_size_that_leaves_less_than_a_twentieth_is_refused_as_tight(tmp_path, declared, is_refused):
+    options = {"limit": 1000 * MIB, "declared": Footprint.declared(declared * MIB)}
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, refuse_tight=True, **options)
+    if is_refused:
+        with pytest.raises(
+            DoesNotFitError, match=rf"a is tight, as declared: {declared}\.0 MiB of 1000\.0 MiB"
+        ) as caught:
+            scheduler.run()
+        assert caught.value.remedy.endswith("accept it: --accept-tight") and backend.submitted == []
+    else:
+        assert scheduler.run()["a"].state == "completed"
+    scheduler, backend, _, _ = make(tmp_path / "accepted", {"a": FakeJob()}, **options)
+    assert scheduler.run()["a"].state == "completed"
+
+
+def test_a_job_of_which_the_like_was_measured_may_use_the_last_per_cent(tmp_path):
+    options = {"limit": 1000 * MIB, "declared": Footprint.declared(970 * MIB), "refuse_tight": True}
+    scheduler, _, _, _ = make(tmp_path, {"a": FakeJob()}, **options)
+    scheduler.admission.forecast.learn(like({}), Footprint(970 * MIB))
+    assert scheduler.run()["a"].state == "completed"
+
+
+def test_a_declared_size_that_fits_is_not_tight_beside_other_jobs(tmp_path):
+    scripts = {name: FakeJob((90 * MIB,) * 5) for name in "ab"}
+    scheduler, backend, _, _ = make(
+        tmp_path, scripts, limit=200 * MIB, declared=Footprint.declared(98 * MIB), refuse_tight=True
+    )
+    scheduler.run()
+    assert backend.most_at_once == 2
+
+
 def test_a_declared_size_that_cannot_fit_is_refused_with_the_arithmetic(tmp_path):
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, limit=2 * GIB, declared=Footprint.declared("3GiB"))
     with pytest.raises(DoesNotFitError, match=r"a needs 3\.00 GiB .* 2\.00 GiB available = 2\.00 GiB free"):
@@ -773,6 +805,15 @@ def test_a_reservation_on_a_gpu_grows_with_its_job_and_holds_others_back(tmp_pat
 def test_a_job_that_no_gpus_here_can_hold_is_refused_with_the_arithmetic(tmp_path, gpus, num, declared, words):
     scheduler, backend, _ = make_gpu(tmp_path, {"a": FakeJob()}, gpus, num=num, declared=declared)
     with pytest.raises(DoesNotFitError, match=words):
+        scheduler.run()
+    assert backend.submitted == []
+
+
+def test_a_declared_size_that_leaves_hardly_anything_of_its_gpu_is_refused_as_tight(tmp_path):
+    options = {"declared": Footprint.declared(1), "num_gpus": 1, "gpu": 78, "refuse_tight": True}
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, 1000, **options)
+    use_gpus(scheduler, backend, [(80, 0)])
+    with pytest.raises(DoesNotFitError, match=r"a is tight on its GPU, as declared: 78\.00 GiB of 79\.75 GiB"):
         scheduler.run()
     assert backend.submitted == []
 

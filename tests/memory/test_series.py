@@ -90,3 +90,15 @@ def test_something_else_is_refused_by_name(tmp_path):
     for use in (read_series, SeriesWriter):
         with pytest.raises(DamagedError, match=r"memory\.arrows is no series of memory samples"):
             use(path)
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "1e400", "NaN", '"x"', "null", "[]"])
+def test_a_line_whose_figures_are_no_numbers_is_left_out(tmp_path, value):
+    path = tmp_path / "memory.jsonl"
+    write(path, [sample(1), sample(2)])
+    first, second = path.read_text().splitlines()
+    for name in ("time", "peak_bytes", "private_bytes"):
+        bad = json.dumps(json.loads(first) | {name: "HERE"}).replace('"HERE"', value)
+        path.write_text(f"{bad}\n{second}\n")
+        assert read_series(path) == [sample(2)]
+        SeriesWriter(path).close()

@@ -16,7 +16,7 @@ from jobs.contract import is_alive, wait_until
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.memory import is_locked
-from memfit.pipeline import resolve_settings, resume, run_commands
+from memfit.pipeline import plan_commands, resolve_settings, resume, run_commands
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -170,6 +170,18 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
         run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"])
     assert not Path("ran").exists()
     assert run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True).exit_code == 0
+
+
+def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is_accepted():
+    limits = ["memory.limit=100MiB", "memory.reserve=1", "memory.job=97MiB"]
+    with pytest.raises(DoesNotFitError, match="cmd_0001 is tight, as declared: 97"):
+        run_sh("echo {a} >> ran", "a=1", settings=limits)
+    assert not Path("ran").exists()
+    assert run_sh("echo {a} >> ran", "a=1", settings=[*limits, "accept_tight=true"]).exit_code == 0
+    for more, is_tight in (([], True), (["accept_tight=true"], False)):
+        how = {"params": ["a=1"], "settings": resolve_settings([*limits, *more, "experiment=other"])}
+        plan = plan_commands(["echo", "{a}"], **how)
+        assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
 
 
 def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):

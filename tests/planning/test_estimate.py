@@ -125,7 +125,7 @@ def test_where_trace_and_formula_differ_the_answer_says_so_and_the_formula_is_sc
     found = ask(Question(LLAMA, Setup(batch=9), "3GiB"))  # traced: 13 GiB
     assert "the trace says 13.00 GiB in tensors and the formula 7.63 GiB: the trace counts" in found["notes"][-1]
     assert (found["verdict"], found["change"]) == ("does not fit", None)
-    assert found["smaller_model"]["num_blocks"] == {"num_hidden_layers": 37}  # 54 by the formula alone
+    assert found["smaller_model"]["num_blocks"] == {"num_hidden_layers": 35}  # more by the formula alone
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import ValidationError
+from ruamel.yaml import YAML
 
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.planning import Launch, LaunchConfig, Measured
@@ -47,6 +47,13 @@ SERVICE = {
 
 def made(content=NODES, measured=None, **changes):
     return Launch.of(LaunchConfig.model_validate(content | changes), measured)
+
+
+def services(text):
+    """The services of a Compose file, as podman-compose reads it: by YAML 1.1."""
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    return reader.load(text)["services"]
 
 
 def options(text):
@@ -88,7 +95,7 @@ def test_words_of_the_command_reach_the_training_as_they_are():
 
 
 def test_memory_counts_what_is_shared_once_and_a_measured_run_stands_for_a_node():
-    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4)
+    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4, accept_tight=True)
     assert 11 * GIB < own.memory_bytes <= 12 * GIB and "that they share" in own.memory_why
     run = Measured(6 * GIB, GIB, 60.0, "run_1")
     found = made(NODES | {"memory": {}, "epoch_seconds": None}, run)
@@ -119,7 +126,7 @@ def test_what_cannot_be_right_is_refused(changes, what):
 
 def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
     launch = Launch.of(LaunchConfig.model_validate(SERVICE), form="compose")
-    service = yaml.safe_load(launch.render("compose"))["services"]["recipes"]
+    service = services(launch.render("compose"))["recipes"]
     assert service["mem_limit"] == service["memswap_limit"] == "36g"  # memfit itself runs there
     assert service["shm_size"] == "3g"  # 4 workers x 2 batches x 300 MiB, a quarter more
     assert launch.shm_bytes >= 8 * 300 * MIB * 1.25 and launch.shm_bytes < launch.memory_bytes
@@ -171,7 +178,7 @@ def shape(form, text):
 
     if form != "compose":
         return len(text.split("\n"))
-    return of([*yaml.safe_load(text)["services"].values()]), [line[:9] for line in text.splitlines() if line[:1] == "#"]
+    return of([*services(text).values()]), [line[:9] for line in text.splitlines() if line[:1] == "#"]
 
 
 @pytest.mark.slow
@@ -200,9 +207,9 @@ def test_values_and_words_arrive_as_they_were_given_or_are_refused():
         (command,) = shlex.split(file.partition("sh -c ")[2].partition("\ncode=")[0])
         assert shlex.split(command)[-1] == text
     for text, file in texts("compose", "env"):
-        assert yaml.safe_load(file)["services"]["recipes"]["environment"]["A"] == text.replace("$", "$$")
+        assert services(file)["recipes"]["environment"]["A"] == text.replace("$", "$$")
     for text, file in texts("compose", "command"):
-        assert yaml.safe_load(file)["services"]["recipes"]["command"][-1] == text.replace("$", "$$")
+        assert services(file)["recipes"]["command"][-1] == text.replace("$", "$$")
     for text, file in texts("dockerfile", "env"):
         quoted = file.partition("ENV A=")[2].partition("\nENV")[0]  # Docker knows \\, \" and \$ in double quotes
         assert re.sub(r'\\([\\"$])', r"\1", quoted[1:-1]) == text and not re.search(r'[^\\](\\\\)*["$]', quoted[1:-1])
@@ -213,7 +220,7 @@ def test_values_and_words_arrive_as_they_were_given_or_are_refused():
 def test_a_container_has_its_folders_from_the_host_and_starts_again_a_few_times():
     folders = {"data": ["data", "/mnt/images", "../shared"], "outputs": ["checkpoints"]}
     launch = made(SERVICE | folders, checkpoint_seconds=90)
-    service = yaml.safe_load(launch.render("compose"))["services"]["recipes"]
+    service = services(launch.render("compose"))["recipes"]
     assert service["volumes"] == [
         "./runs:/work/runs",
         "./checkpoints:/work/checkpoints",
@@ -258,13 +265,37 @@ def test_the_verb_prints_the_file_and_the_figures(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
     found = json.loads(memfit("--format", "compose", "--json").stdout)
-    assert yaml.safe_load(found["text"])["services"]["recipes"]["mem_limit"].endswith("g")
+    assert services(found["text"])["recipes"]["mem_limit"].endswith("g")
     assert found["figures"]["memory_why"].startswith("1 x 28.00 GiB")
     assert not [*tmp_path.iterdir()]
     large = memfit("--format", "compose", "--set", "memory.rank=900TiB")
     assert large.returncode == 0 and "this host has" in large.stderr
     refused = memfit("--format", "env", "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_tight():
+    memory = {"node": "100GiB", "slack": 0.02}
+    with pytest.raises(DoesNotFitError, match=r"trajectory is tight: 100\.11 GiB of 103\.00 GiB leave 2\.8%") as caught:
+        made(memory=memory)
+    assert "--set memory.slack=0.25" in caught.value.remedy and "--accept-tight" in caught.value.remedy
+    assert made(memory=memory | {"slack": 0.25}).memory_bytes == 126 * GIB  # each remedy as it was printed
+    assert made(memory=memory, accept_tight=True).memory_bytes == 103 * GIB
+    measured = Measured(100 * GIB, 0, None, "run_1")
+    assert made(NODES | {"memory": {"slack": 0.02}}, measured).memory_bytes == 103 * GIB
+
+
+@pytest.mark.slow
+def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(tmp_path):
+    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 8GiB, slack: 0}\nimage: python\n')
+
+    def memfit(*words):
+        command = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--format", "compose", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    refused = memfit()
+    assert (refused.returncode, refused.stdout) == (3, "") and "a is tight: 8.00 GiB of 8.00 GiB" in refused.stderr
+    assert memfit("--accept-tight").returncode == memfit("--set", "memory.slack=0.25").returncode == 0
 
 
 @pytest.mark.slow
@@ -294,7 +325,7 @@ def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
         command = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "config"]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
 
-    service = yaml.safe_load(config(API_KEY="a").stdout)["services"]["recipes"]
+    service = services(config(API_KEY="a").stdout)["recipes"]
     assert (service["mem_limit"], service["shm_size"]) == ("36g", "3g")
     assert (service["restart"], len(service["volumes"])) == ("on-failure:5", 1)
     refused = config()
@@ -312,7 +343,7 @@ def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tm
         with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
             more = {"image": run.image, "network_mode": "none", "volumes": run.mounts, "environment": [run.python_path]}
             more["command"] = [sys.executable, "-c", code]
-            (tmp_path / "here.yaml").write_text(yaml.safe_dump({"services": {"recipes": more}}))
+            (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
             words = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "-f", "here.yaml"]
             here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
             done = subprocess.run([*words, "run", "--rm", "-T", "recipes"], **here)
@@ -350,7 +381,7 @@ def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(
             env = [run.python_path, f"PATH={Path(sys.executable).parent}:/bin"]
             more = {"image": run.image, "network_mode": "none", "volumes": mounts, "environment": env}
             more["working_dir"] = "/work"
-            (tmp_path / "here.yaml").write_text(yaml.safe_dump({"services": {"recipes": more}}))
+            (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
             words = [
                 sys.executable,
                 "-m",

@@ -8,7 +8,9 @@ from rich.console import Console
 from memfit.memory import Sample, SeriesWriter
 from memfit.reports import LiveRun, Room, RunView, describe, read_pressure, read_room, render
 
+FREE = {"name": "MemAvailable", "limit_bytes": 8 << 30}
 GIB, MIB = 1 << 30, 1 << 20
+FREE = {"name": "MemAvailable", "limit_bytes": 8 * GIB}
 
 LINES = """\
 2026-11-21 09:00:02  prepare starts (1 running)
@@ -234,7 +236,7 @@ def test_the_table_shows_how_much_of_the_panel_is_built(made):
 
 
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
-    made.event(0, "budget", binding={}, limits=[{"name": "MemAvailable"}, {"name": "cap", "limit_bytes": 64 * MIB}])
+    made.event(0, "budget", binding=FREE, limits=[FREE, {"name": "cap", "limit_bytes": 64 * MIB}], reserve_bytes=0)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
     view = RunView(made.run)
     view.read()
@@ -242,7 +244,8 @@ def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
 
 
 def test_a_watcher_from_elsewhere_goes_by_what_the_run_said(made):
-    made.event(0, "budget", binding={"name": "memory.max", "limit_bytes": 8 * GIB, "used_bytes": GIB}, limits=[])
+    binding = {"name": "memory.max", "limit_bytes": 8 * GIB, "used_bytes": GIB}
+    made.event(0, "budget", binding=binding, limits=[], reserve_bytes=0)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
     view = RunView(made.run)
     view.read()
@@ -262,7 +265,7 @@ def test_an_event_is_shown_by_its_own_text_and_one_without_has_no_line(commands)
 
 @pytest.mark.parametrize("kind", ["grow", "grow_device"])
 def test_a_reservation_that_grows_by_little_has_no_line(made, kind):
-    made.event(0, "budget", binding={"limit_bytes": 100 * GIB}, limits=[])
+    made.event(0, "budget", binding=FREE | {"limit_bytes": 100 * GIB}, limits=[], reserve_bytes=0)
     grown = {"time": 0.0, "kind": kind, "job": "fold_1", "from_bytes": GIB, "why": "", "text": "fold_1 grows"}
     assert describe(grown | {"to_bytes": 4 * GIB}, view_of(made)) == "fold_1 grows"
     assert describe(grown | {"to_bytes": 2 * GIB}, view_of(made)) == ""

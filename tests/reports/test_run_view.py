@@ -1,9 +1,12 @@
 """A run read from its directory: in mid-run, continued, torn and with files missing."""
 
+import json
+from contextlib import suppress
+
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.reports import RunView, summarize_metrics
+from memfit.reports import RunView, read_room, render, summarize, summarize_metrics, write_page
 
 MIB = 1 << 20
 
@@ -333,3 +336,57 @@ def test_metrics_are_summed_up_over_the_units_that_have_them(finished):
     assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
     (finished.path / "checkpoints/fold_3.json").unlink()
     assert summarize_metrics([row.metrics for row in view_of(finished).rows()])["rank_ic"] == (0.0081, None, 1)
+
+
+HOSTILE = ["9" * 400, "1e400", "-1e400", "NaN", "9" * 18, "-1", "1e300", '"x"', "null", "[1]", "{}", "true"]
+EVENTS = {
+    "admit": {"job": '"fold_1"', "num_running": "1", "why": '"w"', "reservation_bytes": "7"},
+    "grow": {"job": '"fold_1"', "from_bytes": "1", "to_bytes": "9", "why": '"w"'},
+    "epoch": {"job": '"fold_1"', "epoch": "1", "num_epochs": "2", "loss": "0.5", "memory": '{"cpu": {"a": 3}}'},
+    "step": {"job": '"fold_1"', "epoch": "1", "step": "1", "num_steps": "2", "num_epochs": "3"},
+    "progress": {"job": '"fold_1"', "phase": '"train"', "done": "1", "total": "2"},
+    "stage": {"stage": '"fold"', "state": '"kept"', "why": '""', "jobs": '["fold_1"]', "seconds": "3"},
+    "budget": {"binding": '{"name": "a", "limit_bytes": 9}', "limits": "[]", "reserve_bytes": "3", "job": "null"},
+    "budget ": {"binding": '{"name": "a", "limit_bytes": HERE}', "limits": "[]", "reserve_bytes": "3", "job": "null"},
+    "end": {"job": '"fold_1"', "state": '"completed"', "cause": '""', "used_bytes": "7", "limit_bytes": "7"},
+    "oom": {"job": '"fold_1"', "text": '"t"'},
+    "run": {"state": '"completed"', "cpu": '{"busy": HERE, "disk": 0.1}', "job": "null"},
+}
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
+    path, view, fields = finished.path / "events" / "job-1-1.jsonl", view_of(finished), EVENTS[kind]
+    series = finished.path / "jobs" / "fold_1" / "memory.jsonl"
+    sample = {
+        "num_processes": 1,
+        "private_bytes": 9,
+        "shared_bytes": 9,
+        "rss_bytes": 9,
+        "pss_bytes": 9,
+        "peak_bytes": 9,
+    }
+    start = finished.start + 100
+    series.write_text(json.dumps(sample | {"time": start, "phase": "train", "device_bytes": {}}) + "\n")
+    given = {"time": str(start), "kind": f'"{kind.strip()}"'}
+    for name, value in ((name, value) for name in [*given, *fields] for value in HOSTILE):
+        words = given | fields | ({} if "HERE" in str(fields) else {name: value})
+        line = "{" + ", ".join(f'"{one}": {text}' for one, text in words.items()) + "}\n"
+        with open(path, "a") as lines:
+            lines.write(line.replace("HERE", value))
+        view.read()
+        render(view, read_room(view, here=False))
+        summarize(view.run, view)
+    write_page(view.run, finished.path / "page.html")
+
+
+@pytest.mark.parametrize("name", ["started", "ended", "peak_bytes", "used_bytes", "cpu_seconds", "attempt"])
+def test_no_value_in_an_outcome_makes_a_reader_fail_but_by_the_files_name(finished, name):
+    path = finished.path / "jobs" / "fold_1" / "outcome.json"
+    plain = json.loads(path.read_text())
+    for value in HOSTILE:
+        path.write_text(json.dumps(plain | {name: "HERE"}).replace('"HERE"', value))
+        with suppress(DamagedError):
+            view = view_of(finished)
+            render(view, read_room(view, here=False))
+            write_page(view.run, finished.path / "page.html")

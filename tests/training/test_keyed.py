@@ -260,6 +260,22 @@ def test_keyed_streams_are_apart():
     assert len({value for row in draws for value in row}) == 9
 
 
+def test_a_keyed_stream_goes_on_after_another_within_it():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    with keyed_rng(0, 1, 2):
+        alone = [draw(), draw(), draw()]
+    with keyed_rng(0, 1, 2):
+        nested = [draw()]
+        with keyed_rng(0, 7, 7):
+            draw()
+            with keyed_rng(0, 8, 8):
+                draw()
+        nested += [draw(), draw()]
+    assert nested == alone
+
+
 def test_the_number_of_workers_is_part_of_what_must_not_change_except_for_keyed_data():
     assert TrainingData(DataLoader(Augmented(), 2, num_workers=2), 0).identity()["num_workers"] == 2
     assert "num_workers" not in TrainingData(keyed(2), 0).identity()

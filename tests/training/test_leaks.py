@@ -51,7 +51,9 @@ def test_a_clean_up_tells_what_it_freed_and_cost(run):
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_a_training_empties_the_device_s_cache_after_an_out_of_memory_and_on_no_schedule(monkeypatch, fails_at):
     emptied, steps = [], []
-    device = SimpleNamespace(empty_cache=lambda: emptied.append(len(steps)), device_count=lambda: 0)
+    figures = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    nothing = dict.fromkeys((*figures, "device_count", "current_device"), lambda *_: 0)
+    device = SimpleNamespace(__name__="torch.cuda", empty_cache=lambda: emptied.append(len(steps)), **nothing)
     monkeypatch.setattr("memfit.training._oom._backends", lambda: [device])
 
     def loss(model, batch):

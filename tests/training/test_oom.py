@@ -4,6 +4,7 @@ import errno
 import gc
 import mmap
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,6 +311,23 @@ def test_release_leaves_frames_that_still_run_and_ends_on_a_circular_chain():
         release(error)
         assert error.__traceback__ is None
     assert here is not None
+
+
+@pytest.mark.parametrize(
+    ("held", "named"), [({2: 5}, ["cuda:2"]), ({}, ["cuda:1"]), ({0: 1, 3: 1}, ["cuda:0", "cuda:3"])]
+)
+def test_of_many_visible_gpus_only_those_that_this_process_uses_are_named(monkeypatch, held, named):
+    sizes = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
+    gpus = SimpleNamespace(
+        __name__="torch.cuda",
+        is_initialized=lambda: True,
+        device_count=lambda: 4,
+        current_device=lambda: 1,
+        memory_reserved=lambda number: held.get(number, 0),
+        **dict.fromkeys(sizes, lambda number: held.get(number, 0)),
+    )
+    monkeypatch.setattr(torch, "cuda", gpus)
+    assert list(device_bytes()) == named
 
 
 @pytest.mark.slow

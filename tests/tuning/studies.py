@@ -6,9 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kills import Kill, Moment
+from memfit.config import read_file
 from memfit.pipeline import Output
 from memfit.rundir import RunDir
 from memfit.tuning import Study, Trial, read_trials
@@ -52,7 +51,7 @@ def left_by(run: RunDir) -> dict[str, Any]:
     """What a study left: its records, its best config, and the digest of each result of a trial that completed."""
     trials = Study.open(run).trials
     found: dict[str, Any] = {one.name: record_of(one) for one in trials}
-    best = yaml.safe_load((run.path / "best.yaml").read_text())
+    best = read_file(run.path / "best.yaml")
     found["best"] = {name: value for name, value in best.items() if name != "max_parallel"}
     for one in trials:
         if one.state == "completed":  # of a pruned one, a fold may have completed or not

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 import kills
 import memfit
 from jobs.contract import is_alive, wait_until
+from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
@@ -122,7 +122,7 @@ def test_the_best_config_runs_and_gives_the_value_of_the_best_trial(mixed):
     best = results[1].best
     assert best.name == Study.open(RunDir(results[0].path)).best.name == "trial_0005"
     path = results[0].path / "best.yaml"
-    assert yaml.safe_load(path.read_text())["params"]["width"] == best.params["params.width"]
+    assert read_file(path)["params"]["width"] == best.params["params.width"]
     assert f"trial_0005 of the study in this folder: fold.loss {best.value:.6g}" in path.read_text()
     result = memfit.run(path)
     assert result.exit_code == 0
@@ -307,6 +307,29 @@ def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeyp
     assert [one.state for one in trials] == ["completed"] * 2
     assert [one.value for one in trials] == [pytest.approx(one.params["params.lr"] ** 2, abs=1e-3) for one in trials]
     assert result.best.value == min(one.value for one in trials)
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("value=10**400, step=1", "inf"),
+        ("value=-(10**4000), step=1", "-inf"),
+        ("value=1e200, step=1", r"1e\+200"),
+        ("value=float('nan'), step=1", "nan"),
+    ],
+)
+def test_a_report_that_is_no_number_of_sane_size_fails_its_trial_with_the_reason(tmp_path, monkeypatch, report, said):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import os, sys\nfrom memfit.rundir import record\nfirst = not os.path.exists('ran')\nopen('ran', 'w').close()\n"
+        "for step in (-1, 10**40): record('report', name='loss', step=step, value=10**400)\n"
+        f"record('report', name='loss', {report}) if first else record('report', name='loss', value=0.5, step=1)\n"
+    )
+    section = {"objective": "trial.loss", "direction": "minimize", "n_trials": 2, "num_slots": 1}
+    result = tune(of_command([sys.executable, "train.py", "{lr}"], ["lr=0.1..0.9"], "lines", section))
+    failed, completed = trials_of(result)
+    assert (failed.state, failed.kind, completed.value, result.exit_code) == ("failed", "NoObjective", 0.5, 0)
+    assert re.fullmatch(f"loss is {said} in the result of trial_0000.trial", failed.cause)
 
 
 # Stops

@@ -1,5 +1,6 @@
 """The judged ranker stops at data that are at fault, finds a signal that is there, and none that is not."""
 
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from memfit.evaluation import evaluate_folds
@@ -128,7 +128,7 @@ def write_config(folder, table):
     params = {"data": data, "splits": {"n_splits": 2}, "model": MODEL, "train": {"num_epochs": 1, "ema_epochs": [1]}}
     folders = {"runs_dir": str(folder / "runs"), "panels_dir": str(folder / "panels")}
     (folder / "config.yaml").write_text(
-        yaml.safe_dump(CONFIG | folders | {"experiment": "stocks", "params": params | JUDGED})
+        json.dumps(CONFIG | folders | {"experiment": "stocks", "params": params | JUDGED})
     )
     return folder / "config.yaml"
 

@@ -6,14 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 from rich.console import Console
+from ruamel.yaml import YAML
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
@@ -21,15 +22,16 @@ pytest.importorskip("tokenizers")
 
 import kills  # noqa: E402
 from memfit import run  # noqa: E402
-from memfit.data import Padding, SequenceLoader  # noqa: E402
+from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
+from memfit.estimation._changes import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
-from memfit_workloads.recipes import compiling, training  # noqa: E402
-from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
+from memfit_workloads.recipes import compiling, text, training  # noqa: E402
+from memfit_workloads.recipes.params import SETTINGS, RecipesParams, equation, plan_of  # noqa: E402
 
 SMALL = {
     "data": {"num_pairs": 60},
@@ -45,7 +47,7 @@ SMALL = {
 def config(folder, **params):
     content = {"schema_version": 1, "experiment": "t5", "target": "memfit_workloads.recipes.stages:RECIPES", "seed": 1}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
     return path
 
 
@@ -91,10 +93,47 @@ def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
         assert output.result["torn_bytes"] == len('{"q": "cut o')
     assert output.result["left_out"] == {"no JSON": 1, "no such fields": 1, "repeats itself": 1}
     assert [one["row"] for one in output.json("left_out")] == [20, 21, 23]
-    with pytest.raises(DataError, match="not there"):
+    with pytest.raises(ConfigError, match="not there"):
         run(config(tmp_path, data=own | {"path": "none.jsonl"}))
     with pytest.raises(DataError, match=r"44 of 44 rows of .*pairs\.jsonl are left out: 43 no such fields, 1 no JSON"):
         run(config(tmp_path, data=own | {"target_field": "answer"}))
+
+
+def test_the_packed_ids_are_those_of_the_file_and_a_file_that_changes_between_the_stages_is_refused(tmp_path):
+    pairs = [{"q": f"what is {n}", "a": f"it is the number {n}"} for n in range(300)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, pairs)))  # with empty lines, and a whole last one without an end
+    own = {"source": "files", "path": str(path), "source_field": "q", "target_field": "a"}
+    made = run(config(tmp_path, data=own), choice=Choice(until="tokenize")).path / "checkpoints"
+    outputs = {name: Output(made / f"stage_{name}.json") for name in ("index", "tokenize")}
+    tokenizer, left = text.load_tokenizer(outputs["tokenize"].dir), {pair["q"]: pair["a"] for pair in pairs}
+    tokenizer.enable_truncation(64)
+    for part in ("train", "valid"):
+        ids = PackedDataset.open(outputs["tokenize"].path(part))
+        rows = outputs["index"].arrays("rows")[part]
+        for number, one in zip(rows, ids, strict=True):
+            pair = pairs[number]
+            assert left.pop(pair["q"]) == pair["a"]
+            assert one["input_ids"].tolist() == tokenizer.encode(pair["q"]).ids
+            assert one["labels"].tolist() == tokenizer.encode(pair["a"]).ids
+    assert not left
+    params = RecipesParams(**SMALL | {"data": own})
+    assert len(list(text.pairs_of(outputs, params, "valid"))) == 30
+    path.write_text(path.read_text().replace("number 7", "number 8"))
+    with pytest.raises(DataError, match="has changed since its rows were judged"):
+        list(text.pairs_of(outputs, params, "valid"))
+
+
+@pytest.mark.parametrize("has_orjson", [True, False])
+def test_with_and_without_orjson_the_same_rows_are_taken(tmp_path, monkeypatch, has_orjson):
+    (tmp_path / "rows.jsonl").write_text('{"a": "\\u00e9"}\n{"a": NaN}\n\n{"a": [1, 2]}\n{"a": "cut')
+    text._parser.cache_clear()
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: has_orjson or None)
+    with nullcontext() if has_orjson else pytest.warns(UserWarning, match="pip install orjson"):
+        lines = text.Lines(tmp_path / "rows.jsonl")
+        assert [text._is_json(line) for line in lines] == [True, False, True]
+    assert lines.torn_bytes == len('{"a": "cut')
+    text._parser.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -388,9 +427,9 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
 @pytest.mark.parametrize(
     ("gpu", "settings", "verdict", "change"),
     [
-        ("RTX 4090", {}, "does not fit", "--optimizer adamw8bit --gradient-checkpointing"),
+        ("RTX 4090", {}, "does not fit", "params.optimizer=adafactor params.gradient_checkpointing=true"),
         ("RTX 4090", {"gradient_checkpointing": "true", "optimizer": "adafactor"}, "fits", None),
-        ("RTX 5090", {}, "does not fit", "--gradient-checkpointing"),
+        ("RTX 5090", {}, "does not fit", "params.gradient_checkpointing=true"),
         ("RTX 5090", {"gradient_checkpointing": "true"}, "fits", None),
         ("A100-80GB", {}, "fits", None),
         ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
@@ -409,6 +448,19 @@ def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu
     else:
         assert set(change.split()) <= set(" ".join(found["change"]["options"]).split())
         assert found["change"]["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+        own = " ".join(found["change"]["options"]).replace("--set ", "").split()
+        again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=[*overrides, *own])
+        assert (again["verdict"], again["setup"]) == ("fits", found["change"]["setup"])
+    assert not [note for note in found["notes"] if "--" in note.replace("--set params.precision=bf16-mixed", "")]
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_option_makes(option):
+    text = SETTINGS[option].format(4).removeprefix("params.")
+    before, field = RecipesParams(batch_size=8, gradient_accumulation_steps=16, precision="bf16"), text.partition("=")
+    after = RecipesParams.model_validate(before.model_dump() | {field[0]: YAML(typ="safe").load(field[2])})
+    options = list_options(plan_of(before)[1], plan_of(after)[1])
+    assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
 
 
 def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
@@ -423,7 +475,7 @@ def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_
         in file.getvalue()
     )
     assert "does not fit: 30.00 GiB (RTX 5090)" in file.getvalue()
-    assert "fits with --gradient-checkpointing: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
+    assert "fits with --set params.gradient_checkpointing=true: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
 
 
 def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 from pyarrow import feather
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,7 +44,7 @@ STAGES = (
 def config(folder, **params):
     content = {"schema_version": 1, "experiment": "video", "target": "memfit_workloads.video.stages:VIDEO", "seed": 1}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
     return path
 
 

@@ -39,13 +39,13 @@ _VERBS = {
     "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
     "average": ("_average:average", "Average checkpoints of one training.", None),
     "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
-    "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
-    "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
+    "panel": ("_panel:panel", "Build, check, extend and prune panels.", None),
 }
 
 
 #: Verbs and flags that are no more, and what to type.
 _DROPPED = {
+    "bench": "memfit.data.measure_loader(make_loader).text in Python; docs/loading.md shows it",
     "map": "memfit run --param fold=1..5 -- COMMAND",
     "--stage": "--from STAGE --until STAGE",
     "--threads": "--set threads_per_job=N",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +16,17 @@ import typer
 from typer import Option
 
 from memfit.cli._files import read_model_config
-from memfit.cli._settings import Set, with_flags
+from memfit.cli._settings import AcceptTight, Set, with_flags
 from memfit.cli._terminal import AsJson, answer, console
 from memfit.cli._training import Training
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT
 from memfit.memory import Budget
 
+#: How often a trace says that it goes on.
+_TELL_SECONDS = 20.0
 #: The flags that go with a workload's config; the others describe a model's config.json.
-_OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "set_", "as_json")
+_OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Flags(Training):
     time_limit: Annotated[
         float, Option(min=0, help="Trace at most this long; then use the formula.", metavar="SECONDS")
     ] = TIME_LIMIT
+    accept_tight: AcceptTight = False
     set_: Set = None
     as_json: AsJson = False
 
@@ -70,9 +75,9 @@ def estimate(
     The step runs on fake tensors, without a GPU, in seconds. If that fails, a formula gives a wider bound. The figures
     are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
     whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
-    --formula, --time-limit, --set and --json have an effect.
+    --formula, --time-limit, --accept-tight, --set and --json have an effect.
 
-    Exit codes: 0 done, 2 bad config or input, 3 it does not fit, or only may.
+    Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
     if config is not None and config.suffix == ".py":
         raise UsageError(
@@ -91,15 +96,17 @@ def estimate(
     if hf_config is None:
         from memfit.pipeline import estimate_workload
 
+        settings = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
         with _tracing(flags.time_limit):
-            found = estimate_workload(config or "", overrides=flags.set_ or [], formula=flags.formula, **how)
+            found = estimate_workload(config or "", overrides=settings, formula=flags.formula, **how)
     else:
         found = _of_model(read_model_config(hf_config), flags, how)
     found["notes"] += others
     from memfit.reports import print_estimate
 
     answer(found, flags.as_json, partial(print_estimate, found))
-    raise typer.Exit(DoesNotFitError.exit_code if found["verdict"] in ("may fit", "does not fit") else 0)
+    fitting = (None, "fits", *(["tight"] if found.get("accept_tight", flags.accept_tight) else []))
+    raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
 
 
 def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
@@ -155,14 +162,20 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
     return find_this_gpu(Budget.read())
 
 
-def _tracing(time_limit: float) -> AbstractContextManager[object]:
-    """Show on a terminal how long the trace takes."""
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-
-    log = console(stderr=True)
-    if not log.is_terminal:
-        return nullcontext()
+@contextmanager
+def _tracing(time_limit: float) -> Iterator[None]:
+    """Say how long the trace takes: anew each second on a terminal, elsewhere in a line from time to time."""
+    log, ended, begin = console(stderr=True), threading.Event(), time.monotonic()
     text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s"
-    progress = Progress(SpinnerColumn(), text, TimeElapsedColumn(), console=log, transient=True)
-    progress.add_task("", total=None)
-    return progress
+    with log.status(text) as shown:
+
+        def tell() -> None:
+            while not ended.wait(1.0 if log.is_terminal else _TELL_SECONDS):
+                so_far = f"{text}; {time.monotonic() - begin:.0f} s so far"
+                shown.update(so_far) if log.is_terminal else log.say(so_far)
+
+        threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()

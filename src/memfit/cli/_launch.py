@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from memfit import config as settings
 from memfit import slurm
-from memfit.cli._settings import Set
+from memfit.cli._settings import AcceptTight, Set, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.memory import Budget
@@ -19,19 +21,26 @@ from memfit.reports import RunView, find_run
 from memfit.units import format_bytes
 
 
+@dataclass(frozen=True)
+class Flags:
+    """The flags of this verb."""
+
+    measured: Annotated[str | None, Option(help="Take memory and time of an epoch from this run.", metavar="RUN")] = (
+        None
+    )
+    accept_tight: AcceptTight = False
+    set_: Set = None
+    test_only: Annotated[bool, Option("--test-only", help="Let sbatch check the script; submit nothing.")] = False
+    submit: Annotated[bool, Option("--submit", help="Hand the script to sbatch.")] = False
+    as_json: AsJson = False
+
+
+@with_flags
 def launch(
     config: Annotated[Path, typer.Argument(help="A YAML file that describes the training; see docs/launch.md.")],
-    format_: Annotated[LaunchFormat, typer.Option("--format", help="Which file to print.")] = "sbatch",
-    measured: Annotated[
-        str | None,
-        typer.Option(help="Take memory and time of an epoch from this run.", metavar="RUN", show_default=False),
-    ] = None,
-    set_: Set = None,
-    test_only: Annotated[
-        bool, typer.Option("--test-only", help="Let sbatch check the script; submit nothing.")
-    ] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
-    as_json: AsJson = False,
+    format_: Annotated[LaunchFormat, Option("--format", help="Which file to print.")] = "sbatch",
+    *,
+    flags: Flags,
 ) -> None:
     """Print a batch script, a Compose file, a Dockerfile, .dockerignore or .env for a training, with computed sizes.
 
@@ -43,11 +52,11 @@ def launch(
     It changes nothing unless --submit is given. Memory follows from the peak of one rank, /dev/shm from the batches of
     the loader workers, cores from the workers, the time limit from the epochs. Secrets appear as names of variables.
 
-    Exit codes: 0 done, 2 bad settings or refused by Slurm, 3 more memory than a node has.
+    Exit codes: 0 done, 2 bad settings or refused by Slurm, 3 more memory than a node has, or tight (under 5 % left).
     """
-    if (submit or test_only) and format_ != "sbatch":
+    if (flags.submit or flags.test_only) and format_ != "sbatch":
         raise UsageError(
-            f"--{'submit' if submit else 'test-only'} was given with --format {format_}.",
+            f"--{'submit' if flags.submit else 'test-only'} was given with --format {format_}.",
             rule="Slurm takes batch scripts only.",
             remedy="leave --format out",
         )
@@ -57,19 +66,20 @@ def launch(
             rule="memfit launch takes a file of its own, whose command may start that config.",
             remedy=f"write a file with these three lines: name: job, command: memfit run {config}, memory: 4GiB",
         )
-    found = settings.resolve(LaunchConfig, file=config, env={}, overrides=set_ or []).value
-    made = Launch.of(found, _measured(measured) if measured is not None else None, format_)
+    given = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
+    found = settings.resolve(LaunchConfig, file=config, env={}, overrides=given).value
+    made = Launch.of(found, _measured(flags.measured) if flags.measured is not None else None, format_)
     notes = [_check_room(made, format_)]
     text = made.render(format_)
-    if submit or test_only:
-        notes.append(_hand_over(text, is_test=test_only))
+    if flags.submit or flags.test_only:
+        notes.append(_hand_over(text, is_test=flags.test_only))
 
     def show(_: Console) -> None:
         typer.echo(text, nl=False)
         for note in filter(None, notes):
             typer.echo(f"memfit: {note}", err=True)
 
-    answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, as_json, show)
+    answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, show)
 
 
 def _measured(name: str) -> Measured:

@@ -1,4 +1,4 @@
-"""``memfit panel``: build, inspect, check, extend, prune and export panels."""
+"""``memfit panel``: build, inspect, check, extend and prune panels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memfit.data import Panel
 
 panel = typer.Typer(
-    help="Build, inspect, check, extend, prune and export panels: dates x assets x features in mapped files.\n\n"
+    help="Build, inspect, check, extend and prune panels: dates x assets x features in mapped files.\n\n"
     "memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/",
     no_args_is_help=True,
     add_completion=False,
@@ -40,7 +40,7 @@ def build(
     features: Annotated[list[str], Option(help="Names or quoted patterns, with commas: 'f*,g1'.", metavar="NAMES")],
     output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
     targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None,
-    dtype: Annotated[str, Option(help="float32, float64, float16 or bfloat16.", metavar="TYPE")] = "float32",
+    dtype: Annotated[str, Option(help="float32, float64 or float16.", metavar="TYPE")] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Build a panel from files, once; the same command again finds it, and checks every byte of it.
@@ -72,7 +72,7 @@ def build(
 
 @panel.command(short_help="Show what a panel holds.")
 def info(path: Where, as_json: AsJson = False) -> None:
-    """Show a panel's dates, assets, columns, gaps and sizes, and what it shares with other versions.
+    """Show a panel's dates, assets, columns, gaps and sizes.
 
     Exit codes: 0 done, 2 no panel there, or it is damaged.
     """
@@ -86,7 +86,6 @@ def info(path: Where, as_json: AsJson = False) -> None:
         f"  first row after the first date: {facts['num_listed_later']} assets; last row before the last date: "
         f"{facts['num_delisted']} assets",
         *_columns(found),
-        f"  shared with other versions: {format_bytes(found.shared_bytes)}",
     ]
     lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
     lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
@@ -108,14 +107,14 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     )
 
 
-@panel.command(short_help="Write a version with later dates, which shares the old bytes.")
+@panel.command(short_help="Write a version with later dates.")
 def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     """Write a version of a panel with a source's later dates beside it; the old version stays as it is.
 
     memfit panel append panels/ today.parquet
 
-    The new version shares the old one's bytes on disk and in memory; only the new dates are written. The source has the
-    same columns, no new asset, and only dates after the last one.
+    The old bytes are checked and copied, the new dates added. The source has the same columns, no new asset, and only
+    dates after the last one.
 
     Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
     """
@@ -126,7 +125,6 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     lines = [
         f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}",
         f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}",
-        f"  shared with other versions: {format_bytes(new.shared_bytes)} of {format_bytes(new.nbytes)}",
     ]
     answer(_facts(new) | more, as_json, lambda log: log.say("\n".join(lines)))
 
@@ -140,8 +138,7 @@ def prune_(
 ) -> None:
     """Remove all panels of a cache folder but the newest, and what killed writers left there.
 
-    One that a living process has mapped, as far as you may look, and one that is being written stay. Bytes that a
-    newer version shares are not lost to it.
+    One that a living process has mapped, as far as you may look, and one that is being written stay.
 
     Exit codes: 0 done, 2 no panel there.
     """
@@ -162,29 +159,6 @@ def prune_(
     )
 
 
-@panel.command(short_help="Write a panel as one table for pandas, polars or R.")
-def export(
-    path: Where,
-    output: Annotated[Path, Option("--output", "-o", help="A .parquet, .feather or .arrow file.", metavar="FILE")],
-    as_json: AsJson = False,
-) -> None:
-    """Write a panel's rows as one table: date, asset, features, targets; missing values are null.
-
-    memfit panel export panels/ -o panel.feather
-
-    pandas.read_feather, polars.read_ipc and R's arrow::read_feather read .feather; the suffix .parquet gives Parquet. A
-    few MiB are in memory at once, and a file that is there is replaced only by a whole one.
-
-    Exit codes: 0 done, 2 bad input or a full disk.
-    """
-    found = _open(path)
-    with bar("exporting") as progress:
-        num_rows = found.export(output, progress=progress)
-    size = output.stat().st_size
-    facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
-    answer(facts, as_json, lambda log: log.say(f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}"))
-
-
 def _open(path: Path) -> Panel:
     from memfit.data import Panel
 
@@ -201,7 +175,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _facts(found: Panel) -> dict[str, Any]:
-    same = ("path", "fingerprint", "parent", "num_rows", "dtype", "shared_bytes", "parameters")
+    same = ("path", "fingerprint", "parent", "num_rows", "dtype", "parameters")
     return {name: getattr(found, name) for name in same} | {
         "num_dates": found.shape[0],
         "first_date": found.dates[0],

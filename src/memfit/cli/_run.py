@@ -31,7 +31,7 @@ _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
 #: The flags that choose among stages and units.
-_CHOOSING = frozenset({"until", "from_", "skip", "units"})
+_CHOOSING = frozenset({"until", "from_", "skip", "units", "check_files"})
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class RunFlags(Flags):
     from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
+    check_files: Annotated[
+        bool, Option("--check-files", help="Read all files of kept results; what is damaged runs again.")
+    ] = False
 
 
 @with_flags
@@ -83,7 +86,8 @@ def run(
         _check_no_stages(flags)
         start_commands(context, command, flags)
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
-    choice = Choice(until=flags.until, anew=flags.from_, combinations=tuple(combinations))
+    chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_}
+    choice = Choice(**chosen, check_files=flags.check_files, combinations=tuple(combinations))
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
@@ -112,7 +116,7 @@ def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, RunView
 
 
 def _check_no_stages(flags: RunFlags) -> None:
-    given = sorted(f"--{name.strip('_')}" for name in _CHOOSING if getattr(flags, name))
+    given = sorted(f"--{name.strip('_').replace('_', '-')}" for name in _CHOOSING if getattr(flags, name))
     if given:
         raise UsageError(
             f"a command has no stages to choose ({', '.join(given)}).",

@@ -20,6 +20,7 @@ Set = Annotated[
     list[str] | None,
     Option("--set", help="Change a setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
+AcceptTight = Annotated[bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory.")]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Flags(Output):
         Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS"),
         "grace_seconds",
     ] = None
+    accept_tight: AcceptTight = False
     set_: Set = None
     new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
@@ -97,6 +99,7 @@ class Flags(Output):
             flag: (hint.__metadata__[1], getattr(self, flag)) for flag, hint in hints.items() if hint.__metadata__[1:]
         }
         flags |= {name: (name, text) for name, text in more.items()}
+        flags["accept_tight"] = ("accept_tight", "true" if self.accept_tight else None)
         if self.memory and "{" in self.memory:
             flags["memory"] = ("memory.job_of", json.dumps(self.memory))
         given = {

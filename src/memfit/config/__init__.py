@@ -4,27 +4,28 @@
 ``fingerprint`` names a value by its content. Models derive from ``Settings``.
 """
 
-from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
-from memfit.config._resolve import INTERNAL_VARIABLES, Resolved, read_file, resolve, resolve_nested
-from memfit.config._types import ByteSize, Settings, differences, fingerprint, size_text, to_plain
-from memfit.config._yaml import read_plain
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ARGUMENT",
-    "ByteSize",
-    "DEFAULT",
-    "INTERNAL_VARIABLES",
-    "OVERRIDE",
-    "Override",
-    "Resolved",
-    "Settings",
-    "differences",
-    "fingerprint",
-    "read_file",
-    "read_plain",
-    "resolve",
-    "resolve_nested",
-    "size_text",
-    "to_plain",
-    "variable",
-]
+from memfit._lazy import load_lazily
+from memfit.config._problems import ARGUMENT as ARGUMENT
+from memfit.config._problems import DEFAULT as DEFAULT
+from memfit.config._problems import OVERRIDE as OVERRIDE
+from memfit.config._problems import Override as Override
+from memfit.config._problems import variable as variable
+from memfit.config._resolve import INTERNAL_VARIABLES as INTERNAL_VARIABLES
+from memfit.config._resolve import Resolved as Resolved
+from memfit.config._resolve import read_file as read_file
+from memfit.config._resolve import resolve as resolve
+from memfit.config._resolve import resolve_nested as resolve_nested
+from memfit.config._scalars import read_plain as read_plain
+from memfit.config._types import ByteSize as ByteSize
+from memfit.config._types import Settings as Settings
+from memfit.config._types import differences as differences
+from memfit.config._types import fingerprint as fingerprint
+from memfit.config._types import size_text as size_text
+from memfit.config._types import to_plain as to_plain
+
+if TYPE_CHECKING:
+    from memfit.config._yaml import write_yaml as write_yaml
+
+__getattr__, __dir__ = load_lazily(__name__)

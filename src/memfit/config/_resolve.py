@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from memfit.config import _yaml
 from memfit.config._problems import (
     ARGUMENT,
     OVERRIDE,
@@ -27,6 +26,7 @@ from memfit.config._problems import (
     show,
     subject_of,
 )
+from memfit.config._scalars import read_plain
 from memfit.config._types import to_plain
 from memfit.errors import ConfigError, nearest
 
@@ -62,13 +62,15 @@ class Resolved(Generic[M]):
         Args:
             nested: Sections that were resolved later; their defaults are filled in too.
         """
+        from memfit.config._yaml import write_yaml
+
         tree = self.value.model_dump(mode="json")
         for part in nested:
             *above, last = part.prefix.removeprefix(self.prefix).split(".")[:-1]
             _below(tree, above)[last] = part.value.model_dump(mode="json")
         name = type(self.value).__name__
         header = f"# The resolved settings of {name}. memfit reads this file as it reads your own.\n"
-        return header + "# run.json says where each value came from.\n" + _yaml.write(tree)
+        return header + "# run.json says where each value came from.\n" + write_yaml(tree)
 
     def to_json(self) -> str:
         """Return what was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
@@ -98,7 +100,8 @@ def resolve(
 
     A file is one YAML document with a mapping. Numbers, ``true``, ``false`` and ``null`` are as in YAML 1.2, so that
     ``1e-3`` is a number and ``no``, ``off``, ``12:30``, ``0050`` and ``2024-01-31`` are text. Types are strict: ``3.0``
-    is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted.
+    is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted. A file may
+    have anchors, 100 aliases and YAML's own tags; other tags, merge keys and a key that is there twice are refused.
 
     Args:
         model: The settings' pydantic model, usually derived from ``Settings``.
@@ -186,8 +189,7 @@ class _Layers:
 
     def read_file(self, file: Path) -> None:
         content, lines, faults = _content(file)
-        for what, line in faults:
-            self._refuse(f"{what} ({file}:{line})", "a key is a name, given once", f"correct line {line} of {file}")
+        self.problems += faults
         if content:
             self.put((), content, lambda path: f"{file}:{lines[dotted(path)]}")
 
@@ -231,8 +233,10 @@ class _Layers:
     def _put_text(self, path: Keys, text: str, origin: str) -> None:
         """Put the value of an override or a variable: flow-style YAML, quoted text, or an unquoted scalar."""
         stripped, fault = text.strip(), ""
-        value: Any = _yaml.read_plain(stripped) if stripped else ""
+        value: Any = read_plain(stripped) if stripped else ""
         if stripped[:1] in tuple("[{\"'"):
+            from memfit.config import _yaml
+
             try:
                 value, _, faults = _yaml.read(stripped)
                 fault = faults[0][0] if faults else ""
@@ -250,11 +254,15 @@ class _Layers:
         self.problems.append(ConfigError(f"{what}.", rule=rule, remedy=remedy))
 
 
-def read_file(file: Path) -> dict[str, Any]:
-    """Return what a settings file holds, checked against no model; of a key that is there twice, the first value.
+def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
+    """Return what a settings file holds, checked against no model.
+
+    Args:
+        file: The file.
+        text: Its text, where it was read already.
 
     Raises:
-        ConfigError: If it is not there, or is not one YAML document with a mapping.
+        ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -262,16 +270,21 @@ def read_file(file: Path) -> dict[str, Any]:
     ...     read_file(Path(folder) / "targets.yaml")
     {'fold.rank_ic': {'target': 0.04}}
     """
-    return _content(file)[0]
+    content, _, faults = _content(file, text)
+    if faults:
+        raise report(faults)
+    return content
 
 
-def _content(file: Path) -> tuple[dict[str, Any], dict[str, int], list[tuple[str, int]]]:
+def _content(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[str, int], list[ConfigError]]:
+    from memfit.config import _yaml
+
     try:
-        content, lines, faults = _yaml.read(_text(file))
+        content, lines, faults = _yaml.read(_text(file) if text is None else text)
     except _yaml.YamlError as error:
         raise ConfigError(
-            f"{file}:{error.line} cannot be read: {error}.",
-            rule="a settings file is one YAML document without anchors and tags.",
+            f"{file}:{error.line}:{error.column} cannot be read: {error}.",
+            rule="a settings file is one YAML 1.2 document.",
             remedy=f"correct line {error.line} of {file}",
         ) from None
     if content is not None and not isinstance(content, dict):
@@ -280,7 +293,9 @@ def _content(file: Path) -> tuple[dict[str, Any], dict[str, int], list[tuple[str
             rule="a settings file is a mapping of names to values.",
             remedy="write name: value lines, for example seed: 0",
         )
-    return content or {}, lines, faults
+    rule = "a key is a name, given once"
+    places = [(f"{what} ({file}:{line}).", f"correct line {line} of {file}") for what, line in faults]
+    return content or {}, lines, [ConfigError(what, rule=rule, remedy=remedy) for what, remedy in places]
 
 
 def _text(file: Path) -> str:

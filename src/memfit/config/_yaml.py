@@ -1,41 +1,93 @@
-"""YAML 1.2 on top of PyYAML: values with the line of each key, and text that reads back the same."""
+"""Settings as YAML: values with the place of each key, and text that reads back the same.
+
+Only a process that reads or writes a file imports this module: loading ruamel.yaml takes longer than a verb's help.
+"""
 
 from __future__ import annotations
 
-import re
+import io
+import sys
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver, implicit_resolvers
+from ruamel.yaml.tag import Tag
 
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
-_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,400})|0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
+from memfit.config._scalars import read_plain
 
-
-def read_plain(text: str) -> bool | int | float | str | None:
-    """Return the value of an unquoted scalar in YAML 1.2, where ``on``, ``no`` and dates are text.
-
-    Digits behind a leading zero are text too: ``0050`` is a code.
-
-    >>> [read_plain(text) for text in ("1e-3", "0050", "0x10", "true", "no", "2024-01-31", "12:30", "~")]
-    [0.001, '0050', 16, True, 'no', '2024-01-31', '12:30', None]
-    """
-    word = text.lower() if text in (text.lower(), text.upper(), text.capitalize()) else text
-    if word in _WORDS:
-        return _WORDS[word]
-    if _INT.fullmatch(text):
-        return int(text, 0)
-    is_float = len(text) < 400 and _FLOAT.fullmatch(text)
-    return float(re.sub(r"\.(?=[iInN])", "", text)) if is_float else text
+_MOST_ALIASES = 100
+_TEXT = "tag:yaml.org,2002:str"
+_PLAIN, _QUOTED = Tag(suffix=""), Tag(suffix=_TEXT)
+_KINDS = {"str": str, "int": int, "float": float, "bool": bool, "null": NoneType, "seq": list, "map": dict}
+_TAGS = {f"tag:yaml.org,2002:{name}": kind for name, kind in _KINDS.items()}
+_YAML_1_1 = [regexp for versions, _, regexp, _ in implicit_resolvers if (1, 1) in versions]
 
 
 class YamlError(ValueError):
-    """Text that is no YAML, or a part of YAML that settings do not use; ``line`` counts from 1."""
+    """Text that is no YAML, or a part of YAML that settings do not use; ``line`` and ``column`` count from 1."""
 
-    def __init__(self, problem: str, line: int) -> None:
+    def __init__(self, problem: str, line: int, column: int) -> None:
         super().__init__(problem)
-        self.line = line
+        self.line, self.column = line, column
+
+
+class _Resolver(VersionedResolver):
+    """Leaves what has no tag without one: ``read_plain`` reads an unquoted text."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:
+        return _QUOTED if kind is ScalarNode and not implicit[0] else _PLAIN
+
+
+class _Reader:
+    """Reads the values of one document."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.faults: list[tuple[str, int]] = []
+        self._anchored: set[int] = set()
+        self._aliases = 0
+
+    def read(self, node: Any, name: str = "") -> Any:
+        line, column = node.start_mark.line + 1, node.start_mark.column + 1
+        if node.anchor is not None:
+            self._aliases += id(node) in self._anchored
+            self._anchored.add(id(node))
+            if self._aliases > _MOST_ALIASES:
+                raise YamlError(f"it has more than {_MOST_ALIASES} aliases (*): write the values out", line, column)
+        value: Any
+        if isinstance(node, MappingNode):
+            value = self._read_mapping(node, name)
+        elif isinstance(node, SequenceNode):
+            value = [self.read(item, f"{name}[{index}]") for index, item in enumerate(node.value)]
+        else:
+            value = node.value if node.tag == _TEXT else read_plain(node.value)
+        if node.tag and type(value) is not _TAGS.get(node.tag):
+            raise YamlError(f"the tag {node.tag} is not read: write the value without it", line, column)
+        return value
+
+    def _read_mapping(self, node: MappingNode, name: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            below = f"{name}.{key}" if name else f"{key}"
+            self.read(key_node)
+            if not isinstance(key, str):
+                self.faults.append(("a list or a mapping cannot be a key", line))
+            elif key == "<<" and not key_node.tag:
+                raise YamlError(
+                    "merge keys (<<) are not read: write the keys out", line, key_node.start_mark.column + 1
+                )
+            elif key in values:
+                self.faults.append((f"{below} is set twice, first in line {self.lines[below]}", line))
+            else:
+                self.lines[below] = line
+                values[key] = self.read(value_node, below)
+        return values
 
 
 def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
@@ -49,62 +101,56 @@ def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
     >>> read("seed: 3\\nmodel:\\n  name: x\\n")
     ({'seed': 3, 'model': {'name': 'x'}}, {'seed': 1, 'model': 2, 'model.name': 3}, [])
     """
-    lines: dict[str, int] = {}
-    faults: list[tuple[str, int]] = []
-
-    def content(node: yaml.Node, name: str) -> Any:
-        if isinstance(node, yaml.ScalarNode):
-            return read_plain(node.value) if node.style is None else node.value
-        if isinstance(node, yaml.SequenceNode):
-            return [content(item, f"{name}[{index}]") for index, item in enumerate(node.value)]
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            below = f"{name}.{key}" if name else f"{key}"
-            if not isinstance(key, str):
-                faults.append(("a list or a mapping cannot be a key", line))
-            elif key in values:
-                faults.append((f"{below} is set twice, first in line {lines[below]}", line))
-            else:
-                lines[below] = line
-                values[key] = content(value_node, below)
-        return values
-
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = _Resolver
+    yaml.composer.warn_double_anchors = False
+    reader = _Reader()
     try:
-        for token in yaml.scan(text, Loader=yaml.BaseLoader):
-            if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
-                problem = "anchors (&), aliases (*) and tags (!) are not read: write the value out"
-                raise YamlError(problem, token.start_mark.line + 1)
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-        return None if node is None else content(node, ""), lines, faults
-    except yaml.MarkedYAMLError as error:
+        node = yaml.compose(text)
+        return None if node is None else reader.read(node), reader.lines, reader.faults
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(", ".join(filter(None, (error.context, error.problem))), mark.line + 1 if mark else 1) from None
-    except yaml.YAMLError as error:
-        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise YamlError(str(error).split("\n")[0], line) from None
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise YamlError(problem, mark.line + 1, mark.column + 1) from None
+    except (YAMLError, AssertionError) as error:  # ruamel.yaml asserts that %YAML is 1.1 or 1.2.
+        before = text[: getattr(error, "position", 0)]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise YamlError(str(error).split("\n")[0], line, column) from None
     except RecursionError:
-        raise YamlError("it is nested too deeply", 1) from None
+        raise YamlError("it is nested too deeply", 1, 1) from None
 
 
-class _Dumper(yaml.SafeDumper):
+class _Representer(SafeRepresenter):
     """Writes text in quotes where YAML 1.1 or 1.2 would read something else."""
 
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        quotes = '"' if not text.isprintable() else None if isinstance(read_plain(text), str) else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=quotes)
+    def represent_text(self, text: str) -> ScalarNode:
+        is_text = isinstance(read_plain(text), str) and not any(one.match(text) for one in _YAML_1_1)
+        return self.represent_scalar(_TEXT, text, style='"' if not text.isprintable() else None if is_text else "'")
+
+    def represent_number(self, number: float) -> ScalarNode:
+        node = self.represent_float(number)
+        if "." not in node.value:  # YAML 1.1 reads 1e-05 as text.
+            node.value = node.value.replace("e", ".0e")
+        return node
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
+_Representer.add_representer(str, _Representer.represent_text)
+_Representer.add_representer(float, _Representer.represent_number)
 
 
-def write(values: Mapping[str, Any]) -> str:
-    """Return values as a YAML document that ``read`` reads back to the same values.
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """Return values as a YAML document that YAML 1.1 and 1.2 read back to the same values.
 
-    >>> print(write({"seed": 3, "model": {"name": "no", "lr": 1e-5}}), end="")
+    >>> print(write_yaml({"seed": 3, "model": {"name": "no", "lr": 1e-5}}), end="")
     seed: 3
     model:
       name: 'no'
       lr: 1.0e-05
     """
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = yaml.sort_base_mapping_type_on_output = False
+    yaml.width = sys.maxsize  # ruamel.yaml 0.19 breaks long keys too, and cannot read them.
+    stream = io.StringIO()
+    yaml.dump(dict(values), stream)
+    return stream.getvalue()

@@ -28,14 +28,6 @@ def numpy_of(column: pa.Array) -> Array:
     return values
 
 
-def arrow_of(values: Array, kind: pa.DataType, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """Values as an Arrow array of a type of the same width, null where they are missing."""
-    valid = None
-    if missing is not None and missing.any():
-        valid = pa.py_buffer(np.packbits(~missing, bitorder="little"))
-    return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.ascontiguousarray(values))])
-
-
 def text_of(words: Iterable[str]) -> pa.Array:
     """Words as Arrow's ``large_string``."""
     encoded = [word.encode() for word in words]

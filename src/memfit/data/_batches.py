@@ -148,7 +148,7 @@ class WindowReader:
             # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
             self._rows.take(places, 0, rows, "clip")
         else:
-            rows[:] = _to_float32(self.panel.decode(self._rows[places]))
+            rows[:] = _to_float32(self._rows[places])
 
 
 def _is_run(cells: npt.NDArray[np.int64]) -> bool:

@@ -1,12 +1,14 @@
-"""Write a panel's files: a build, or a later version that shares the files of the one before it.
+"""Write a panel's files: a build, or a later version with the arrays of the one before it and its own new dates.
 
-A build is an append to nothing. What a version adds to an array goes into one new file.
+A build is an append to nothing.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -21,15 +23,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from memfit.data._arrow import numpy_of, text_of
-from memfit.data._dtypes import dtype_name, encode, is_finite, missing, storage, target_dtype
+from memfit.data._dtypes import dtype_name, encode
 from memfit.data._manifest import (
     ASSETS,
     DATES,
     FORMAT_VERSION,
     Manifest,
     canonical_json,
-    check_from,
-    damaged,
+    check_files,
     file_facts,
 )
 from memfit.data._publish import (
@@ -44,7 +45,6 @@ from memfit.data._publish import (
     sweep,
     writing,
 )
-from memfit.data._segments import CUT_BYTES, array_files, file_name, header, map_array, num_bytes
 from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
 from memfit.data._versions import newest
 from memfit.errors import DataError
@@ -59,8 +59,9 @@ BUILD_VERSION = 1
 
 #: What a panel takes beside its arrays: labels and the manifest.
 _SLACK_BYTES = 1 << 20
-#: What a file system answers that has no hard links.
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_COPIED_BYTES = 64 << 20
+#: What a kernel answers that cannot copy a range between these files.
+_NO_COPY = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ class PanelSpec:
 
     def empty_arrays(self, num_assets: int) -> dict[str, dict[str, Any]]:
         """Return the dtype and shape of each array of a panel without dates."""
-        values, targets = storage(self.dtype).str, storage(target_dtype(self.dtype)).str
+        dtype = np.dtype(self.dtype).newbyteorder("<").str
         return {
-            "values": {"dtype": values, "shape": [0, num_assets, len(self.features)]},
-            "targets": {"dtype": targets, "shape": [0, num_assets, len(self.targets)]},
+            "values": {"dtype": dtype, "shape": [0, num_assets, len(self.features)]},
+            "targets": {"dtype": dtype, "shape": [0, num_assets, len(self.targets)]},
             "present": {"dtype": "|b1", "shape": [0, num_assets]},
             "history": {"dtype": "<i4", "shape": [0, num_assets]},
         }
@@ -152,7 +153,7 @@ class _Axes:
             raise DataError(
                 f"{len(old)} of the source's {len(self.dates)} dates are not after the panel's last, {last}; "
                 f"the first is {old[0]}.",
-                rule="a later version shares the old one's bytes, which can be neither restated nor added to.",
+                rule="a later version has the old one's dates as they are.",
                 remedy=f"pass only rows after {last}, or build a panel anew from the whole source",
             )
         unknown = sorted(set(self.assets.to_pylist()).difference(base.assets))
@@ -166,62 +167,57 @@ class _Axes:
 
 
 @dataclass(frozen=True)
-class _Growth:
-    """An array that grows by dates: the files that stay, and the bytes of its stream that a new file takes."""
+class _Array:
+    """An array that grows by dates: its file, ``.npy``, and where the old bytes end in it."""
 
     name: str
-    dtype: str
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     num_new: int
-    kept: tuple[tuple[str, int], ...]
-    start: int
-    end_before: int
-    end: int
 
     @classmethod
-    def of(cls, name: str, facts: Mapping[str, Any], num_new: int) -> _Growth:
-        before = tuple(facts["shape"])
-        shape = (before[0] + num_new, *before[1:])
-        end_before, end = num_bytes(facts["dtype"], before), num_bytes(facts["dtype"], shape)
-        start = end_before // CUT_BYTES * CUT_BYTES
-        kept = tuple((file, at) for file, at in array_files(name, facts) if at < start)
-        return cls(name, facts["dtype"], shape, num_new, kept, start, end_before, end)
+    def of(cls, name: str, facts: Mapping[str, Any], num_new: int) -> _Array:
+        shape = (facts["shape"][0] + num_new, *facts["shape"][1:])
+        return cls(name, np.dtype(facts["dtype"]), shape, num_new)
 
     @property
-    def file(self) -> str:
-        return file_name(self.name, self.start)
+    def header(self) -> bytes:
+        """The header of the file; its length does not depend on the number of dates."""
+        text = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            text, {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
+        )
+        return text.getvalue()
+
+    def num_bytes(self, num_dates: int) -> int:
+        return len(self.header) + self.dtype.itemsize * num_dates * math.prod(self.shape[1:])
 
     def facts(self) -> dict[str, Any]:
-        files = [*self.kept, (self.file, self.start)]
-        more = {"segments": [list(file) for file in files]} if len(files) > 1 else {}
-        return {"dtype": self.dtype, "shape": list(self.shape), **more}
+        return {"dtype": self.dtype.str, "shape": list(self.shape)}
 
-    def create(self, base: Panel | None, aside: Path) -> tuple[np.memmap[Any, Any], Array]:
-        """Map the new file with what it repeats of the old ones; return it and the new dates in it, all zeros."""
-        path = aside / self.file
-        with open(path, "wb") as file:
-            file.truncate(self.end - self.start)
-        _allocate(path)
-        content = np.memmap(path, np.uint8, "r+")
-        size = self.end_before - self.start
+    def create(self, base: Panel | None, aside: Path) -> np.memmap[Any, Any]:
+        """Write the header and the old dates, and return a map of the new ones, all zeros."""
+        path = aside / f"{self.name}.npy"
         if base is not None:
-            content[:size] = np.frombuffer(self._repeated(base), np.uint8)
-        if self.start == 0:
-            first = header(self.dtype, self.shape)
-            content[: len(first)] = np.frombuffer(first, np.uint8)
-        shape = (self.num_new, *self.shape[1:])
-        return content, np.ndarray(shape, np.dtype(self.dtype), buffer=content.data, offset=size)
+            _copy(base.path / path.name, path)
+        with open(path, "r+b" if base else "wb") as file:
+            file.write(self.header)
+            file.truncate(self.num_bytes(self.shape[0]))
+        start = self.num_bytes(self.shape[0] - self.num_new)
+        _allocate(path, start)
+        return np.memmap(path, self.dtype, "r+", start, (self.num_new, *self.shape[1:]))
 
-    def _repeated(self, base: Panel) -> bytes:
-        """Check and return the last bytes of the old version, from the cut on; check all of `history`."""
-        old, at = array_files(self.name, base.manifest.arrays[self.name])[-1]
-        check_from(base.path / old, base.manifest.files[old], self.start - at if self.name != "history" else 0)
-        with open(base.path / old, "rb") as file:
-            file.seek(self.start - at)
-            repeated = file.read()
-        if len(repeated) != self.end_before - self.start:
-            raise damaged(base.path / old, "does not end where its array does")
-        return repeated
+
+def _copy(old: Path, new: Path) -> None:
+    """Copy a file inside the kernel; a file system that can clone shares the blocks of both."""
+    with open(old, "rb", buffering=0) as source, open(new, "wb", buffering=0) as target:
+        try:
+            while os.copy_file_range(source.fileno(), target.fileno(), _COPIED_BYTES):
+                pass
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_COPY:
+                raise
+            shutil.copyfileobj(source, target)  # from where the kernel has stopped
 
 
 def write_panel(
@@ -256,18 +252,17 @@ def write_panel(
             axes = _Axes(axes.dates, text_of(base.assets), num_rows)
             num_rows += base.manifest.num_rows
         arrays = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets))
-        growths = [_Growth.of(name, facts, len(axes.dates)) for name, facts in arrays.items()]
+        grown = [_Array.of(name, facts, len(axes.dates)) for name, facts in arrays.items()]
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
         what = f"a version with {len(axes.dates)} more dates" if base else f"a panel of {shape}"
-        needed = _SLACK_BYTES + sum(one.end - one.start for one in growths)
+        needed = _SLACK_BYTES + sum(one.num_bytes(one.shape[0]) for one in grown)
         check_space(path.parent, what, needed, free(path.parent))
         with writing(path, "the panel", needed) as aside:
-            known = _share(base, aside, growths) if base else {}
-            _write_arrays(base, aside, spec, source, axes, growths, progress or progress_events())
+            _write_arrays(base, aside, spec, source, axes, grown, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()
-            files = _force(aside, known)
-            Manifest(fingerprint, key, num_rows, {one.name: one.facts() for one in growths}, files).write(aside)
+            files = _force(aside)
+            Manifest(fingerprint, key, num_rows, {one.name: one.facts() for one in grown}, files).write(aside)
     return path, False, changed
 
 
@@ -293,75 +288,54 @@ def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in key if old.get(name) != key[name])
 
 
-def _share(base: Panel, new: Path, growths: list[_Growth]) -> dict[str, Any]:
-    """Link the old version's files into the new folder, or copy them; return their facts of the old manifest."""
-    files = [ASSETS, *(file for growth in growths for file, _ in growth.kept)]
-    with panel_lock(base.path):  # so that nobody removes the old version meanwhile
-        for file in files:
-            try:
-                os.link(base.path / file, new / file)
-            except FileNotFoundError:
-                raise damaged(base.path / file, "is not there") from None
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                shutil.copyfile(base.path / file, new / file)
-                _fsync(new / file)
-    return {file: base.manifest.files[file] for file in files}
-
-
 def _fsync(file: Path) -> None:
     with open(file, "r+b") as opened:
         os.fsync(opened.fileno())
 
 
-def _force(aside: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Force each new file to disk; return the size and checksums of all by name."""
-    files = dict(known)
+def _force(aside: Path) -> dict[str, Any]:
+    """Force each file to disk; return the size and checksums of all by name."""
+    files = {}
     for file in sorted(aside.iterdir()):
-        if file.name not in known:
-            _fsync(file)
-            files[file.name] = file_facts(file)
-    return dict(sorted(files.items()))
+        _fsync(file)
+        files[file.name] = file_facts(file)
+    return files
 
 
 def _write_arrays(
-    base: Panel | None,
-    aside: Path,
-    spec: PanelSpec,
-    source: Source,
-    axes: _Axes,
-    growths: list[_Growth],
-    progress: Progress,
+    base: Panel | None, aside: Path, spec: PanelSpec, source: Source, axes: _Axes, grown: list[_Array], say: Progress
 ) -> None:
-    created = {growth.name: growth.create(base, aside) for growth in growths}
-    arrays = {name: rows for name, (_, rows) in created.items()}
-    _scatter(source, spec, axes, arrays, progress)
-    before = np.array(map_array(base.path, "history", base.manifest.arrays["history"])[-1]) if base else None
-    _finish(arrays, spec, before)
-    for content, _ in created.values():
-        content.flush()
-    np.save(aside / DATES, np.concatenate([base.dates, axes.dates]) if base else axes.dates)
     if base is None:
-        (aside / ASSETS).write_text(json.dumps(axes.assets.to_pylist(), ensure_ascii=True) + "\n")
+        arrays = {one.name: one.create(None, aside) for one in grown}
+    else:
+        with panel_lock(base.path):  # so that nobody removes the old version meanwhile
+            check_files(base.path, base.manifest.files, "full")  # new checksums would vouch for damage
+            arrays = {one.name: one.create(base, aside) for one in grown}
+    _scatter(source, spec, axes, arrays, say)
+    _finish(arrays, np.array(base.history[-1]) if base else None)
+    for array in arrays.values():
+        array.flush()
+    np.save(aside / DATES, np.concatenate([base.dates, axes.dates]) if base else axes.dates)
+    (aside / ASSETS).write_text(json.dumps(axes.assets.to_pylist(), ensure_ascii=True) + "\n")
 
 
-def _allocate(path: Path) -> None:
-    """Take the disk blocks of a new file that holds zeros: a full disk fails here and not as SIGBUS later."""
+def _allocate(path: Path, start: int) -> None:
+    """Take the disk blocks of a file that holds zeros from a byte on: a full disk fails here, not as SIGBUS later."""
     size = path.stat().st_size
+    if size == start:
+        return
     with open(path, "r+b") as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), start, size - start)
             return
-        for start in range(0, size, 1 << 20):
-            os.pwrite(file.fileno(), bytes(min(1 << 20, size - start)), start)
+        for at in range(start, size, 1 << 20):
+            os.pwrite(file.fileno(), bytes(min(1 << 20, size - at)), at)
 
 
 def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
     """The second pass over a source: each row into its cell."""
     num_assets = len(axes.assets)
     cells = {name: array.reshape(len(axes.dates) * num_assets, *array.shape[2:]) for name, array in arrays.items()}
-    dtypes = {"values": spec.dtype, "targets": target_dtype(spec.dtype)}
     done = 0
     for batch in source.batches([spec.date, spec.asset, *spec.numbers]):
         progress(done, axes.num_rows)
@@ -371,7 +345,7 @@ def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, 
         cells["present"][cell] = True
         for name, columns in (("values", spec.features), ("targets", spec.targets)):
             if columns:
-                cells[name][cell] = _block(batch, columns, dtypes[name])
+                cells[name][cell] = _block(batch, columns, spec.dtype)
         done += batch.num_rows
     if done != axes.num_rows:
         raise source_changed()
@@ -404,20 +378,20 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes)
 
 def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
     """Return columns side by side as (rows, columns), as they are stored."""
-    block = np.empty((batch.num_rows, len(columns)), storage(dtype))
+    block = np.empty((batch.num_rows, len(columns)), dtype)
     for j, name in enumerate(columns):
         block[:, j] = encode(dtype, decode_numbers(batch.column(name)), name)
     return block
 
 
-def _finish(arrays: Mapping[str, Array], spec: PanelSpec, before: Array | None) -> None:
+def _finish(arrays: Mapping[str, Array], before: Array | None) -> None:
     """Fill cells without a row, and count each cell's full dates in a row, from (num_assets,) ``before`` on."""
     run = np.zeros(arrays["history"].shape[1], np.int32) if before is None else before
     for date, present in enumerate(arrays["present"]):
         values = arrays["values"][date]
         if not present.all():
-            values[~present] = missing(spec.dtype)
+            values[~present] = np.nan
             arrays["targets"][date, ~present] = np.nan
-        full = present & is_finite(spec.dtype, values).all(axis=-1)
+        full = present & np.isfinite(values).all(axis=-1)
         run = np.where(full, run + 1, 0).astype(np.int32)
         arrays["history"][date] = run

@@ -43,7 +43,7 @@ class Manifest:
         fingerprint: Hash of ``key``, 64 hex digits; the folder's name is the first 16.
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
-        arrays: By name, the dtype and shape of ``<name>.npy``; ``segments`` where an array lies in several files.
+        arrays: By name, the dtype and shape of ``<name>.npy``.
         files: By file name, its size, the hashes of its chunks and the checksums of its blocks.
     """
 
@@ -141,10 +141,15 @@ def check_files(
         if size != facts["bytes"]:
             raise damaged(file, "is not there" if size < 0 else f"has {size} bytes instead of {facts['bytes']}")
         if check == "full" or name in (ASSETS, DATES):
-            check_from(file, facts, 0, progress and (lambda at, before=done: progress(before + at, total)))
+            _check_bytes(file, facts, progress and (lambda at, before=done: progress(before + at, total)))
         done += size
     if check == "sample":
         _check_sample(folder, files)
+
+
+def check_panel(folder: Path, advance: Callable[[int, int], None]) -> None:
+    """Compare every byte of a panel with its checksums, as `Panel.verify` does, and load no NumPy for that."""
+    check_files(folder, Manifest.read(folder).files, "full", progress=advance)
 
 
 def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
@@ -165,11 +170,9 @@ def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
                 raise damaged(file, f"was changed between bytes {block * BLOCK_BYTES} and {end}")
 
 
-def check_from(file: Path, facts: Mapping[str, Any], offset: int, advance: Callable[[int], None] | None = None) -> None:
-    """Compare a file's bytes, from the chunk that holds an offset on, with what its manifest says."""
-    first = offset // CHUNK_BYTES
-    found = chunk_digests(file, first)
-    for i, (digest, wanted) in enumerate(zip(found, facts["chunks"][first:], strict=True), first):
+def _check_bytes(file: Path, facts: Mapping[str, Any], advance: Callable[[int], None] | None) -> None:
+    """Compare a file's bytes with what its manifest says."""
+    for i, (digest, wanted) in enumerate(zip(chunk_digests(file), facts["chunks"], strict=True)):
         end = min((i + 1) * CHUNK_BYTES, facts["bytes"])
         if digest != wanted:
             raise damaged(file, f"was changed between bytes {i * CHUNK_BYTES} and {end}")
@@ -182,10 +185,10 @@ def file_facts(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "chunks": list(chunk_digests(file)), "blocks": "".join(_block_sums(file))}
 
 
-def chunk_digests(file: Path, first: int = 0) -> Iterator[str]:
-    """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file from a number on, by up to four threads."""
+def chunk_digests(file: Path) -> Iterator[str]:
+    """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file, by up to four threads."""
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    offsets = range(first * CHUNK_BYTES, file.stat().st_size, CHUNK_BYTES)
+    offsets = range(0, file.stat().st_size, CHUNK_BYTES)
     with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
         yield from pool.map(partial(_digest_chunk, file), offsets)
 

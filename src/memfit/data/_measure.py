@@ -1,27 +1,142 @@
-"""Measure a loader beside its trainer, and choose the simplest of three ways to run it that is good enough."""
+"""Measure a loader beside its trainer, and say how many workers are enough."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import itertools
-import math
+import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from memfit.data._packed import PackedDataset
-from memfit.data._pages import cached_share, drop_pages, warm_pages
 from memfit.data._panel import Panel
-from memfit.data._verdict import Choice, LoaderReport, ModeReport, Pace, choose_num_workers, simplest, too_large
 from memfit.errors import DataError, DoesNotFitError, UsageError, check_counts
 from memfit.memory import ProcReader
+from memfit.units import format_bytes
+
+#: The largest share of its time that a trainer may wait.
+_MOST_WAIT = 0.02
+#: Without a trainer: workers are enough with this share of the best rate.
+_AS_GOOD = 0.95
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a loader delivered in one measurement, after its first batch.
+
+    Attributes:
+        num_batches, num_samples, num_bytes: What it delivered; the first array of a batch gives its samples.
+        wait_seconds: Time waited for batches; without a consumer, reading their bytes included.
+        compute_seconds: Time in the consumer; 0 without one.
+    """
+
+    num_batches: int
+    num_samples: int
+    num_bytes: int
+    wait_seconds: float
+    compute_seconds: float = 0.0
+
+    def per_second(self, count: float) -> float:
+        seconds = self.wait_seconds + self.compute_seconds
+        return count / seconds if seconds else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Of the time between the first and the last batch, the share that was waited, 0 to 1."""
+        return self.per_second(self.wait_seconds)
+
+
+@dataclass(frozen=True)
+class LoaderReport:
+    """One count of workers, measured.
+
+    Attributes:
+        num_workers: The workers asked for.
+        start_seconds: To the first batch, the data in the page cache.
+        warm: As fast as the loader goes, the data in the page cache.
+        cold: One epoch at most, the data dropped from the page cache before; None without files or with one batch.
+        trained: Beside the consumer, the data in the page cache; None without a consumer.
+        worker_private_bytes: Non-reclaimable bytes of the processes that the loader started.
+    """
+
+    num_workers: int
+    start_seconds: float
+    warm: Pace
+    cold: Pace | None = None
+    trained: Pace | None = None
+    worker_private_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MeasuredLoader:
+    """A loader, measured with several counts of workers.
+
+    Attributes:
+        reports: One for each count, all beside the same trainer or all without one.
+        budget_bytes: What the workers' private bytes may come to; None for no limit.
+
+    Example:
+        >>> warm = Pace(100, 3200, 0, 1.0)
+        >>> reports = [LoaderReport(n, 0.1, warm, None, Pace(9, 9, 0, share, 1 - share), n << 28)
+        ...            for n, share in {0: 0.3, 1: 0.1, 2: 0.01, 4: 0.0}.items()]
+        >>> MeasuredLoader(reports).best.num_workers, MeasuredLoader(reports, budget_bytes=1 << 28).best.num_workers
+        (2, 1)
+        >>> print(MeasuredLoader(reports).text)
+        2 workers are enough: a batch every 10.0 ms, a step takes 110.0 ms; the trainer waits 1.0 % of its time
+    """
+
+    reports: Sequence[LoaderReport]
+    budget_bytes: int | None = None
+
+    @property
+    def best(self) -> LoaderReport:
+        """The fewest workers that fit with which the trainer waits 2 % of its time at most, else the least.
+
+        Without a trainer: the fewest that reach 95 % of the best rate.
+
+        Raises:
+            DoesNotFitError: If no count fits the budget.
+        """
+        reports = sorted(self.reports, key=lambda one: one.num_workers)
+        limit = self.budget_bytes
+        fitting = [one for one in reports if limit is None or one.worker_private_bytes <= limit]
+        if not fitting:
+            least = min(reports, key=lambda one: one.worker_private_bytes)
+            raise DoesNotFitError(
+                f"{_workers(least.num_workers)} take {format_bytes(least.worker_private_bytes)}, the least measured.",
+                rule=f"the workers may take {format_bytes(limit or 0)}.",
+                remedy="measure 0 workers too, which take nothing beside the trainer",
+            )
+        shares = [one.trained.wait_share for one in fitting if one.trained is not None]
+        if len(shares) < len(fitting):
+            rates = [one.warm.per_second(one.warm.num_samples) for one in fitting]
+            return next(one for one, rate in zip(fitting, rates, strict=True) if rate >= _AS_GOOD * max(rates))
+        place = next((at for at, share in enumerate(shares) if share <= _MOST_WAIT), shares.index(min(shares)))
+        return fitting[place]
+
+    @property
+    def text(self) -> str:
+        """Whether the trainer waits for its loader, in one sentence."""
+        best = self.best
+        every = f"a batch every {best.warm.wait_seconds / max(best.warm.num_batches, 1) * 1e3:.1f} ms"
+        who, pace = _workers(best.num_workers), best.trained
+        if pace is None:
+            rate = best.warm.per_second(best.warm.num_samples)
+            return f"{who} are enough for the best rate: {every}, {rate:,.0f} samples/s; no trainer was measured"
+        step = f"a step takes {pace.compute_seconds / max(pace.num_batches, 1) * 1e3:.1f} ms"
+        waits = f"the trainer waits {pace.wait_share * 100:.1f} % of its time"
+        if pace.wait_share <= _MOST_WAIT:
+            return f"{who} are enough: {every}, {step}; {waits}"
+        return f"the loader is the bottleneck: with {who} {every}, {step}; {waits} ({_MOST_WAIT * 100:g} % at most)"
 
 
 def measure_loader(
@@ -31,7 +146,8 @@ def measure_loader(
     seconds: float = 3.0,
     consume: Callable[[Any], object] | float | None = None,
     files: Sequence[Path] | None = None,
-) -> list[LoaderReport]:
+    budget_bytes: int | None = None,
+) -> MeasuredLoader:
     """Measure a loader with each count of workers: cold, warm and beside a trainer.
 
     Every byte of a batch is read once, so a loader that hands out a view of a map pays for its pages.
@@ -42,6 +158,7 @@ def measure_loader(
         num_workers: The counts to measure.
         seconds: The length of each of up to three measurements per count.
         consume: A function that trains on a batch, or the seconds of a step: the batch is read and the rest slept.
+        budget_bytes: See `MeasuredLoader`.
         files: The data's files, dropped from and read into the page cache; None for those of the loader's panel or
             packed objects.
 
@@ -51,7 +168,8 @@ def measure_loader(
 
     Example:
         >>> batches = [{"x": np.ones((8, 100), np.float32)}] * 50
-        >>> report, = measure_loader(lambda num_workers: batches, num_workers=[0], seconds=0.01, consume=0.001)
+        >>> found = measure_loader(lambda num_workers: batches, num_workers=[0], seconds=0.01, consume=0.001)
+        >>> report, = found.reports
         >>> report.warm.num_samples == 8 * report.warm.num_batches, report.worker_private_bytes
         (True, 0)
     """
@@ -64,118 +182,9 @@ def measure_loader(
             remedy="leave num_workers and seconds out for (0, 1, 2, 4) and 3.0",
         )
     others = _descendants()
-    return [_measure_one(make_loader, count, seconds, consume, files, others) for count in sorted(set(num_workers))]
-
-
-@dataclass(frozen=True)
-class _Training:
-    """How long a training goes on, and what its data are."""
-
-    num_batches: int
-    num_epochs: int
-    data_bytes: int
-    read_seconds: float
-    budget_bytes: float
-
-
-def choose_mode(
-    make_loader: Callable[[int], Iterable[Any]],
-    *,
-    num_workers: Sequence[int] = (1, 2, 4),
-    seconds: float = 3.0,
-    consume: Callable[[Any], object] | float | None = None,
-    num_epochs: int = 10,
-    files: Sequence[Path] | None = None,
-    budget_bytes: int | None = None,
-) -> Choice:
-    """Measure a loader in each mode beside its trainer, and choose the simplest one that keeps it from waiting.
-
-    A training is its start, a first epoch without the page cache, and later ones from the cache if the data fit, else
-    from the disk. The choice is the first of ``safe``, ``preload`` and ``workers`` with which the trainer waits at most
-    2 % of its time, else the one with which it waits least; without a trainer, the first with 95 % of the best rate.
-
-    Args:
-        make_loader, seconds, consume, files: See `measure_loader`. Without files, ``preload`` is refused.
-        num_workers: The counts to try for ``workers``.
-        num_epochs: Epochs of the training.
-        budget_bytes: What workers and data may take; None for no limit.
-
-    Raises:
-        DataError: If the loader gives no batch.
-        UsageError: If an argument is out of range.
-
-    Example:
-        >>> batches = [np.ones((8, 100), np.float32)] * 50
-        >>> found = choose_mode(lambda num_workers: batches, num_workers=[], seconds=0.05, consume=0.01)
-        >>> found.name, found.num_workers, [mode.name for mode in found.modes]
-        ('safe', 0, ['safe', 'preload'])
-        >>> found.modes[1].refused
-        'no files are known to read in'
-    """
-    check_counts(UsageError, 1, num_epochs=num_epochs)
-    for count in num_workers:
-        check_counts(UsageError, 1, num_workers=count)
-    loader: Any = make_loader(0)
-    data = files_of(loader) if files is None else list(files)
-    number = len(loader) if hasattr(loader, "__len__") else 1
-    close_loader(loader)
-    del loader  # what is mapped cannot be dropped from the page cache
-    limit = math.inf if budget_bytes is None else budget_bytes
-    nbytes = sum(file.stat().st_size for file in data)
-    reading = _read_seconds(data, seconds) if 0 < nbytes <= limit else 0.0
-    training = _Training(number, num_epochs, nbytes, reading, limit)
-    reports = measure_loader(make_loader, num_workers=(0, *num_workers), seconds=seconds, consume=consume, files=data)
-    modes = [_judged("safe", reports[0], training), _judged("preload", reports[0], training)]
-    if len(reports) > 1:
-        try:
-            fewest = choose_num_workers(reports[1:], budget_bytes=budget_bytes).num_workers
-        except DoesNotFitError:
-            fewest = reports[1].num_workers
-        modes.append(_judged("workers", next(one for one in reports if one.num_workers == fewest), training))
-    labels = [f"workers ({mode.num_workers})" if mode.name == "workers" else mode.name for mode in modes]
-    chosen, text = simplest(modes, labels)
-    return Choice(chosen.num_workers, text, chosen.name, tuple(modes))
-
-
-def _read_seconds(files: Sequence[Path], most_seconds: float) -> float:
-    """Return the seconds that reading files into the page cache takes, extrapolated."""
-    drop_pages(files)
-    before = cached_share(files) or 0.0
-    began = time.perf_counter()
-    warm_pages(files, most_seconds=most_seconds)
-    took, gained = time.perf_counter() - began, (cached_share(files) or 1.0) - before
-    return took / gained * (1 - before) if gained > 0 else took
-
-
-def _judged(name: Literal["safe", "preload", "workers"], report: LoaderReport, training: _Training) -> ModeReport:
-    """Return a mode over a whole training, from its measured paces."""
-    pace = report.trained or report.warm
-    warm, computed = pace.wait_seconds / pace.num_batches, pace.compute_seconds / pace.num_batches
-    cold = warm
-    if report.cold is not None:
-        every = report.cold.wait_seconds / report.cold.num_batches  # workers make it while the trainer computes
-        cold = max(warm, every - computed if report.num_workers else every)
-    is_read, limit = name == "preload", training.budget_bytes
-    fits = report.worker_private_bytes + training.data_bytes <= limit
-    first, later = warm if is_read else cold, warm if is_read or fits else cold
-    start = report.start_seconds + (training.read_seconds if is_read else 0.0)
-    waited = start + training.num_batches * (first + (training.num_epochs - 1) * later)
-    all_batches = training.num_batches * training.num_epochs
-    total = waited + all_batches * computed
-    refused = too_large(report.worker_private_bytes, "workers", limit)
-    if is_read:
-        is_known = training.data_bytes > 0
-        refused = too_large(training.data_bytes, "data", limit) if is_known else "no files are known to read in"
-    return ModeReport(
-        name=name,
-        num_workers=report.num_workers,
-        start_seconds=start,
-        samples_per_second=all_batches * pace.num_samples / pace.num_batches / total,
-        wait_share=None if report.trained is None else waited / total,
-        private_bytes=report.worker_private_bytes,
-        data_bytes=training.data_bytes if is_read else 0,
-        refused=refused,
-    )
+    counts = sorted(set(num_workers))
+    reports = [_measure_one(make_loader, count, seconds, consume, files, others) for count in counts]
+    return MeasuredLoader(reports, budget_bytes)
 
 
 def _measure_one(
@@ -189,28 +198,45 @@ def _measure_one(
     loader = make_loader(num_workers)
     data = files_of(loader) if files is None else list(files)
     cold = None
-    if data and drop_pages(data):
-        share = cached_share(data)
-        cold, _ = _pace(loader, None, seconds, num_epochs=1)
-        cold = dataclasses.replace(cold, cached_share=share) if cold.num_batches else None
-    close_loader(loader)
+    if data and hasattr(os, "posix_fadvise"):
+        _drop_pages(loader, data)
+        pace, _ = _pace(loader, None, seconds, num_epochs=1)
+        cold = pace if pace.num_batches else None
+    _close(loader)
     del loader
     gc.collect()
-    warm_pages(data, most_seconds=seconds)
-    share = cached_share(data)
+    _read_files(data, seconds)
     began = time.perf_counter()
     loader = make_loader(num_workers)
     made_seconds = time.perf_counter() - began
-    sizes: list[tuple[int, int]] = []
-    warm, first_seconds = _pace(loader, None, seconds, at_end=lambda: sizes.append(_memory_of_new(others)))
+    sizes: list[int] = []
+    warm, first_seconds = _pace(loader, None, seconds, at_end=lambda: sizes.append(_private_bytes_of_new(others)))
     trained = None
     if consume is not None:
-        step = consume if callable(consume) else _step_of(float(consume))
-        trained = dataclasses.replace(_pace(loader, step, seconds)[0], cached_share=share)
-    close_loader(loader)
-    private, pss = sizes[-1]
-    warm = dataclasses.replace(warm, cached_share=share)
-    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, private, pss)
+        trained, _ = _pace(loader, consume if callable(consume) else _step_of(float(consume)), seconds)
+    _close(loader)
+    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, sizes[-1])
+
+
+def _drop_pages(loader: Any, files: Sequence[Path]) -> None:
+    """Have the kernel drop files from its page cache; pages that other processes map stay."""
+    for data in _mapped(loader):
+        for held in (*vars(data).values(), *vars(getattr(data, "_files", None) or object).values()):
+            while held is not None and not isinstance(held, mmap.mmap):
+                held = held.obj if isinstance(held, memoryview) else getattr(held, "base", None)
+            if held is not None:
+                held.madvise(mmap.MADV_DONTNEED)
+    for path in files:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_files(files: Sequence[Path], most_seconds: float) -> None:
+    deadline = time.perf_counter() + most_seconds
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while time.perf_counter() < deadline and file.read(8 << 20):
+                pass
 
 
 def _pace(
@@ -332,17 +358,21 @@ def files_of(loader: Any) -> list[Path]:
 
 def mapped_in(data: Any) -> dict[Any, int]:
     """Return folder and bytes of each panel and packed data set that a loader holds, a few attributes deep."""
-    found: dict[Any, int] = {}
+    return {one.path: int(one.nbytes) for one in _mapped(data)}
+
+
+def _mapped(data: Any) -> list[Panel | PackedDataset]:
+    found: list[Panel | PackedDataset] = []
     todo = [(data, 0)]
     for one, depth in todo:
         if isinstance(one, Panel | PackedDataset):
-            found[one.path] = int(one.nbytes)
+            found.append(one)
         elif depth < 4:
             todo += [(value, depth + 1) for value in getattr(one, "__dict__", {}).values()]
     return found
 
 
-def close_loader(loader: Any) -> None:
+def _close(loader: Any) -> None:
     """End a loader's workers; a PyTorch loader's end with its iterator."""
     if (close := getattr(loader, "close", None)) is not None:
         close()
@@ -356,17 +386,19 @@ def _descendants() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def _memory_of_new(others: set[int]) -> tuple[int, int]:
-    """Return the non-reclaimable bytes and PSS of this process's descendants without the others."""
+def _private_bytes_of_new(others: set[int]) -> int:
+    """Return the non-reclaimable bytes of this process's descendants without the others."""
     import psutil
 
-    reader = ProcReader()
-    private = pss = 0
+    reader, private = ProcReader(), 0
     for pid in _descendants() - others:
         if (rollup := reader.rollup(pid)) is not None:
-            private, pss = private + rollup.held + rollup.shared_memory, pss + rollup.pss
+            private += rollup.held + rollup.shared_memory
         elif not sys.platform.startswith("linux"):
             with suppress(psutil.Error):  # ended since it was listed
-                unshared = int(psutil.Process(pid).memory_full_info().uss)
-                private, pss = private + unshared, pss + unshared
-    return private, pss
+                private += int(psutil.Process(pid).memory_full_info().uss)
+    return private
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'' if number == 1 else 's'}"

@@ -1,9 +1,8 @@
-"""Turn texts into token ids, and examples of several lengths into rectangular arrays with masks; without torch."""
+"""Turn examples of several lengths into rectangular arrays with masks; without torch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,87 +14,7 @@ from memfit.errors import DataError, UsageError, check_counts
 Array = npt.NDArray[Any]
 Side = Literal["left", "right"]
 
-_AT_ONCE = 256  # texts that are tokenised in one call when all are
 _ATTENTION = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
-
-
-class Tokenized(Sequence[Any]):
-    """Examples whose texts are token ids: tokenised when they are asked for, or once with ``pack(Tokenized(...))``.
-
-    Args:
-        examples: A text or a mapping each, in anything with a length and an index; a `PackedDataset` is copied by no
-            worker.
-        tokenize: Makes ids of one text: a tokenizer of ``transformers``, ``encode`` of one of ``tokenizers`` or
-            ``sentencepiece``, or a function. It returns a sequence of ids, or has them as ``["input_ids"]`` or ``ids``.
-            It adds the special tokens and cuts what is too long.
-        fields: The field's new name by its old one; others are left out. Texts become ids. None for examples that are
-            texts, which become ``input_ids``.
-        batched: ``tokenize`` takes a list of texts and returns the ids of each, as a tokenizer of ``transformers`` or
-            ``encode_batch_fast`` of one of ``tokenizers`` does.
-
-    Example:
-        >>> rows = [{"text": "to be", "label": 1, "source": "a play"}, {"text": "or not to be", "label": 0}]
-        >>> data = Tokenized(rows, lambda text: [len(word) for word in text.split()], {"text": "input_ids",
-        ...                                                                             "label": "labels"})
-        >>> len(data), data[1]
-        (2, {'input_ids': array([2, 3, 2, 2], dtype=int32), 'labels': 0})
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[Any],
-        tokenize: Callable[[Any], Any],
-        fields: Mapping[str, str] | None = None,
-        *,
-        batched: bool = False,
-    ) -> None:
-        self.examples, self.tokenize, self.batched = examples, tokenize, batched
-        self.fields = None if fields is None else dict(fields)
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Tokenized(self.examples[index], self.tokenize, self.fields, batched=self.batched)
-        return self._tokenized([self.examples[index]])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several at once, which a ``DataLoader`` asks for too."""
-        return self._tokenized([self.examples[index] for index in indices])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        examples = iter(self.examples)
-        while chunk := list(itertools.islice(examples, _AT_ONCE)):
-            yield from self._tokenized(chunk)
-
-    def _tokenized(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
-        renamed = [self._renamed(example) for example in examples]
-        places = [(row, name) for row in renamed for name, value in row.items() if isinstance(value, str)]
-        texts = [row[name] for row, name in places]
-        for (row, name), found in zip(places, self._ids(texts), strict=True):
-            row[name] = np.asarray(getattr(found, "ids", found), np.int32)
-        return renamed
-
-    def _renamed(self, example: Any) -> dict[str, Any]:
-        if self.fields is None and isinstance(example, str):
-            return {"input_ids": example}
-        if self.fields is None or not isinstance(example, Mapping) or not self.fields.keys() <= example.keys():
-            names = sorted(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
-            raise DataError(
-                f"an example has the fields {names}, and those to take are {self.fields and sorted(self.fields)}.",
-                rule="examples are texts, or mappings that have every field that is named.",
-                remedy='name fields that each example has: Tokenized(rows, tokenize, {"text": "input_ids"})',
-            )
-        return {name: example[field] for field, name in self.fields.items()}
-
-    def _ids(self, texts: list[str]) -> Iterable[Any]:
-        if self.batched and texts:
-            found: Any = self.tokenize(texts)
-            several: Iterable[Any] = found["input_ids"] if isinstance(found, Mapping) else found
-            return several
-        each = map(self.tokenize, texts)
-        return (found["input_ids"] if isinstance(found, Mapping) else found for found in each)
 
 
 @dataclass(frozen=True)
@@ -175,7 +94,7 @@ class Padding:
             raise DataError(
                 f"an example is {example!r:.80}.",
                 rule="an example is a mapping of names to sequences of ids and to numbers.",
-                remedy='make it {"input_ids": ids}; memfit.data.Tokenized makes such of texts',
+                remedy='make it {"input_ids": ids}, by a tokenizer where it is a text',
             )
         fields = []
         for name, value in example.items():
@@ -242,5 +161,5 @@ def _bad(name: str, what: str) -> DataError:
     return DataError(
         f"the field {name!r} of an example is {what}.",
         rule="a field is one number or one sequence of whole numbers.",
-        remedy="tokenise texts first (memfit.data.Tokenized), and leave out what is not for the model",
+        remedy="tokenise texts first, pack(map(tokenize, rows)), and leave out what is not for the model",
     )

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._dtypes import decode
-from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files
-from memfit.data._segments import map_array
+from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, damaged
 from memfit.errors import DataError, check_counts, nearest
 from memfit.units import format_bytes
 
@@ -31,9 +29,8 @@ class Panel:
     panel is its path. The folder never changes. Make one with `Panel.build`, `Panel.open` or `append`.
 
     Shapes:
-        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN. bfloat16,
-            which numpy lacks, comes as its 16 bits (uint16): see `decode`.
-        targets: (num_dates, num_assets, num_targets), the same dtype; float32 beside bfloat16.
+        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN.
+        targets: (num_dates, num_assets, num_targets), the same dtype.
         present: (num_dates, num_assets), bool: the source had a row.
         history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, there is a row
             and all features are finite. A window of L dates that ends here is whole when this is at least L.
@@ -92,7 +89,7 @@ class Panel:
                 of asset codes (text or integers, kept as text and sorted as text).
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
-            dtype: ``float32``, ``float64``, ``float16`` or ``bfloat16``.
+            dtype: ``float32``, ``float64`` or ``float16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
             progress: Called by the process that builds with (rows done, rows in all); None writes a job's events.
 
@@ -148,8 +145,8 @@ class Panel:
     def append(self, source: SourceLike, *, progress: Progress | None = None) -> Panel:
         """Return the version of this panel with a source's later dates, written beside it if it is missing.
 
-        This version stays as it is. The new folder shares its files (hard links; copies where there are none) and has
-        new files for the new dates. A shared file that is damaged is damaged in each version.
+        This version stays as it is. Its bytes are checked and copied inside the kernel; a file system that can clone
+        (XFS, Btrfs) shares their blocks.
 
         Args:
             source: As for `build`, with the same columns and no new asset; only dates after the last.
@@ -157,7 +154,7 @@ class Panel:
 
         Raises:
             DataError: If a date is not after the last one, if an asset is new, and as `build` does.
-            DamagedError: If the old bytes that are written again are not as they were written.
+            DamagedError: If this version is not as it was written.
 
         Example:
             >>> import tempfile, pyarrow as pa
@@ -171,35 +168,6 @@ class Panel:
 
         spec = PanelSpec.of_panel(self)
         return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=self, progress=progress))
-
-    def export(self, file: Path | str, *, progress: Progress | None = None) -> int:
-        """Write the rows that are present as one table for pandas, polars or R; returns their number.
-
-        Columns are the date, the asset, the features and the targets, each once; rows come by date. Missing values are
-        null; float16 and bfloat16 become float32. The file appears whole or not at all.
-
-        Args:
-            file: ``.parquet``; or ``.feather``, ``.arrow`` or ``.ipc`` (Arrow file, not compressed, so that it can be
-                mapped). One that is there is replaced.
-            progress: Called with (cells done, cells in all).
-
-        Raises:
-            DataError: If the suffix is another, or if the disk is full.
-        """
-        from memfit.data._export import export_rows
-
-        key = self.manifest.key
-        features = (self.feature_names, self.values, self.dtype)
-        targets = (self.target_names, self.targets, str(self.targets.dtype))
-        return export_rows(
-            Path(file),
-            index=(key["date"], key["asset"]),
-            dates=self.dates,
-            assets=self.assets,
-            present=self.present,
-            blocks=(features, targets),
-            progress=progress,
-        )
 
     def verify(self, *, progress: Progress | None = None) -> None:
         """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
@@ -235,19 +203,13 @@ class Panel:
         return sum(int(facts["bytes"]) for facts in self.manifest.files.values())
 
     @property
-    def shared_bytes(self) -> int:
-        """Of `nbytes`, those in files that other versions name too."""
-        files = [(self.path / name).stat() for name in self.manifest.files]
-        return sum(file.st_size for file in files if file.st_nlink > 1)
-
-    @property
     def parent(self) -> str | None:
         """The fingerprint of the version that this one was appended to."""
         return self.manifest.key.get("parent")
 
     @property
     def dtype(self) -> str:
-        """The name of the values' type, ``bfloat16`` included."""
+        """The name of the values' type."""
         return str(self.manifest.key["dtype"])
 
     @property
@@ -275,7 +237,7 @@ class Panel:
 
     @cached_property
     def dates(self) -> npt.NDArray[np.datetime64]:
-        return map_array(self.path, DATES.removesuffix(".npy"), {"dtype": "<M8[D]", "shape": (self.shape[0],)})
+        return _map(self.path / DATES, "<M8[D]", (self.shape[0],))
 
     @cached_property
     def values(self) -> Array:
@@ -304,11 +266,8 @@ class Panel:
         return np.asarray(self.dates[self.shape[0] - 1 - self.present[::-1].argmax(axis=0)])
 
     def _array(self, name: str) -> Array:
-        return map_array(self.path, name, self.manifest.arrays[name])
-
-    def decode(self, values: Array) -> Array:
-        """Any part of ``values`` as numbers: bfloat16 bits as new float32, exactly; other types as they are."""
-        return decode(self.dtype, values)
+        facts = self.manifest.arrays[name]
+        return _map(self.path / f"{name}.npy", facts["dtype"], tuple(facts["shape"]))
 
     def eligible(self, lookback: int, *, target: str | None = None, min_assets: int = 1) -> npt.NDArray[np.bool_]:
         """Where a window may end: (num_dates, num_assets), in memory of its own.
@@ -342,6 +301,17 @@ class Panel:
             )
         view: Array = self.targets[:, :, self.target_names.index(name)]
         return view
+
+
+def _map(file: Path, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Map a ``.npy`` file read-only."""
+    try:
+        array: Array = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except (OSError, ValueError):
+        raise damaged(file, "cannot be mapped") from None
+    if array.dtype != dtype or array.shape != shape:
+        raise damaged(file, f"holds {array.dtype} {array.shape} instead of {dtype} {shape}")
+    return array
 
 
 def _reopen(path: str) -> Panel:

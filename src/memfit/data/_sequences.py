@@ -26,7 +26,7 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
     iteration is the rest of the present epoch; the next one repeats that epoch until ``set_epoch`` names another.
 
     Args:
-        examples: Mappings of ids and numbers in a list, `Tokenized` or `PackedDataset`. ``pack(Tokenized(...))``
+        examples: Mappings of ids and numbers in a list or `PackedDataset`. ``pack(map(tokenize, rows))``
             tokenises once for all epochs.
         padding: How a batch is filled up.
         batch: Examples in a batch; the last one holds what is left. With ``max_tokens`` the most.

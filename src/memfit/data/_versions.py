@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class Version:
         path: Its folder.
         removed: Whether it was removed; with ``dry_run``, whether it would be.
         reason: Why it stays; empty for one that goes.
-        freed_bytes: What its end frees: bytes that no version left shares.
+        freed_bytes: The bytes of its files, if it goes.
     """
 
     path: Path
@@ -106,17 +105,13 @@ def prune(
     newest(folder)
     found = versions(folder)
     files = {path: [file.stat() for file in path.iterdir()] for path in found}
-    gone: Counter[int] = Counter()
     decided = []
     for number, path in enumerate(found):
         if number >= len(found) - keep:
             reason = f"is among the newest {keep}" if keep > 1 else "is the newest"
         else:
             reason = _remove(path, [file.st_ino for file in files[path]], proc, dry_run=dry_run)
-        freed = 0
-        if not reason:
-            gone.update(file.st_ino for file in files[path])
-            freed = sum(file.st_size for file in files[path] if gone[file.st_ino] == file.st_nlink)
+        freed = 0 if reason else sum(file.st_size for file in files[path])
         decided.append(Version(path, not reason, reason, freed))
     if not dry_run:
         sweep(folder.resolve() / "-")
@@ -137,7 +132,7 @@ def _remove(path: Path, inodes: Sequence[int], proc: Path, *, dry_run: bool) -> 
                 else:
                     shutil.rmtree(aside)
     except Timeout:
-        return "is being written or shared: its lock is held"
+        return "is being written or copied: its lock is held"
     return f"is mapped by {', '.join(f'process {pid}' for pid in users[:3])}" if users else ""
 
 

@@ -16,7 +16,7 @@ from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
-from memfit.diagnosis._progress import Reading, check_rate, clock_between, read_counters, read_progress
+from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
 from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
@@ -291,7 +291,6 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
         arithmetic=(
             *_arithmetic(best, figures, checked),
             *(witnesses.arithmetic if is_host else ()),
-            *_rates(readings),
             *early,
         ),
         checks=_checks(best),
@@ -473,10 +472,6 @@ def _warned(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], rea
     )
 
 
-def _rates(readings: _Readings) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(said for one in readings if (said := check_rate(one))))
-
-
 def _ended(
     streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, kept: Sequence[Checkpoint]
 ) -> Diagnosis:
@@ -493,7 +488,6 @@ def _ended(
         phase=phase,
         confidence="not shown",
         timeline=_timeline(streams, None, signs, readings),
-        arithmetic=_rates(readings),
         checks=(_CHECKS["unknown"],),
     )
     ends = [sign for sign in signs if sign.name == "success"]
@@ -516,7 +510,7 @@ def _ended(
             cause="incomplete",
             confidence="likely",
             evidence=_evidence(line for line in lines if line is not None),
-            arithmetic=(*doubts, *found.arithmetic),
+            arithmetic=tuple(doubts),
             checks=("Look at the exit status and at the newest checkpoint before you use the result.",),
         )
     is_proved = any("attempt" in one.values for one in ends) or (

@@ -12,9 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from memfit.checks import Check, Verdict
+from memfit.config import read_file
 from memfit.diagnosis._batch_script import BatchScript, read_script
 from memfit.diagnosis._checkpoints import CHECKPOINT, Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
@@ -22,6 +21,7 @@ from memfit.diagnosis._progress import Progress, read_progress
 from memfit.diagnosis._runs import open_file, read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream
+from memfit.errors import ConfigError
 from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
 
@@ -166,16 +166,16 @@ def _config(path: Path) -> Iterator[tuple[str, str]]:
     """The settings of a run's config, by the last part of each key."""
     try:
         with open_file(path) as file:
-            stack = [yaml.safe_load(file.read().decode())]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            stack = [read_file(path, file.read().decode())]
+    except (OSError, UnicodeDecodeError, ConfigError):
         return
     while stack:
         one = stack.pop()
-        for key, value in one.items() if isinstance(one, dict) else ():
+        for key, value in one.items():
             if isinstance(value, dict):
                 stack.append(value)
-            elif str(key) in _KEYS and isinstance(value, int):
-                yield str(key), str(value)
+            elif key in _KEYS and isinstance(value, int):
+                yield key, str(value)
 
 
 def _samples(texts: Sequence[str]) -> int | None:

@@ -19,7 +19,6 @@ _FRAME = re.compile(
     r"(?:(?:, line |:)\d+,?:?)?(?:\s*in\s+(?P<name>[\w<>.]+)|(?<=\d)$)"
 )
 _HEADER = re.compile(r"Traceback \(most recent call (?:last|first)\)")
-_MARK = re.compile(r"^\s*(?:❱ *\d+ [│|]?|-+> ?\d+ )")
 
 #: Words of function names and of calls that mean a phase, and files that do; those first that say more.
 _MEANING: tuple[tuple[JobPhase, str, str], ...] = (
@@ -69,8 +68,7 @@ _WORDS: tuple[tuple[JobPhase, str], ...] = (
         ("build",
             r"loading checkpoint shards|(?:creat|build)ing (?:the )?model|initializ\w+ (?:the )?(?:model|engine|distributed"
             r"|process group|a V\d)|loading (?:the )?(?:pre-?trained )?(?:model|weights|safetensors)|loading .{0,20}modules"
-            r"|DeepSpeedZeRoOffload|NCCL INFO|compiling|Model loading took|optimal batch size|capturing|Loading extension module"
-            r"|AutoBatch"),
+            r"|DeepSpeedZeRoOffload|NCCL INFO|compiling|Model loading took|capturing|Loading extension module"),
         ("validate", r"(?<!preparing )\bvalid(?:ation|ating|ate)?\b(?! '|_)|\beval(?:uat\w+)?\b|\bval\b|sanity check|\btesting\b"
          r"|\binference\b|predicting"),
         ("train", r"\bepoch\b|\btrain(?:ing)?\b|\bsteps?\b.{0,30}\d|\biter(?:ation)?s?\b.{0,20}\d|\bloss\b|\blr\b"
@@ -134,8 +132,6 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
 def is_source(stream: Stream, place: int) -> bool:
     """Return whether a line is a traceback's line of source."""
     text = stream.lines[place].text
-    if _MARK.match(text):
-        return True
     above = stream.lines[place - 1].text if place else ""
     return text[:1] in (" ", "\t") and bool(re.match(r"\s*File \".*, line \d+", above))
 

@@ -16,7 +16,7 @@ _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         (
             "bar",
             r"(?P<name>[^|%]{0,60}?)[ \d]*%(?:\|[^|]*\||(?=\s*\d+/)) *(?P<value>\d+)/(?P<total>\d+)"
-            r"(?: *\[(?P<seconds>[\d:]+)<(?:[^,\]]*, *(?P<rate>[\d.]+)(?P<unit>it/s|s/it))?)?",
+            r"(?: *\[(?P<seconds>[\d:]+)<)?",
         ),
         (
             "bar",
@@ -26,25 +26,15 @@ _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             "bar",
             r"(?P<name>\b(?:Train|Test|Val\w*|Eval\w*|Epoch)\b:? ?(?:\[?\d+\]?(?:/\d+)?)?:?)\s*\[\s*(?P<value>\d+)/\s*(?P<total>\d+)[\s\](]",
         ),
-        ("update", r"\bnum_updates[\"']?[=:] ?(?P<value>\d+)"),
-        ("epoch", r"[\"']epoch[\"']: (?P<value>\d+(?:\.\d+)?)"),
         (
             "step",
             r"\b(?:global[ _]?)?(?:step|steps|iter|iters|iteration|it)\b[\"']?[ :=#\[(]{1,3}(?P<value>\d+)(?:/ *(?P<total>\d+))?",
         ),
-        ("batch", r"\b(?:epoch|ep)[ :=#]{0,3}\[?\d+\]?[^\d]{1,3}\[? *(?P<value>\d+) ?/ ?(?P<total>\d+)"),
-        ("keras", r"^ *(?P<value>\d+)/(?P<total>\d+) \[[=>.]+\]"),
         ("epochs", r"\bepoch[ :=#\[(]{1,3}(?P<value>\d+)(?: *(?:/|of) *(?P<total>\d+))?"),
         ("epochs", r"^ *(?P<value>\d+)/(?P<total>\d+) +[\d.]+G "),
-        ("sample", r"\b(?:sample|example|request|question)\b[ :#]{1,3}(?P<value>\d+) ?/ ?\d+"),
-        ("trial", r"\bTrial (?P<value>\d+) finished"),
-        ("count", r"\b(?:update|batch|round|episode)s?[ :=#]{1,3}(?P<value>\d+)\b"),
     )
 )
-_ANY = re.compile(
-    r"%|━|step|iter|epoch|\[|num_updates|trial|batch|update|round|episode|sample|example|request|question|\dG |\bep\b",
-    re.IGNORECASE,
-)
+_ANY = re.compile(r"%|━|step|it|epoch|\[|\dG ", re.IGNORECASE)
 #: What launchers count, which is no progress: ``srun: step 7 ...``, ``STEP 991.0 ON gpu02``.
 _FOREIGN = re.compile(r"srun|slurm|StepId|STEP \d+\.\w+ ON|batch[ _]size", re.IGNORECASE)
 _VALIDATION = re.compile(r"\b(?:sanity|val\w*|eval\w*|test\w*|predict\w*)\b", re.IGNORECASE)
@@ -71,7 +61,7 @@ _REASON = re.compile(
 
 @dataclass(frozen=True)
 class Reading:
-    """A counter as a line at a position of its stream shows it; ``seconds`` and ``rate`` (steps a second) are a bar's."""
+    """A counter as a line at a position of its stream shows it; ``seconds`` are by a bar's clock."""
 
     place: int
     counter: str
@@ -79,7 +69,6 @@ class Reading:
     line: Line
     total: int | None = None
     seconds: int | None = None
-    rate: float | None = None
 
     @property
     def is_training(self) -> bool:
@@ -110,10 +99,7 @@ def read_counters(stream: Stream) -> Iterator[Reading]:
                 name = f"bar {found['name'].strip(' :|-')[-30:]}/{total}"
             clock = [int(part or 0) for part in (found.get("seconds") or "").split(":")]
             seconds = sum(part * 60**at for at, part in enumerate(reversed(clock)))
-            torn = not re.fullmatch(r"\d+(?:\.\d*)?", found.get("rate") or "")
-            rate = 0.0 if torn else float(found["rate"] or 0)
-            rate = 1 / rate if rate and found["unit"] == "s/it" else rate
-            yield Reading(place, name, float(found["value"]), line, total, seconds or None, rate or None)
+            yield Reading(place, name, float(found["value"]), line, total, seconds or None)
 
 
 def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
@@ -133,20 +119,6 @@ def clock_between(readings: Sequence[Reading], first: int, last: int) -> int:
     known = {one.counter: one.seconds for one in readings if one.place <= first and one.seconds}
     later = [one for one in readings if first < one.place <= last]
     return max((one.seconds - known.get(one.counter, 0) for one in later if one.seconds), default=0)
-
-
-def check_rate(readings: Sequence[Reading]) -> str:
-    """Return a sentence if the last full bar of training names a rate that its clock contradicts, else nothing."""
-    full = [one for one in readings if one.is_training and one.value == one.total and one.rate and one.seconds]
-    if not full or not full[-1].rate or not full[-1].seconds:
-        return ""
-    steps, by_rate, by_clock = full[-1].value, full[-1].value / full[-1].rate, full[-1].seconds
-    if abs(by_rate - by_clock) <= 0.1 * by_clock:
-        return ""
-    return (
-        f"{steps:.0f} steps: {by_rate / 60:.0f} min by the bar's rate, {by_clock / 60:.0f} min by its clock "
-        f"({steps / by_clock:.3f} steps a second)"
-    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, UsageError
-from memfit.rundir import RunDir, check_owner, open_own, open_regular, pass_over, read_json, read_own
+from memfit.rundir import RunDir, check_owner, open_own, open_regular, parse_json, pass_over, read_json, read_own
 
 T = TypeVar("T")
 _SIGKILL = -9
@@ -206,7 +205,7 @@ def _events(path: Path, only: str | None) -> Iterator[Sign]:
     content = read_or_say(read_own, path) or b""
     for number, text in enumerate(content.decode(errors="replace").split("\n"), 1):
         try:
-            event = json.loads(text)
+            event = parse_json(text)
         except (ValueError, RecursionError):  # a torn last record
             continue
         name = _EVENTS.get(str(event.get("kind"))) if isinstance(event, dict) else None

@@ -86,7 +86,6 @@ MEANINGS: dict[str, Meaning] = {
     "skipped_batches": Meaning(MARK, "gpu", sure="likely"),
     "pressure": Meaning(MARK, cause="recovered", sure="likely"),
     "caught": Meaning(MARK),
-    "served": Meaning(MARK),
     "success": Meaning(MARK),
 }
 _ORDER = {name: place for place, name in enumerate(MEANINGS)}
@@ -155,11 +154,9 @@ device_oom; figures torch
         (?:\. (?:Tried to allocate (?:SIZE(tried)|more than SIZE_(over)))?)?
 pinned
     could not allocate pinned host memory of size: (?P<tried_b>\d+)
-    failed to alloc SIZE(tried) bytes on host
     failed to allocate SIZE(tried) of pinned memory
     (?:failed|unable) to allocate CUDA_Host buffer (?:of size (?P<tried_b>\d+))?
-    cuMemHostAlloc failed | cudaHostAlloc failed | cudaHostRegister (?:failed)?[^:]{0,40}: (?:out of memory|invalid)
-        | [Ff]ailed to (?:allocate|alloc|pin) [^.]{0,40}? pinned [^.]{0,40}? memory | pinned memory allocation failed
+    [Ff]ailed to (?:allocate|alloc|pin) [^.]{0,40}? pinned [^.]{0,40}? memory
         | out of memory at \S{1,200}?CachingHostAllocator
 device_refused; emitter jax
     (?:RESOURCE_EXHAUSTED|Resource exhausted):\S{0,80}? Out of memory (?:while)? (?:trying to allocate
@@ -189,13 +186,10 @@ device_refused; emitter vllm.start
 device_refused
     CUDA [Ee]rror: out of memory | (?:CUDA|(?P<api>HIP)) error (?:\(\d+\))?:? ?out of memory
         | cuda runtime error \(2\):? out of memory | THCudaCheck FAIL file= \S{1,300}? error=2 : out of memory
-        | hipErrorOutOfMemory | cudaErrorMemoryAllocation | CUDA driver error: out of memory
-        | (?P<api2>HIP) runtime error: out of memory | CudaOutOfMemory | cuMemAlloc failed: out of memory
-        | CUDA_ERROR_OUT_OF_MEMORY | cudaMalloc failed with error code 2 | error == cudaSuccess \(2 vs\. 0\)
+        | cudaErrorMemoryAllocation | CUDA_ERROR_OUT_OF_MEMORY | error == cudaSuccess \(2 vs\. 0\)
         | Out of memory on device\. To view | Out of memory on device\.[^!]{0,80}?gpuDevice
         | CUDA error 2 at [^:!]{1,200}?:\d+: out of memory | \[CUDA\] out of memory | Error Code 2: OutOfMemory
         | No executable batch size found, reached zero | Cuda Runtime \(out of memory\)
-        | CUDA failure 2:? '?out of memory | GPU memory allocation failed
 device_refused; emitter cupy; figures cupy
     cupy\.cuda\.memory\.OutOfMemoryError: (?:Out of memory allocating|out of memory to allocate)
         (?P<tried_b>[\d,]+) bytes
@@ -205,7 +199,7 @@ device_refused; figures summary
     CUDA OOMs: [1-9]\d*
 device_refused; emitter tf; figures tensorflow
     (?:Resource ?Exhausted ?Error|Resource exhausted)\S{0,200}?OOM when allocating tensor
-        | OOM when allocating tensor (?:with|of) shape | failed to allocate memory\[Op:
+        | OOM when allocating tensor (?:with|of) shape
 device_refused; emitter ggml
     insufficient memory \(attempted to allocate SIZE(tried)\)
     (?:failed|unable) to allocate (?P<backend>(?:CUDA|ROCm|Vulkan|Metal|MTL|SYCL|CPU)(?!_Host)\w{0,12}?) buffer
@@ -215,14 +209,13 @@ device_refused; emitter ort
 other_device; emitter torch.mps
     MPS backend out of memory \(MPS allocated: SIZE(allocated), (?:other allocations: SIZE(other),)?
         max allowed: SIZE(total)\) (?:\. Tried to allocate SIZE(tried))?
-    MPS backend out of memory (?!\(MPS) | Invalid buffer size: SIZE(tried)
-        | kIOGPUCommandBufferCallbackErrorOutOfMemory
+    Invalid buffer size: SIZE(tried)
 xpu_error
     (?:UR_RESULT|PI|ZE_RESULT)_ERROR_(?:OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|MEM_OBJECT_ALLOCATION_FAILURE)
 library_alloc
-    (?:CU|HIP)(?:BLAS|DNN|FFT|RAND|SOLVER|SPARSE)_\w{0,50}?ALLOC(?:ATION)?_FAILED | failed to create cublas handle
-        | CUSPARSE_STATUS_INSUFFICIENT_RESOURCES | rocblas_status_memory_error | miopenStatusAllocFailed
-        | Unable to find a valid cuDNN algorithm to run convolution
+    (?:CU|HIP)(?:BLAS|DNN|FFT|RAND|SOLVER|SPARSE)_\w{0,50}?ALLOC(?:ATION)?_FAILED
+        | Unable to find a valid cuDNN algorithm to run convolution | failed to create cublas handle
+        | rocblas_status_memory_error | miopenStatusAllocFailed | CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
 library_alloc; emitter thrust
     (?:instance of ')? (?:thrust|cub|raft|cudf|rmm)::[\w:]{0,40}?(?:bad_alloc|out_of_memory)
 nccl_oom; emitter nccl
@@ -232,7 +225,7 @@ device_oom; lines
     ^\s*(?:E +)?(?:torch\.(?:cuda\.)?|jax\.\w+\.)?OutOfMemoryError(?P<bare>)(?=\s|:|$)
 chip_memory
     OutOfResources: | out of resource: shared memory | too many resources requested for launch
-        | uses too much shared data | memory space [vs]mem | CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+        | memory space [vs]mem
 
 # Host memory
 host_refused
@@ -243,40 +236,33 @@ host_refused
     requires more system memory \(SIZE(tried)\) than is available
     Requested [\dx]+ \(SIZE(tried)\) array exceeds maximum array size
     Unable to allocate SIZE(tried) for an array | Unable to allocate array with shape
-        | ArrayMemoryError (?!:Unabletoallocate)
     (?:ArrowMemoryError|Out of memory): (?:malloc|realloc) of size (?P<tried_b>\d+) failed
     Insufficient memory\) Failed to allocate (?P<tried_b>\d+) bytes
     cannot allocate vector of size SIZE(tried)
     java\.lang\.OutOfMemoryError | JavaScript heap out of memory | LoadError: OutOfMemoryError\(\)
-        | C error: out of memory | Out of memory\. Type \"help memory\" | virtual memory exhausted:
-        | fatal error: runtime: out of memory | \[?WinError 1455\]? | The paging file is too small | os error 1455
-    memory allocation of (?P<tried_b>\d+) bytes failed | (?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY
+        | C error: out of memory | Out of memory\. Type \"help memory\" | \[?WinError 1455\]?
+        | The paging file is too small
+    memory allocation of (?P<tried_b>\d+) bytes failed | UR_RESULT_ERROR_OUT_OF_HOST_MEMORY
 host_refused; lines
     ^\s*(?!\S*(?:cuda|opencl))(?:[\w.]*\.)?MemoryError\s*(?:$|:(?! std::bad_alloc: out_of_memory: CUDA))
 bad_alloc
     std::bad_alloc (?!:out_of_memory:CUDA|:cudaError)(?!.{0,300}?(?:cudaErrorMemoryAllocation|rmm|cudaMalloc))
-        | failed to allocate memory: Cannot allocate | tcmalloc: allocation failed (?P<tried_b>\d+)?
-        | libc\+\+abi: \S{0,60}?bad_alloc | terminate called\S{0,60}?bad_array_new_length
 bad_alloc; lines
-    \bcould not (?:create a primitive|execute a primitive|create a memory object)\s*$
+    \bcould not (?:create|execute) a primitive\s*$
 shm
     insufficient shared memory \(shm\) | workers are out of shared memory
-        | DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal: Bus error | ObjectStoreFullError
+        | DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal: Bus error
         | unable to write to file </torch_[^>]{1,80}> | Call to posix_fallocate failed :? No space left on device
         | unable to (?:resize|allocate) (?:file|shared memory) (?![^<]{0,20}</(?!dev/shm)\w{1,40}/) [^:]{0,100}:Nospaceleftondevice
-        | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode: No space
         | failed to extend /dev/shm/nccl-\w+ to (?P<tried_b>\d+) bytes
-        | /dev/shm/[^:]{0,80} No space left on device | No space left on device[^a-z]{0,8}'?/dev/shm
         | open\([^!]{0,20}?/dev/shm/[^!]{0,200}? OSError: \[Errno 28\] No space left on device
-        | (?:SemLock|multiprocessing/(?:queues|shared_memory|heap|synchronize)\.py)[^!]{0,400}?
-        \[Errno 28\] No space left on device
+        | (?:SemLock|multiprocessing/(?:queues|shared_memory|heap|synchronize)\.py)[^!]{0,400}?\[Errno 28\] No space left on device
     unable to mmap (?P<tried_b>\d+) bytes from file <[^>]{1,80}>: Cannot allocate memory
     Error while creating shared memory segment (?:/dev/shm/)? nccl[\w-]{0,60} \(size (?P<tried_b>\d+)\)
     Error while creating shared memory segment (?:/dev/shm/)? nccl[\w-]{0,60}
 no_fork
     \[Errno 12\] (?:Cannot allocate memory|Not enough space) (?!instaticTLS)
-        | Cannot allocate memory \((?:errno=|os error )?12\) | os::commit_memory\(\S{5,80}failed
-        | Java HotSpot\(TM\)[^!]{0,200}? There is insufficient memory for the Java Runtime
+        | Cannot allocate memory \((?:errno=|os error )?12\)
         | (?:fork|clone|os\.fork|spawn|vfork|mmap|malloc): (?:retry: )? Cannot allocate memory
         | initialization failed \(can't allocate memory\)
 
@@ -292,34 +278,17 @@ cgroup_kill; lines; by Slurm
     \bOUT_OF_ME(?:MORY|M|\+|MO?\+)(?![\w])
 limit_touched; by Slurm
     Exceeded (?:step|job) memory limit at some point
-cgroup_kill; by PBS
-    job killed: (?:mem|vmem|pmem|pvmem) (?P<used_kb>\d+) kb exceeded limit (?P<limit_kb>\d+) kb
-    PBS: job killed:[^!]{0,40}?mem | under_oom detected | Cgroup mem(?:ory|sw)? limit exceeded
-cgroup_kill; by Moab
-    job \S{1,40}? exceeded MEM usage hard limit
-cgroup_kill; by LSF
-    TERM_MEMLIMIT | TERM_SWAP | killed after reaching LSF memory usage limit
-cgroup_kill; by Flux
-    oom: Memory cgroup out of memory: killed \d+ task
-cgroup_kill; by HTCondor
-    Job has gone over (?:cgroup)? memory limit of (?P<limit_mb>\d+) megabytes
-        (?:\. (?:Peak usage|Last measured usage): (?P<used_mb>\d+) megabytes)?
-    Job has gone over (?:cgroup)? memory limit of (?P<limit_kb>\d+) kilobytes
-    memory usage exceeded request_memory | PeakMemoryUsage exceeded
-cgroup_kill; by Grid Engine
-    exceed(?:s|ed) (?:job)? (?:hard|soft) limit \"?[hs]_(?:vmem|rss|data|stack)\"? of queue
-        (?:[^(]{0,100}\((?P<used_b>\d+)[\d.]* > limit: (?P<limit_b>\d+))?
-cgroup_kill; by YARN; figures yarn
-    killed by YARN for exceeding \S{0,20}?memory limits | is running beyond (?:physical|virtual) memory limits
-cgroup_kill; by ECS
-    OutOfMemoryError: Container killed due to memory usage
+cgroup_kill; by the batch system; any case
+    mem (?P<used_kb>\d+) kb exceeded limit (?P<limit_kb>\d+) kb
+    (?:job|container)\S{0,60}? (?:exceed(?:s|ed|ing)|beyond|reaching|gone over)\S{0,24}? (?:mem|rss)\S{0,60}? limit(?!at)
+        | Cgroup memory limit exceeded
 cgroup_kill; by Dask's nanny
     exceeded (?!0%|0\.0*%) [\d.]+% memory budget\. Restarting
 cgroup_kill; by memfit
     ended at its (?:wall|limit) by memfit
 cgroup_kill; by the container's limit
-    OOM ?Killed (?!\\?\"?[:=]\"?(?:false|0)) | container oom (?=[0-9a-f]{12}) | \"(?:status|Action)\":\"oom\"
-        | [Cc]ontainer \S{1,80}? was OOM[- ]?killed
+    OOM ?Killed (?!\\?\"?[:=]\"?(?:false|0)) | container oom (?=[0-9a-f]{12})
+        | [Cc]ontainer (?:\S{1,80}? was OOM[- ]? killed|killed due to memory usage)
 global_kill; by the kubelet
     low on resource: memory | had condition: \[MemoryPressure\] | System OOM encountered
 global_kill; by Ray's memory monitor; any case; figures ray
@@ -333,147 +302,102 @@ cgroup_kill; by the kernel; any case; figures rss
     Memory cgroup out of memory: Kill(?:ed)? process (?P<pid>\d{1,9}),? \((?P<task>[^)]{1,40})\)
 cgroup_kill; by the kernel
     oom-kill: constraint=CONSTRAINT_MEMCG | Task in /\S{1,200}? killed as a result of limit of
-        | mem_cgroup_out_of_memory | mem_cgroup_oom_synchronize | memory: usage \d+ kB, limit \d+ kB, failcnt
-        | Memory cgroup out of memory
+        | memory: usage \d+ kB, limit \d+ kB, failcnt | Memory cgroup out of memory
 global_kill; by the kernel
     oom-kill: constraint=CONSTRAINT_(?:NONE|MEMORY_POLICY|CPUSET) | ,global_oom,
 oom_kill; by the kernel; figures rss
     (?<!cgroup)(?: Out of memory: )? Kill(?:ed)? process (?P<pid>\d{1,9}),? (?:UID \d+,?)? \((?P<task>[^)]{1,40})\)
 oom_kill; by the kernel; any case
-    invoked oom-killer: | killed by the OOM killer | killed by \"?OOM-?Killer\"? | Failed with result 'oom-kill'
-        | (?:main)? process exited, code=killed, status=9/KILL\S{0,300}? oom-kill
+    invoked oom-killer: | killed by the OOM killer | killed by \"?OOM-?Killer\"?
+        | Failed with result 'oom-kill'
 global_kill; by systemd-oomd
     systemd-oomd(?:\[\d+\])?: Killed | systemd-oomd killed [1-9]
         | due to memory (?:pressure|used)[^!]{0,60}?for[^!]{0,120}?being [\d.]+% >
 global_kill; by earlyoom
     sending SIG(?:TERM|KILL) to process \d+ (?:uid \d+)? \"[^\"]{1,40}\": (?:badness|oom_score)
-        | killing process \d+ \"[^\"]{1,40}\" with signal \d+: badness
 
-# Deaths whose sender no line names: a signal 9, however it is written
+# Deaths by a signal, however it is written: `_SIGNALS` has the heading
+signal; lines
+    : line \d+: +(?P<pid>\d{1,9}) +(?P<signal>Killed|Terminated|Hangup|Aborted|Bus error)\b
+    (?:^|[%\])│|]) *(?P<signal>Killed|Terminated)\s*(?:\(core dumped\))?\s*$
+signal
+    (?:by|with|on|got|closing|Neg|<|\() [Ss]ignals? [.:]? (?:SIG)? (?P<signal>KILL|HUP|1|9|11|15) (?!\d)
+        (?!\S{0,20}?by somebody else)
+    Signal (?P<signal>9|15) \(SIG
+    Received (?P<signal>1|15) death signal
+    (?:tasks? [\d,-]+|worker \(pid\(?s?\)? [\d,]+\) is killed by signal): (?P<signal>Killed|Terminated|Aborted)
+    (?:[Ee]xit|[Rr]eturn) (?:ed|s)? (?:with)? _? (?:[Cc]ode|[Ss]tatus)? (?:is)? [\"':=(]{0,3}
+        (?P<signal>-(?:6|7|9|11|15)|1(?:34|35|37|39|43)) (?!\d)
 killed; lines
-    ^\s*(?:Killed|已杀死|Getötet|Processus arrêté|Terminado \(killed\))\s*(?:\(core dumped\))?\s*$
-    (?:[%\])s│|]|it/s\]|\.{3}) ?(?:Killed|已杀死)\s*$
-    ^\s*\[\d+\][+-]?\s+(?:\d+ )?Killed\b|\bzsh: killed\b|^Killed: 9
     ^lost sys\.stderr$
 killed
-    DataLoader worker \(pid\(?s?\)? (?P<pids>[\d,]+)\) is killed by signal: Killed (?P<worker>)
-    line \d+: (?P<pid>\d{1,9}) Killed (?=\S) | terminated (?:by|with) signal (?:9(?!\d)|SIGKILL)
-        | killed by signal:? 9 | Signal 9 \(SIGKILL\)
-        | Killed signal terminated program | SIGKILL\(-9\) | signal: 9, SIGKILL | interrupted by signal 9
-        | Negsignal\.SIGKILL | exited on signal 9 \(Killed\) | died with <Signals\.SIGKILL: 9>
-        | killed by SIGKILL (?!by OOM) | killed with SIGKILL by somebody else (?P<stranger>)
-        | EXIT STRING: Killed \(signal 9\) | tasks? [\d,-]+: Killed
+    Killed signal terminated program | killed with SIGKILL by somebody else (?P<stranger>)
     BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES =? (?:RANK \d+)? (?:PID (?P<pid>\d{1,9}))? [^=]{0,100}?
         =* (?:EXIT CODE: (?:9|137)(?!\d) | KILLED BY SIGNAL: 9 \()
-killed; any case
-    (?:exit|return) ?_?code\"?:?=?\(? (?:-9|137) (?!\d) | non-zero exit status (?:-9|137) (?!\d)
-        | exit(?:ed|s)? (?:with)? (?:status|code)?:? \(? 137 (?!\d) | Exit code is 137 (?!\d)
-        | return code = -9 (?!\d) | terminated abruptly while the future was running
-        | A child process terminated abruptly | One of the subprocesses has abruptly died during map
-        | The worker died unexpectedly while executing | A worker process managed by the executor was unexpectedly
+    terminated abruptly while the future was running | One of the subprocesses has abruptly died during map
+segfault; any case
+    (?<!caused by a) Segmentation fault
 
 # Other causes
 walltime; any case
     DUE TO TIME LIMIT | TERM_RUNLIMIT | walltime \d+ exceeded limit \d+ | PBS: job killed: walltime
-        | exceed(?:s|ed) (?:hard)? wallclock time | hard limit \"?[hs]_(?:rt|cpu)\"? of queue
-        | reached LSF run time limit | DeadlineExceeded
+        | exceed(?:s|ed) (?:hard)? wallclock time
 walltime; lines; any case
-    \bTIMEOUT\s+(?:0:\d+|\d+:\d+)|State: TIMEOUT|CANCELLED.*time limit|Timed out waiting for the job
-        |(?:reached|exceeded) (?:its |the )?(?:maximum )?(?:wall|time|run)[ -]?(?:clock|time)?[ -]?limit
-        |exceeded the maximum execution time|exceeded time limit
+    CANCELLED.*time limit
 preempted; any case
-    DUE TO PREEMPTION | TERM_PREEMPT | (?:was|been|being) preempted | spot (?:instance)? (?:interruption
-        |termination) (?:notice|warning|detected|received) | \"EventType\": \"Preempt\" | preemption notice
-        | job preempted
-preempted; lines
-    \bPREEMPTED\b|reason: Preempt\w+|spot instance (?:interruption|termination)
+    DUE TO PREEMPTION | (?:was|been|being) preempted
+        | spot (?:instance)? (?:interruption|termination) (?:notice|warning|detected|received)
+        | \"EventType\": \"Preempt\"
 node_fail; any case
-    DUE TO NODE FAILURE | NODE_FAIL | Node failure on | DUE TO NODE FAIL
+    DUE TO NODE FAILURE | Node failure on | DUE TO NODE FAIL
 cancelled
     \*\*\*(?:STEP|JOB)[\w.+]+ON[\w.,\[\]-]+?CANCELLED AT\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?!DUETO)
 cancelled; lines
-    CANCELLED by \d+|^scancel: |\bKeyboardInterrupt\b(?!.{0,60}except)|TERM_OWNER|TERM_ADMIN|job was deleted by
-hangup
-    got signal: 1(?!\d) | received SIGHUP | Received 1 death signal | closing signal SIGHUP | signal SIGHUP
-hangup; lines
-    BASHHangup\b
-terminated
-    got signal: 15 | received SIGTERM | Signal 15 \(SIGTERM\) | killed by signal:? 15 | tasks? [\d,-]+: Terminated
-        | exit ?code: -15 (?!\d) | is killed by signal: Terminated | Received 15 death signal
-        | exited with (?:exit)? code 143 (?!\d) | Exit code is 143 (?!\d)
-terminated; lines
-    ^\s*Terminated\s*$|: line \d+: +\d+ Terminated\b
-segfault; any case
-    (?<!caused by a) Segmentation fault | segmentation fault encountered in worker | (?<!due to) SIGSEGV
-        | exit ?code: -11 (?!\d) | exited with code 139 | exited on signal 11 \( | killed by signal:? 11 (?!\d)
-        | status 139 | Windows fatal exception: access violation | exit code -1073741819 | 0xC0000005
-segfault; lines
-    段错误|Speicherzugriffsfehler|\bsegfault at [0-9a-f]+ ip\b
-aborted
-    is killed by signal: Aborted | exit ?code: -6 (?!\d) | exited with code 134 | double free or corruption
-        | free\(\): invalid | malloc\(\): | corrupted (?:size vs|double-linked) | stack smashing detected
-        | Signal 6 \(SIGABRT\) | munmap_chunk\(\)
-aborted; lines
-    BASH(?:Aborted|Floating point exception|Illegal instruction)\b|\bIllegal instruction\s*\(core
-bus_error; lines
-    BASHBus error\b|\bBus error\s*\(core dumped\)|^\[\d+\]\s+\d+ bus error
+    \bKeyboardInterrupt\b(?!.{0,60}except)|TERM_OWNER
 device_lost
     NVRM: Xid (?!\([^)]{1,40}\):(?:13|31|43|45|63)(?!\d))
 illegal_access
     NVRM: Xid \([^)]{1,40}\): (?P<xid>13|31)(?!\d)
 illegal_access; any case
-    illegal memory access | misaligned address | unspecified launch failure | CUDA_ERROR_ILLEGAL
-        | Memory access fault by GPU | CUDA_ERROR_LAUNCH_FAILED | an illegal instruction was encountered
-        | invalid (?:global|shared) memory (?:read|write)
+    illegal memory access | unspecified launch failure
 device_lost
-    uncorrectable ECC error | fallen off the bus | GPU is lost | devices? (?:\(s\))? (?:is/)? are busy or unavailable
-        | no CUDA-capable device | CUDA driver initialization failed | initialization error at
-        | Found no NVIDIA driver | driver (?:version)? is (?:too old|insufficient) | invalid device ordinal
-        | no kernel image is available | UR_RESULT_ERROR_DEVICE_LOST | CUDA_ERROR_NO_DEVICE
-        | Torch not compiled with CUDA enabled | CUDNN_STATUS_NOT_SUPPORTED
+    uncorrectable ECC error | fallen off the bus | devices? (?:\(s\))? (?:is/)? are busy or unavailable
+        | no CUDA-capable device | initialization error at | invalid device ordinal
+        | Torch not compiled with CUDA enabled
         | (?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR(?!_\w*ALLOC)|INVALID_VALUE|ARCH_MISMATCH)
 collective_timeout
     Watchdog caught collective operation timeout | ran for \d+ milliseconds before timing out
-        | Collective operation timeout | (?:NCCL|ProcessGroup\w+)\S{0,200}? timed? ?out | wait timeout after \d+ms
-        | Socket Timeout | Timed out waiting \d+ms for recv | watchdog got stuck for \d+ seconds
-        | Timed out initializing process group | Broken pipe\S{0,40}TCPStore | ncclRemoteError | ncclSystemError
+        | (?:NCCL|ProcessGroup\w+)\S{0,200}? timed? ?out | watchdog got stuck for \d+ seconds | ncclRemoteError
         | (?:NCCL|gloo)\S{0,300}?(?:Connection (?:closed|reset) by peer|remote process exited)
         | NCCL communicator was aborted | Connection closed by peer \[
 open_files
     \[Errno 24\] | Too many open files | received 0 items of ancdata
         | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode (?!:No space|:Cannot allocate)
 process_limit
-    \[Errno 11\] Resource temporarily unavailable | can't start new thread | fork: (?:retry: )? (?:无资源)?
-        Resource temporarily unavailable | pthread_create (?:\(\))? failed | Thread creation failed
-        | fork: retry: (?!Cannotallocate) | unable to create (?:new native)? thread
-        | pthread_create: Resource temporarily
+    \[Errno 11\] Resource temporarily unavailable | can't start new thread
+        | fork: (?:retry: )? (?:无资源)?Resource temporarily unavailable | pthread_create (?:\(\))? failed
+        | Thread creation failed | fork: retry: (?!Cannotallocate)
 disk_full
     \[Errno 28\] No space left on device | No space left on device | Disk quota exceeded | \[Errno 122\]
-        | write failed, file size limit | PytorchStreamWriter failed writing file | unexpected pos \d+ vs \d+
-        | disk I/O error | database or disk is full | There is not enough space on the disk
-        | not enough free disk space | condition: \[DiskPressure\]
+        | PytorchStreamWriter failed writing file | unexpected pos \d+ vs \d+ | database or disk is full
         | low on resource: (?:ephemeral-storage|\[?(?:DiskPressure|imagefs|nodefs))
 assertion
     device-side assert triggered | Assertion ?[`'\u2018][^`'\u2019]{1,300}[`'\u2019] ?failed
-        | AssertionError (?!:TorchnotcompiledwithCUDA) | INTERNAL ASSERT FAILED
+        | AssertionError (?!:TorchnotcompiledwithCUDA)
 import_error; lines
     ^\s*(?:\w+\.)*(?:ImportError|ModuleNotFoundError)\b
 import_error
-    error while loading shared libraries: | undefined symbol: | cannot allocate memory in static TLS block
+    cannot allocate memory in static TLS block
 missing_file; lines
-    ^\s*(?:\w+\.)*FileNotFoundError\b|^\S.*: No such file or directory\s*$|^\s*lmdb\.Error: /|can't open file '
+    ^\s*(?:\w+\.)*FileNotFoundError\b|^\s*lmdb\.Error: /|^\S.*: No such file or directory\s*$
 config_error; lines
-    unrecognized arguments|ConfigurationError|ConfigAttributeError|Couldn't instantiate the backend tokenizer
-        |MissingMandatoryValue|Could not override|invalid choice:|exceeded 0% memory budget
-        |the following arguments are required|ConfigKeyError|ConfigCompositionException|Non-existent config key
+    unrecognized arguments|ConfigAttributeError|exceeded 0% memory budget
         |larger than the (?:available number|maximum number of tokens)
 worker_exited
-    DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly | Pin memory thread exited unexpectedly
-        | RayActorError | Worker exit type: SYSTEM_ERROR | KilledWorker: \(
+    DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly | Worker exit type: SYSTEM_ERROR
+        | KilledWorker: \(
 hang
-    Waiting up to \d+ seconds for job step to finish(?!.{0,200}(?:CANCELLED|Killed)) | stack of the stuck
-        | no progress for \d+ | DataLoader timed out after \d+ seconds | Timeout \(?>[\d.]+s\)? from pytest-timeout
-        | came within [\d.e+]+ s, and the workers do nothing:
+    DataLoader timed out after \d+ seconds | Timeout \(?>[\d.]+s\)? from pytest-timeout
 hang; lines
     ^Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!\s*$
 
@@ -495,25 +419,19 @@ skipped_batches; lines
     \"?\boom\"?[=:] ?\"?(?!0(?:\.0*)?(?![\d.])|0\.0*e)(?:\d+(?:\.\d+)?(?:e-?\d+)?)
 skipped_batches; any case
     ran out of memory (?:in [\w/]+)? [,:;-]* (?:skipping|retrying)
-        | (?:skipping|skipped) (?:this )?batch[^!]{0,60}?(?:out of memory|OOM)
         | (?:OOM|out of memory)[^!]{0,60}? (?:skipping (?:the|this)? batch|retrying)
         | Attempting to copy inputs of [^!]{0,200}? to CPU due to CUDA OOM | Decreasing batch size to: \d
-        | Batch size \d+ failed, trying batch size \d | attempting to recover from OOM
-        | retrying with (?:a )?(?:smaller|reduced|lower) (?:micro)?batch
+        | Batch size \d+ failed, trying batch size \d
         | Failed to clone\(\) tensor with name [^!]{0,600}?(?:out of memory|OOM)
-        | (?:out of memory|OOM)[^!]{0,200}? (?<!try)(?<!consider)(?<!by) (?:reducing|halving|decreasing)
-        (?:the)? (?:micro)? batch
+        | (?:out of memory|OOM)[^!]{0,200}? (?<!try)(?<!consider)(?<!by) (?:reducing|halving|decreasing)(?:the)? (?:micro)? batch
 caught; lines; any case
-    skipping (?:this |the )?(?:batch|sample|image|trial|step)|retrying|(?:decreas|reduc|halv|lower)ing (?:the |micro ?)*
-        batch|trying (?:a )?(?:smaller )?batch[ _]?size|AutoBatch:|batch size \d+ failed|trial \d+ (?:failed|pruned)
-        |recover(?:ing|ed) from (?:the )?(?:OOM|out of memory)|falling back to|^\s*caught\b|UserWarning: Failed to clone
-served; lines
-    server is listening|server listening on|Application startup complete|Uvicorn running on
-        |^ *(?P<all>\d+)/(?P=all) \[=+\]
+    skipping (?:this |the )?(?:batch|sample|image|trial|step)|retrying
+        |(?:decreas|reduc|halv|lower)ing (?:the |micro ?)*batch|trying (?:a )?(?:smaller )?batch[ _]?size
+        |batch size \d+ failed|trial \d+ (?:failed|pruned)|^\s*caught\b
 success; lines; any case
-    Pipeline completed at|Training (?:has )?(?:finished|completed?)\b|State: COMPLETED|training (?:is )?done
-        |Done training|Evaluation (?:is |has )?(?:finished|completed?|done)\b|Finished training|train_runtime
-        |`?Trainer\.(?:fit|test)`? stopped: `max_|successfully completed|job finished successfully
+    Pipeline completed at|Training (?:has )?(?:finished|completed?)\b|State: COMPLETED
+        |Evaluation (?:is |has )?(?:finished|completed?|done)\b|train_runtime|job finished successfully
+        |`Trainer\.fit` stopped: `max_
 """
 #: Fields of the messages that have several: torch since 0.4; the total of the allocator is computed from what is there.
 _FIGURES = r"""
@@ -545,11 +463,7 @@ rss
     anon-rss: (?P<used_kb>\d{1,15}) kB
 ray
     (?:running|\)) was (?P<used_gb>[\d.]+)GB (?:used)? / (?P<limit_gb>[\d.]+)GB
-yarn
-    SIZE(used) of SIZE(limit) (?:physical|virtual)
 """
-#: What bash prints before the signal that a script's command died of: ``train.sh: line 2: 4260 Bus error``.
-_BASH = r"^\s*(?:\S.{0,200}: line \d+: +\d+ )?"
 _SHORT = (
     r"(?i:out\s*of\s*\w{0,10}\s*memory|(?:fail\w{0,4}|unable|can'?t|can\s*not|could\s*not)\s*(?:to\s*)?[cm]?alloc"
     r"|alloc\w{0,8}\s*fail|(?:insufficient|not\s*enough)\s*\w{0,10}\s*memory|memory\s*(?:is\s*)?(?:insufficient|exhausted))"
@@ -580,7 +494,7 @@ def _compiled(text: str, options: Sequence[str] = ()) -> re.Pattern[str]:
         last = "[KMGT]" if match[1] else "[KMGT](?![a-zA-Z])"
         return rf"(?P<{match[2]}>\d[\d.,]{{0,24}})(?P<{match[2]}_u>bytes?|[KMGTE]i?[Bb]|{last})"
 
-    text = text.replace("BASH", _BASH) if "lines" in options else text.replace(" ", "")
+    text = text if "lines" in options else text.replace(" ", "")
     text = text.replace("SHORT", _SHORT)
     return re.compile(re.sub(r"SIZE(_?)\((\w+)\)", size, text), re.IGNORECASE if "any case" in options else 0)
 
@@ -598,6 +512,15 @@ def _rows() -> Iterator[Row]:
 
 TABLE = tuple(_rows())
 
+#: Headings by the number of a signal, and by the first letters of its name.
+_SIGNALS = {"1": "hangup", "6": "aborted", "7": "bus_error", "9": "killed", "11": "segfault", "15": "terminated"} | {
+    "hup": "hangup",
+    "han": "hangup",
+    "abo": "aborted",
+    "bus": "bus_error",
+    "kil": "killed",
+    "ter": "terminated",
+}
 _SHIFTS = {"b": 0, "kb": 10, "mb": 20, "gb": 30}
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "e": 1 << 60}
 #: What ends a message's figures: the next message, or its advice.
@@ -655,7 +578,8 @@ def _in_lines(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
     for place in stream.telling:
         line = stream.lines[place]
         if (match := row.regex.search(line.text)) and (values := _figures(row, [match])) is not None:
-            yield Sign(row.name, (line,), values, index, place, "", line.text[: match.start()], row.emitter)
+            name = _heading(row, values)
+            yield Sign(name, (line,), values, index, place, "", line.text[: match.start()], row.emitter)
 
 
 def _in_text(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
@@ -676,7 +600,14 @@ def _in_text(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
         emitter = row.emitter or (f"torch.{values['api'].lower()}" if row.name == "device_oom" else "")
         before = re.match(rf"(?:\s*\S){{{match.start() - stream.start_of(place)}}}\s*", stream.lines[place].text)
         lines, said = stream.between(match.start(), end)[:8], before[0] if before else ""
-        yield Sign(row.name, lines, values, index, place, of, said, emitter)
+        yield Sign(_heading(row, values), lines, values, index, place, of, said, emitter)
+
+
+def _heading(row: Row, values: dict[str, Any]) -> str:
+    """The heading of a row's sign: that of the signal that the text names, by name or number, else the row's."""
+    signal = values.pop("signal", "")  # a shell adds 128 to the number, and Python makes it negative
+    number = str(abs(int(signal)) % 128) if signal.lstrip("-").isdecimal() else signal[:3].lower()
+    return _SIGNALS[number] if signal else row.name
 
 
 def _kind(emitter: str, values: dict[str, Any], match: re.Match[str], after: str, near: str) -> Kind | Literal[""]:

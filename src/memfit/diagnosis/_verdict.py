@@ -12,30 +12,8 @@ from memfit.diagnosis._progress import Reading, went_on
 from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
 from memfit.diagnosis._text import Stream
 
-#: Words before a signature that make its line speak of it, as help, advice and documents do.
-_TALK = re.compile(
-    r"\b(?:if|when|whenever|in case|unless|avoid\w*|prevent\w*|may|might|could(?! not)|can(?!'t|not| not)|how|often|help\w*"
-    r"|hints?|tips?|note|troubleshoot\w*|to reduce|due to possible|known issue|handl\w+|fix(?:es|ed)?|retry on|with state|e\.g\.)\b"
-    r"(?!.{0,200}(?:Error|Exception)\b)",
-    re.IGNORECASE,
-)
-_ADVICE = re.compile(
-    r"out of memory.{0,25}\b(?:try (?:to )?reduc|consider|lower your|can happen|may occur)|in str\(", re.I
-)
-#: A quotation mark, or a piece of an address, before it: text about the thing, and not the thing.
-_QUOTED = re.compile(r"\*$|\w.*(?<![:=,] )(?<![:=,])[\"']$|[?&]\S*$")
-#: Lines of lists, tests, code and access logs.
-_LISTED = re.compile(
-    r"^\s*(?:\*(?!\*)|#|//|--\w|- `|tests?/\S+::|(?:def|class|assert|if|elif|raise|return|except|print)\b)"
-    r"|\b(?:PASSED|SKIPPED|XFAIL)\b|\"(?:GET|POST|PUT|HEAD) /"
-)
-#: NCCL fails to make its segment for want of other things too.
-_OTHER_NCCL = re.compile(r"Cuda failure (?!\d* ?'?out of memory)")
-#: What somebody said, in a log of a conversation.
-_SAID = re.compile(
-    r"^\W{0,4}(?:user|human|assistant|prompt|question|instruction|sample)\W{0,2}[:>]|[\"']role[\"']: ?[\"'](?:user|assistant)",
-    re.IGNORECASE,
-)
+#: Text before a sign that makes its line speak of it: advice, options, source, an address, bold words of a document.
+_MENTION = re.compile(r"\b(?:if|may|might)\b|^\s*(?:\* |--\w|raise\b)|[?&]\S*$|\*$", re.IGNORECASE)
 #: What stands before an event: nothing, or who says it.
 _SPEAKER = re.compile(
     r"^\W*$|(?:Error|Exception|Warning|Failure|ERROR|WARN(?:ING)?|FATAL|CRITICAL|error|warning|kernel|slurmstepd\S*|srun"
@@ -45,7 +23,6 @@ _EXCEPTION = re.compile(
     r"^\s*(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning|Timeout|Expired|NotFound"
     r"|Iteration)|Exception|BadZipFile))(?=:|\s*$)"
 )
-_BELOW_FRAMES = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: |:?\s*$)")
 #: Exceptions that only pass on that a child, a worker or another rank ended.
 _ECHOES = re.compile(
     r"(?:ChildFailed|CalledProcess|DistBackend|TerminatedWorker|RayTask|RendezvousClosed|BrokenPipe|ConnectionReset"
@@ -61,18 +38,13 @@ _LAST, _TRACEBACK = 12, 150
 
 def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
     """Return the exceptions that end tracebacks, or a log."""
-    found, last, header, below = [], len(stream.lines) - _LAST, -1_000, False
+    found, last, header = [], len(stream.lines) - _LAST, -1_000
     for place, line in enumerate(stream.lines):
         if "Traceback (most recent call last)" in line.text:
-            header, below = place, True
+            header = place
             continue
-        in_traceback = place - header < _TRACEBACK
-        match = _EXCEPTION.match(line.text) if in_traceback or place >= last else None
-        if match is None and below and in_traceback and line.text[:1] not in (" ", "\t", "") and line.text.strip():
-            match = _BELOW_FRAMES.match(line.text)
-            below = False
+        match = _EXCEPTION.match(line.text) if place - header < _TRACEBACK or place >= last else None
         if match:
-            below = False
             name = match["name"].rpartition(".")[2]
             text = line.text[match.end() :].lstrip(": ")[:200]
             if not (_ECHOES.fullmatch(name) or name.endswith("Warning") or _OF_OTHERS.search(text)):
@@ -92,25 +64,14 @@ def events(streams: Sequence[Stream], signs: Sequence[Sign]) -> list[Sign]:
 
 
 def _is_mention(stream: Stream, sign: Sign) -> bool:
-    """Whether a line only speaks of it: as a source line, advice, a document, a list or somebody's question do."""
-    text = stream.lines[sign.place].text if sign.place < len(stream.lines) else ""
+    """Whether a line only speaks of it, as a source line, advice or a document does."""
     if "linked" in sign.values or sign.name == "own_exception":
         return False
-    if (len(sign.lines) == 1 and is_source(stream, sign.place)) or _SAID.search(text.strip()):
-        return True
-    if sign.name == "shm" and _OTHER_NCCL.search(
-        "\n".join(one.text for one in stream.lines[max(0, sign.place - 6) : sign.place])
-    ):
+    if len(sign.lines) == 1 and is_source(stream, sign.place):
         return True
     if any(name.endswith("_bytes") for name in sign.values):
         return False
-    return bool(
-        _LISTED.search(text)
-        or sign.before.count("`") % 2
-        or _QUOTED.search(sign.before[-200:])
-        or _TALK.search(sign.before[-100:])
-        or _ADVICE.search(text)
-    )
+    return bool(sign.before.count("`") % 2 or _MENTION.search(sign.before[-100:]))
 
 
 def _is_weak(sign: Sign) -> bool:
@@ -120,7 +81,6 @@ def _is_weak(sign: Sign) -> bool:
     return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before[-200:])
 
 
-_COUNTED = re.compile(r"Detected \d+ oom[-_]kill event")
 _AFTERMATH = frozenset({"collective_timeout", "terminated", "aborted", "killed", "segfault"})
 
 
@@ -148,21 +108,13 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
 
 
 def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequence[Sign]) -> bool:
-    text = stream.lines[sign.place].text
-    if "UserWarning" in text:
-        return True
     later = [one for one in near if one.place > sign.place]
     finished = any(one.name == "success" for one in later)
     if sign.name == "cgroup_kill":  # the scheduler's count: of some child that its parent did without
-        return bool(_COUNTED.search(text)) and finished and went_on(readings, sign.place)
-    if sign.name == "pinned" or "failed to allocate" in text:  # a runtime that asks for less goes on
-        finished = finished or any(one.name == "served" for one in later)
-    if "No executable batch size" not in text and any(
-        one.name in ("caught", "skipped_batches") and -3 <= one.place - sign.place <= 8 for one in near
-    ):
-        again = any(one.meaning.told and one.place > sign.place + 8 for one in later)
-        return finished or went_on(readings, sign.place, 1) or (not again and sign.name != "own_exception")
-    return finished or went_on(readings, sign.place)
+        return "count" in sign.values and finished and went_on(readings, sign.place)
+    is_caught = any(one.name in ("caught", "skipped_batches") and 0 <= one.place - sign.place <= 8 for one in near)
+    is_caught = is_caught and not any(one.meaning.told for one in later)
+    return finished or is_caught or went_on(readings, sign.place)
 
 
 #: Causes of which the words of doubtful rows are a consequence.
@@ -220,7 +172,7 @@ def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
     if sign.name == "own_exception":
         return any(one.place == sign.place and one.meaning.tier != MARK and one.name != "killed" for one in near)
     if sign.name == "oom_kill":
-        kernels = ("the kernel", "systemd-oomd", "PBS", "Flux")
+        kernels = ("the kernel", "systemd-oomd", "the batch system")
         near = [one for one in near if one.values.get("who") in kernels]
         return is_near(("cgroup_kill", "global_kill"), 12, 12 if "pid" in sign.values else _BLOCK_LINES)
     if sign.name == "killed" and sign.values.get("who") == "Slurm" and "linked" in sign.values:

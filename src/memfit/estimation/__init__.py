@@ -9,8 +9,8 @@ from memfit.estimation._allocator_settings import (
     allocator_faults,
     check_allocator,
 )
-from memfit.estimation._changes import Change, find_batch, find_change, list_changes
-from memfit.estimation._estimate import METRICS, Estimate, Metric, judge
+from memfit.estimation._changes import Change, find_batch, find_change, in_words, list_changes
+from memfit.estimation._estimate import METRICS, Estimate, judge
 from memfit.estimation._estimator import estimate, estimate_config, estimate_step
 from memfit.estimation._families import check_names
 from memfit.estimation._formula import estimate_formula
@@ -18,14 +18,9 @@ from memfit.estimation._gpus import GPUS, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._lengths import LengthStatistics, describe_batches, read_lengths
 from memfit.estimation._setup import (
-    Attention,
-    Checkpointing,
     Dtype,
-    Loading,
     Optimizer,
-    Quantization,
     Setup,
-    Strategy,
     equation_of_batch,
     split_batch,
 )
@@ -37,20 +32,14 @@ __all__ = [
     "METRICS",
     "TIME_LIMIT",
     "AllocatorSettings",
-    "Attention",
     "Change",
-    "Checkpointing",
     "Dtype",
     "Estimate",
     "Gpu",
     "Interval",
     "LengthStatistics",
-    "Loading",
-    "Metric",
     "Optimizer",
-    "Quantization",
     "Setup",
-    "Strategy",
     "allocator_faults",
     "check_allocator",
     "check_names",
@@ -63,6 +52,7 @@ __all__ = [
     "find_batch",
     "find_change",
     "find_gpu",
+    "in_words",
     "judge",
     "limit_time",
     "list_changes",

@@ -12,6 +12,8 @@ from memfit.estimation._setup import Setup
 #: A change joins others only if it saves this share of the device.
 _WORTH = 0.005
 _MOST_ADDED = 16
+#: How many changes are estimated at most.
+_MOST_CHECKS = 5
 #: Options of ``memfit estimate`` that differ from the name of their field in `Setup`.
 _OPTIONS = {
     "num_microbatches": "microbatches",
@@ -58,14 +60,27 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
     return tuple(changed)
 
 
-def list_changes(setup: Setup) -> Iterator[Change]:
-    """Return the single changes that apply to a setup: the cheapest first, those that change the training last.
+def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return options as a workload's own settings (`memfit.pipeline.Probe`); nothing if it lacks one of them.
+
+    >>> in_words(["--batch 1"], {"--batch": "params.size={}"}), in_words(["--batch 1"], {})
+    (('--set params.size=1',), ())
+    """
+    if settings is None:
+        return tuple(options)
+    found = [settings.get(one, settings.get(one.split()[0], "")).format(one.split()[-1]) for one in options]
+    return tuple(f"--set {one}" for one in found) if all(found) else ()
+
+
+def list_changes(setup: Setup, settings: Mapping[str, str] | None = None) -> Iterator[Change]:
+    """Return the single changes that apply to a setup and have settings: the cheapest first, new trainings last.
 
     >>> [" ".join(change.options) for change in list_changes(Setup(batch=2, seq_len=512))][:3]
     ['--no-foreach', '--loss-chunks 8', '--batch 1 --microbatches 2']
     """
     for changed, cost, same in (*_changes(setup), *_changes_of_training(setup)):
-        yield Change(list_options(setup, changed), cost, changed, same)
+        if in_words(options := list_options(setup, changed), settings):
+            yield Change(options, cost, changed, same)
 
 
 def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
@@ -104,6 +119,7 @@ def _changes_of_training(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
         yield changed, "no clipping by the norm", not setup.clip_grad_norm
     if full_update and setup.optimizer in ("adam", "adamw") and not setup.master_weights:
         yield replace(setup, optimizer="adamw8bit", state_dtype=None), "moments in 8 bits", False
+        yield replace(setup, optimizer="adafactor", state_dtype=None), "another optimizer, of hardly any state", False
     adapters = replace(setup, lora_rank=16, optimizer="adamw") if full_update else setup
     if trains:
         adapters = replace(adapters, master_weights=False, state_dtype=None, optimizer_in_backward=False)
@@ -114,8 +130,12 @@ def _changes_of_training(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
         yield replace(adapters, quantization="nf4"), cost, False
 
 
+_Guess = Callable[[Setup], int]
+_Lister = Callable[[Setup], Iterator[Change]]
+
+
 def find_change(
-    setup: Setup, gpu: Gpu, guess: Callable[[Setup], int], check: Callable[[Setup], Estimate], *, most_checks: int = 5
+    setup: Setup, gpu: Gpu, guess: _Guess, check: Callable[[Setup], Estimate], changes: _Lister = list_changes
 ) -> tuple[Change, Estimate] | None:
     """Return the cheapest change after which the bound fits the device: single ones first, then several together.
 
@@ -124,14 +144,14 @@ def find_change(
         gpu: The device.
         guess: A quick guess of the bound of the device's peak in bytes; a change that does not fit by it is not
             checked.
-        check: The estimate that decides.
-        most_checks: How many changes are checked at most.
+        check: The estimate that decides, a few times at most.
+        changes: Lists the single changes of a setup.
     """
     checks = 0
-    for change in _candidates(setup, guess, _WORTH * gpu.total_bytes):
+    for change in _candidates(setup, guess, _WORTH * gpu.total_bytes, changes):
         if guess(change.setup) > gpu.total_bytes:
             continue
-        if checks == most_checks:
+        if checks == _MOST_CHECKS:
             return None
         checks += 1
         found = check(change.setup)
@@ -140,13 +160,13 @@ def find_change(
     return None
 
 
-def _candidates(setup: Setup, guess: Callable[[Setup], int], worth: float) -> Iterator[Change]:
-    singles = list(list_changes(setup))
+def _candidates(setup: Setup, guess: _Guess, worth: float, changes: _Lister) -> Iterator[Change]:
+    singles = list(changes(setup))
     yield from (change for change in singles if change.same_training)
     added: Change | None = None
     for _ in range(_MOST_ADDED):  # each round adds the cheapest one that saves something and applies still
         base = added.setup if added else setup
-        kept = [change for change in list_changes(base) if change.same_training]
+        kept = [change for change in changes(base) if change.same_training]
         following = next((change for change in kept if guess(base) - guess(change.setup) > worth), None)
         if following is None:
             break
@@ -154,9 +174,7 @@ def _candidates(setup: Setup, guess: Callable[[Setup], int], worth: float) -> It
         yield added
     yield from (change for change in singles if not change.same_training)
     if added is not None:
-        for change in list_changes(added.setup):
-            if not change.same_training:
-                yield _join(setup, added, change)
+        yield from (_join(setup, added, change) for change in changes(added.setup) if not change.same_training)
 
 
 def _join(setup: Setup, first: Change | None, second: Change) -> Change:

@@ -9,25 +9,24 @@ from typing import Any, Literal, get_args
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._gpus import Gpu
 from memfit.estimation._interval import Interval
+from memfit.memory import why_tight
 
 #: A figure of device memory. ``allocated``: in tensors; ``active``: also blocks that wait for another stream;
 #: ``reserved``: held by torch's allocator; ``device``: all that the process takes, as nvidia-smi shows it.
 Metric = Literal["allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-Verdict = Literal["fits", "fits with a thin margin", "may fit", "does not fit"]
+Verdict = Literal["fits", "tight", "may fit", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-#: A margin below this share of a device's memory is thin.
-_THIN = 0.03
 
 
 def judge(need: Interval, total_bytes: int) -> Verdict:
     """Say whether bytes fit a device.
 
-    >>> [judge(Interval(50, upper), 100) for upper in (97, 98, 101)], judge(Interval(101), 100)
-    (['fits', 'fits with a thin margin', 'may fit'], 'does not fit')
+    >>> [judge(Interval(50, upper), 100) for upper in (95, 96, 101)], judge(Interval(101), 100)
+    (['fits', 'tight', 'may fit'], 'does not fit')
     """
     if need.upper <= total_bytes:
-        return "fits" if total_bytes - need.upper >= _THIN * total_bytes else "fits with a thin margin"
+        return "tight" if why_tight(need.upper, total_bytes) else "fits"
     return "may fit" if need.value <= total_bytes else "does not fit"
 
 
@@ -41,8 +40,8 @@ class Estimate:
         by_phase: The allocated peak of each phase, in order.
         method: ``traced`` where the step ran on fake tensors, ``formula`` where it was computed from the config.
         gpu: The device; None for any.
-        verdict: Whether it fits there. ``fits`` leaves 3 % of the device free. The margin is also thin if the bound is
-            above the device and torch's allocator can give back enough of its cache.
+        verdict: Whether it fits there. ``fits`` leaves 5 % of the device free, ``tight`` less. It is also tight if the
+            bound is above the device and torch's allocator can give back enough of its cache.
         notes: What was replaced, assumed or left out.
         versions: The libraries whose memory is modelled, with their versions.
     """
@@ -63,8 +62,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Return True if it fits its device, also with a thin margin."""
-        return self.verdict in ("fits", "fits with a thin margin")
+        """Return True if it fits its device, and is not tight."""
+        return self.verdict == "fits"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes."""

@@ -74,7 +74,7 @@ def estimate_step(
         tight, tightest = (replay(found, allocator, capacity_bytes=max(0, one)) for one in capacities)
         verdict = "does not fit"
         if tight.fits:
-            verdict = "fits with a thin margin" if tightest.fits else "may fit"
+            verdict = "tight" if tightest.fits else "may fit"
             figures, by_phase, parts = bound_device(peaks, tight, device, found, world_size=world_size)
         if tight.fits and tight.num_retries:
             note = f"torch's allocator empties its cache {tight.num_retries} times in two iterations, which costs time"
@@ -129,7 +129,11 @@ def estimate_config(
         reason = f"{error.name or error} is not installed"
     except (MissingExtraError, UntraceableError) as error:
         reason = error.what
-    return estimate_formula(config, setup, gpu=gpu, reason=reason)
+    try:
+        return estimate_formula(config, setup, gpu=gpu, reason=reason)
+    except ConfigError as error:
+        error.what = f"{reason}, so memfit gave up the trace. The formula does not read the config: {error.what}"
+        raise
 
 
 def _estimate_setup(

@@ -366,9 +366,10 @@ def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
 
 def _state_space(config: ModelConfig, family: str) -> Anatomy:
     """Mamba without its fused kernels: the states of every time step are kept, in fp32 (modeling_mamba.py)."""
-    width, states = config.hidden, config.size("state_size", least=1)
+    width, states = config.hidden, config.size("state_size", default=16, least=1)
     inner, bias = config.size("expand", default=2) * width, bool(config.get("use_bias", default=False))
-    rank = -(-width // 16) if config.get("time_step_rank") == "auto" else config.size("time_step_rank", least=1)
+    is_auto = config.get("time_step_rank", default="auto") == "auto"
+    rank = -(-width // 16) if is_auto else config.size("time_step_rank", least=1)
     linears = (
         Linear("in_proj", width, 2 * inner, bias),
         Linear("x_proj", inner, rank + 2 * states),

@@ -250,6 +250,9 @@ class _Case:
             lines = [(one.inputs + one.outputs) * stack.num_blocks for stack, b in self.blocks for one in b.linears]
             lines += [rows + width for rows, width in self.anatomy.tables]
             moments = Interval(sum(lines) * self.state, 2 * sum(lines) * max(self.state, 4))
+        elif name.startswith("paged"):  # scales of 8 bits, and small moments
+            scales = ceil(count * (_STATES_IN_8_BITS - 2)) if name.endswith("8bit") else 0
+            moments = Interval(scales, scales + ceil(0.02 * 8 * count))
         elif name == "adamw8bit":
             moments = Interval(ceil(count * _STATES_IN_8_BITS)).times(1, 1.02)  # small weights have fp32 states
         else:
@@ -272,7 +275,7 @@ class _Case:
             size = self.state
             copies = 2 if size != self.trained and not self.has_masters else 1
             found = Interval(every * size * copies) if self.setup.foreach else Interval(0, 2 * one * size)
-        elif name == "adamw8bit":  # a kernel of its own, or fp32 copies of one weight after another
+        elif name.endswith("8bit") or name == "paged_adamw":  # a kernel, or fp32 copies of one weight after another
             found = Interval(0, 8 * one)
         else:
             found = Interval()
@@ -509,5 +512,5 @@ class _Case:
         if self.setup.lora_rank:
             found.append("adapters are in fp32; the bound assumes dropout of their inputs")
         if self.setup.compiled:
-            found.append("--compile: the value keeps what torch's partitioner keeps, the bound keeps everything")
+            found.append("torch.compile: the value keeps what torch's partitioner keeps, the bound keeps everything")
         return found

@@ -119,7 +119,7 @@ def _parse(config: Mapping[str, Any], notes: list[str]) -> tuple[Any, type[Any]]
         )
     values = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL and name != "model_type"}
     if "quantization_config" in config:
-        notes.append("the config's quantization_config is ignored: --quant says how weights are held")
+        notes.append("the config's quantization_config is ignored: the setup says how weights are held")
     try:
         with _quiet():
             parsed = transformers.AutoConfig.for_model(model_type, **values)
@@ -320,7 +320,7 @@ def _check_length(config: Any, setup: Setup) -> None:
 
 def _chunk_loss(model: Any, setup: Setup, head: Any, notes: list[str]) -> Any:
     if head is None or not isinstance(head, nn.Linear):
-        notes.append("--loss-chunks has no effect: the model has no single output layer")
+        notes.append("the loss is not made in chunks: the model has no single output layer")
         return head
     softcap = getattr(model.config, "final_logit_softcapping", None)
     tokens = setup.batch * (setup.target_len or setup.seq_len)

@@ -18,6 +18,8 @@ from memfit.estimation._setup import Setup
 #: for every 256 moments (2048 before 0.44: fewer bytes). torchao 0.7, optim/adam.py, draws the same line at 4096.
 _MIN_QUANTIZED_SIZE = 4096
 _BLOCK_SIZE_8_BIT = 256
+#: The same, Optimizer8bit.get_state_buffer: smaller moments are not paged.
+_MIN_PAGED_SIZE = 100_000
 
 _Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -38,11 +40,11 @@ def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimiz
         factory = partial(_MasterWeights, factory=factory)
     made = InBackward(parameters, factory) if setup.optimizer_in_backward else factory(list(parameters))
     notes = []
-    if setup.optimizer == "adamw8bit":
+    if setup.optimizer.endswith("adamw8bit"):
         notes.append("8-bit moments are those of bitsandbytes; transformers' trainer keeps fp32 ones of embeddings")
     if setup.master_weights:
         notes.append("the step makes fp32 gradients of all weights that have a master copy")
-    fixed = ("adamw8bit", "adafactor", "sgd", "momentum")
+    fixed = ("adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "sgd", "momentum")
     if setup.state_dtype is not None and (setup.optimizer in fixed or setup.master_weights):
         notes.append(f"state_dtype has no effect on {setup.optimizer}{' with fp32 masters' * setup.master_weights}")
     return made, tuple(notes)
@@ -50,8 +52,10 @@ def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimiz
 
 def _choose(setup: Setup) -> _Factory:
     name, foreach = setup.optimizer, setup.foreach
-    if name == "adamw8bit":
-        return partial(WeightByWeight, make_state=partial(_state_8_bit, maps={}))
+    if name.endswith("adamw8bit") or name == "paged_adamw":
+        is_paged, bits = name.startswith("paged"), 8 if name.endswith("8bit") else 32
+        make_state = partial(_state_of_bitsandbytes, maps={}, bits=bits, is_paged=is_paged)
+        return partial(WeightByWeight, make_state=make_state)
     if name == "adafactor":  # transformers' trainer uses its own
         from transformers.optimization import Adafactor
 
@@ -68,15 +72,18 @@ def _choose(setup: Setup) -> _Factory:
     return partial(adam, lr=1e-3, **fast)
 
 
-def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    size = weight.numel()
-    if size < _MIN_QUANTIZED_SIZE:
-        return {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
+def _state_of_bitsandbytes(
+    weight: torch.Tensor, maps: dict[str, torch.Tensor], bits: int, is_paged: bool
+) -> dict[str, torch.Tensor]:
+    size, is_paged = weight.numel(), is_paged and weight.numel() >= _MIN_PAGED_SIZE
+    if size < _MIN_QUANTIZED_SIZE or bits == 32:
+        num = 0 if is_paged else size
+        return {name: torch.zeros(num, dtype=torch.float32, device=weight.device) for name in ("state1", "state2")}
     state: dict[str, torch.Tensor] = {}
     for index in ("1", "2"):
         if f"qmap{index}" not in maps:
             maps[f"qmap{index}"] = torch.zeros(256)
-        state[f"state{index}"] = torch.zeros_like(weight, dtype=torch.uint8)
+        state[f"state{index}"] = torch.zeros(0 if is_paged else size, dtype=torch.uint8, device=weight.device)
         state[f"qmap{index}"] = maps[f"qmap{index}"]
         state[f"absmax{index}"] = torch.zeros(math.ceil(size / _BLOCK_SIZE_8_BIT), dtype=torch.float32)
     return state

@@ -8,7 +8,9 @@ from typing import Literal
 from memfit.errors import ConfigError, UsageError, check_counts
 
 Dtype = Literal["fp32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
-Optimizer = Literal["adamw", "adam", "adamw8bit", "adafactor", "sgd", "momentum", "none"]
+Optimizer = Literal[
+    "adamw", "adam", "adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "sgd", "momentum", "none"
+]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "tp"]
@@ -44,7 +46,7 @@ class Setup:
             and forward and loss run under autocast.
         state_dtype: The dtype of the optimizer's moments; None for that of the weights.
         master_weights: Whether the optimizer holds an fp32 copy of 16-bit weights.
-        optimizer: The optimizer's name.
+        optimizer: The optimizer's name; a paged one is that of bitsandbytes, whose large moments may leave the device.
         optimizer_in_backward: Whether the backward pass updates each weight and drops its gradient.
         foreach: Whether the update runs over all weights at once, with temporaries of all of them: torch's default on
             CUDA. ``fused`` kernels and ``False`` need none.
@@ -146,6 +148,8 @@ def list_assumptions(setup: Setup) -> tuple[str, ...]:
             "pure bf16 loses every update smaller than about 1/256 of its weight; "
             "use --master-weights or --dtype bf16-amp"
         )
+    if setup.optimizer.startswith("paged"):
+        found.append("paged: moments of 100,000 numbers or more take free room alone, and leave it for tensors")
     if setup.is_sharded and setup.load == "any":
         found.append(
             "load: the value loads shards, the bound loads the whole model on each device first; "

@@ -34,6 +34,10 @@ _aten = torch.ops.aten
 _MOST_NUMBERS = 1 << 24
 #: Where ``backward`` and ``grad`` start autograd's engine (torch/autograd/__init__.py, torch 2.13).
 _ENGINE = "_engine_run_backward"
+_NOT_COMPILED = (
+    "torch.compile is left out: the figures are those of the step without it; memfit.estimate counts it for a plain "
+    "model with Setup(compiled=True)"
+)
 
 
 def trace(
@@ -77,6 +81,8 @@ def trace(
                 recorder.longest = max(recorder.longest, reals.longest)
                 reals.held.clear()
             notes |= dict.fromkeys(program.notes if program else ()) | (ops.notes if ops else {})
+            if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for _, one in watch.modules.values()):
+                notes[_NOT_COMPILED] = None
             found = Trace(
                 _without_building(log.events),
                 {number: block.part for number, block in enumerate(log.blocks)},

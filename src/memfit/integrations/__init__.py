@@ -11,6 +11,4 @@ if TYPE_CHECKING:
     from memfit.integrations._track import TrackSettings as TrackSettings
     from memfit.integrations._track import start_trackers as start_trackers
 
-__all__ = ["Notifier", "NotifySettings", "TrackSettings", "notifier_of", "start_trackers"]
-
 __getattr__, __dir__ = load_lazily(__name__)

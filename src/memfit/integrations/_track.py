@@ -193,8 +193,9 @@ def main(folder: Path, name: str, project: str) -> None:
             tail, count = tails.get(file.name, (EventTail(file), 0))
             for event in tail.read():
                 count += 1
-                if count > shown.get(file.name, 0) and event.get("kind") == "epoch":
-                    tracker.show(str(event.get("job")), int(event["epoch"]), dict(numbers_of(event)))
+                is_epoch = event.get("kind") == "epoch" and isinstance(event.get("epoch"), int)
+                if is_epoch and count > shown.get(file.name, 0):
+                    tracker.show(str(event.get("job")), event["epoch"], dict(numbers_of(event)))
                     is_new = True
             tails[file.name] = tail, count
         if is_new:

@@ -8,77 +8,45 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.jobs._admission import LocalAdmission
-    from memfit.jobs._budget_watch import ReadBudget
-    from memfit.jobs._child import call_in_child, load_target, raise_error_of
-    from memfit.jobs._folder import read_status
-    from memfit.jobs._forecast import Forecast
-    from memfit.jobs._job import (
-        ENDED,
-        STATES,
-        Backend,
-        EndedBy,
-        Enforcer,
-        Job,
-        JobSource,
-        JobStatus,
-        OnFailure,
-        Policy,
-        State,
-        StopRequest,
-        Submission,
-        Traits,
-        Verdict,
-        name_jobs,
-        show_state,
-    )
-    from memfit.jobs._local import LocalBackend, child_env
-    from memfit.jobs._scheduler import Scheduler
-    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, SlurmPlace, render_script
-    from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
-    from memfit.jobs._threads import limit_threads
-
-__all__ = [
-    "ASK_SIGNAL",
-    "ENDED",
-    "SHIM_BYTES",
-    "NOW_SIGNAL",
-    "STATES",
-    "Backend",
-    "EndedBy",
-    "Enforcer",
-    "Forecast",
-    "Job",
-    "JobSource",
-    "JobStatus",
-    "LocalAdmission",
-    "LocalBackend",
-    "OnFailure",
-    "Policy",
-    "ReadBudget",
-    "Scheduler",
-    "SlurmBackend",
-    "SlurmOptions",
-    "SlurmPlace",
-    "State",
-    "StopRequest",
-    "Submission",
-    "Traits",
-    "Verdict",
-    "call_in_child",
-    "child_env",
-    "find_supervisor",
-    "forget_stops",
-    "limit_threads",
-    "name_jobs",
-    "load_target",
-    "raise_error_of",
-    "read_status",
-    "render_script",
-    "running_jobs",
-    "show_state",
-    "stop",
-    "take_stop",
-]
+    from memfit.jobs._admission import LocalAdmission as LocalAdmission
+    from memfit.jobs._budget_watch import ReadBudget as ReadBudget
+    from memfit.jobs._child import call_in_child as call_in_child
+    from memfit.jobs._child import load_target as load_target
+    from memfit.jobs._child import raise_error_of as raise_error_of
+    from memfit.jobs._folder import read_status as read_status
+    from memfit.jobs._forecast import Forecast as Forecast
+    from memfit.jobs._job import ENDED as ENDED
+    from memfit.jobs._job import STATES as STATES
+    from memfit.jobs._job import Backend as Backend
+    from memfit.jobs._job import EndedBy as EndedBy
+    from memfit.jobs._job import Enforcer as Enforcer
+    from memfit.jobs._job import Job as Job
+    from memfit.jobs._job import JobSource as JobSource
+    from memfit.jobs._job import JobStatus as JobStatus
+    from memfit.jobs._job import OnFailure as OnFailure
+    from memfit.jobs._job import Policy as Policy
+    from memfit.jobs._job import State as State
+    from memfit.jobs._job import StopRequest as StopRequest
+    from memfit.jobs._job import Submission as Submission
+    from memfit.jobs._job import Traits as Traits
+    from memfit.jobs._job import Verdict as Verdict
+    from memfit.jobs._job import name_jobs as name_jobs
+    from memfit.jobs._job import show_state as show_state
+    from memfit.jobs._local import LocalBackend as LocalBackend
+    from memfit.jobs._local import child_env as child_env
+    from memfit.jobs._scheduler import Scheduler as Scheduler
+    from memfit.jobs._slurm import SHIM_BYTES as SHIM_BYTES
+    from memfit.jobs._slurm import SlurmBackend as SlurmBackend
+    from memfit.jobs._slurm import SlurmOptions as SlurmOptions
+    from memfit.jobs._slurm import SlurmPlace as SlurmPlace
+    from memfit.jobs._slurm import render_script as render_script
+    from memfit.jobs._stop import ASK_SIGNAL as ASK_SIGNAL
+    from memfit.jobs._stop import NOW_SIGNAL as NOW_SIGNAL
+    from memfit.jobs._stop import find_supervisor as find_supervisor
+    from memfit.jobs._stop import forget_stops as forget_stops
+    from memfit.jobs._stop import running_jobs as running_jobs
+    from memfit.jobs._stop import stop as stop
+    from memfit.jobs._stop import take_stop as take_stop
+    from memfit.jobs._threads import limit_threads as limit_threads
 
 __getattr__, __dir__ = load_lazily(__name__)

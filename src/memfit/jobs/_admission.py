@@ -16,7 +16,18 @@ from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._reservation import Reservation, Wait, kind_of
-from memfit.memory import HOST, Budget, Claims, Footprint, Lendable, Others, Sizes, keep_cache, reservation_bytes
+from memfit.memory import (
+    HOST,
+    Budget,
+    Claims,
+    Footprint,
+    Lendable,
+    Others,
+    Sizes,
+    keep_cache,
+    reservation_bytes,
+    why_tight,
+)
 from memfit.units import format_bytes
 
 #: A job that gave way so often runs alone the next time.
@@ -186,6 +197,8 @@ class LocalAdmission:
         needs, note = self._needs(entry, rooms)
         if needs[HOST] is None and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")
+        if why := self._why_tight(entry, needs):
+            return Wait("tight", why)
         if entry.num_asides >= _MOST_ASIDES and not alone:
             return Wait("memory", f"it gave way {entry.num_asides} times, so it runs alone next")
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
@@ -222,6 +235,15 @@ class LocalAdmission:
                     needs[kind], note = None, f"similar jobs took {format_bytes(need[0])}, it gets all there is"
         return needs, note
 
+    def _why_tight(self, entry: Reservation, needs: Mapping[str, tuple[int, int] | None]) -> str:
+        """Return why a job is to be refused whose declared peak is tight; empty if it is not."""
+        if self.policy.refuse_tight and self.measured(entry.job) is None:
+            most = self.budget.most(entry.job.num_devices)
+            for kind, need in needs.items():
+                if need is not None and not entry.needed[kind] and (why := why_tight(need[0], most[kind])):
+                    return f"{entry.job.id} is tight{'' if kind == HOST else ' on its GPU'}, as declared: {why}"
+        return ""
+
     def need(self, entry: Reservation, kind: str) -> tuple[int, int] | None:
         """Return the least that a job can start with on the host or on each device, and what it is to have.
 
@@ -252,6 +274,10 @@ class LocalAdmission:
 
     def refusal(self, entry: Reservation, wait: Wait) -> DoesNotFitError:
         """Return the error for a job that waits although no other runs."""
+        if wait.on == "tight":
+            rule = "a peak that was declared, not measured, leaves 5 % or more of what its job gets alone."
+            remedy = "raise that limit, make the job smaller, or accept it: --accept-tight"
+            return DoesNotFitError(f"{wait.reason}.", rule=rule, remedy=remedy)
         job, binding, measured = entry.job, self.read_budget().binding, self.measured(entry.job)
         if is_host := wait.on == "memory":
             is_measured, is_declared, where = measured is not None, job.footprint is not None, "of host memory"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import errors
-from memfit.errors import MemfitError, StoppedError, UsageError
+from memfit.errors import JobFailedError, MemfitError, StoppedError, UsageError
 from memfit.masking import mask
 from memfit.rundir import read_devices, read_json, read_whole, record, write_json
 
@@ -98,6 +98,12 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         error = read_json(folder / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)
+    if done.returncode < 0 and error is None:
+        raise JobFailedError(
+            f"the process that runs {target} was ended by signal {-done.returncode}.",
+            rule="memfit runs it in an interpreter of its own. The kernel kills one when memory is short.",
+            remedy="give the same command again; if it ends so each time, free memory",
+        )
     frames = re.findall(r'^  File "(.+)", line (\d+)', done.stderr, re.MULTILINE)
     where, said = (
         ":".join(frames[-1]) if frames else target,

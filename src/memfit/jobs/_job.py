@@ -329,6 +329,7 @@ class Policy:
         proven_stages: Stages of which a job completed in an earlier run: ``first`` means ``continue`` for them.
         largest_first: Start the largest of the waiting jobs that fit, unless two have passed the oldest. If false,
             start the oldest that fits.
+        refuse_tight: Refuse a job whose declared peak leaves less than 5 % of what it gets alone (`why_tight`).
     """
 
     max_parallel: int | None = None
@@ -338,6 +339,7 @@ class Policy:
     retries: int = 2
     proven_stages: frozenset[str] = frozenset()
     largest_first: bool = False
+    refuse_tight: bool = False
 
 
 class StopRequest:

@@ -16,11 +16,11 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.jobs._job import JobStatus
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
-from memfit.rundir import EventTail, RunDir, fits, open_own
+from memfit.rundir import EventTail, RunDir, event_time, fits, open_own
 
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
-_MOST_LOG_BYTES = 1 << 16
+_MOST_LOG_BYTES, _MOST_BYTES = 1 << 16, 1 << 50
 #: A refusal counts from this part of the limit on; below it the kernel reclaimed page cache.
 _AT_WALL = 0.9
 # The first that matches a line counts: "saved model after epoch 3" is a checkpoint.
@@ -168,12 +168,16 @@ class Monitor:
                     continue
                 if fits(held_by := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
                     for uuid, held in zip(self.devices, held_by or (), strict=False):
-                        self._reports[path, uuid] = held["bytes"], held["peak_bytes"]
+                        self._reports[path, uuid] = (
+                            min(held["bytes"], _MOST_BYTES),
+                            min(held["peak_bytes"], _MOST_BYTES),
+                        )
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
-                    size = max(self.known.checkpoint_bytes, int(record.get("bytes") or 0))
-                    self.note(checkpointed=float(record.get("time", time.time())), checkpoint_bytes=size)
+                    told: Any = record.get("bytes")
+                    size = max(self.known.checkpoint_bytes, told if fits(told, int) else 0)
+                    self.note(checkpointed=event_time(record) or time.time(), checkpoint_bytes=size)
 
     def _enter(self, phase: str) -> None:
         marked = self.known.phase if self.known.phase_source == "marks" else None

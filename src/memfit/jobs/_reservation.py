@@ -21,7 +21,7 @@ class Wait(NamedTuple):
     """Why a job is not started now.
 
     Attributes:
-        on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of another job) or ``other_run`` (on this host).
+        on: ``memory``, ``device``, ``tight``, ``max_parallel``, ``measuring`` (of another job) or ``other_run`` (here).
         reason: The same in words.
         detail: The arithmetic behind it.
         lacks: The bytes that it needs; 0 when it waits for something else.

@@ -315,7 +315,7 @@ class Scheduler:
 
     def _refuse(self, entry: Reservation, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
-        if self.admission.waits_for_others(entry):
+        if wait.on != "tight" and self.admission.waits_for_others(entry):
             self._wait(entry, Wait("other_run", HELD_BY_OTHERS))
             return
         now = self.admission.now()

@@ -1,74 +1,49 @@
 """Budgets, footprints, and measuring: what may be used, what will be or was used. Loads no torch."""
 
-from memfit.memory._admission import (
-    DEFAULT_SLACK,
-    DEVICE_RESERVE_BYTES,
-    Lendable,
-    bounds_of,
-    count_fitting,
-    keep_cache,
-    reservation_bytes,
-    rooms_of,
-)
-from memfit.memory._budget import Budget
-from memfit.memory._cgroup import memory_group, oom_kills_above
-from memfit.memory._devices import Device, DeviceProcess, device_reader
-from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
-from memfit.memory._heap import read_heap
-from memfit.memory._host import Limit, SharedMemory, Swap, parse_cpu_list, parse_limits, parse_mountinfo
-from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
-from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
-from memfit.memory._locks import is_locked, lock_file
-from memfit.memory._meter import Meter, Sample, TreeMeter, measure
-from memfit.memory._process import ProcReader
-from memfit.memory._series import SeriesWriter, read_series
-from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
-
-__all__ = [
-    "DEFAULT_SLACK",
-    "DEVICE_RESERVE_BYTES",
-    "HOST",
-    "Budget",
-    "Claims",
-    "Device",
-    "DeviceProcess",
-    "Entry",
-    "Footprint",
-    "GroupState",
-    "JobGroup",
-    "Lendable",
-    "Limit",
-    "Meter",
-    "Others",
-    "PhasePeak",
-    "ProcReader",
-    "Sample",
-    "SeriesWriter",
-    "SharedMemory",
-    "Sizes",
-    "Swap",
-    "TreeMeter",
-    "Walls",
-    "bounds_of",
-    "count_fitting",
-    "keep_cache",
-    "device_reader",
-    "is_locked",
-    "list_entries",
-    "live_jobs",
-    "lock_file",
-    "measure",
-    "memory_group",
-    "oom_kills_above",
-    "parse_cpu_list",
-    "parse_limits",
-    "parse_mountinfo",
-    "read_heap",
-    "read_series",
-    "reservation_bytes",
-    "rooms_of",
-    "sweep_entries",
-    "sweep_groups",
-    "systemd_scope_command",
-    "why_no_walls",
-]
+from memfit.memory._admission import DEFAULT_SLACK as DEFAULT_SLACK
+from memfit.memory._admission import DEVICE_RESERVE_BYTES as DEVICE_RESERVE_BYTES
+from memfit.memory._admission import Lendable as Lendable
+from memfit.memory._admission import bounds_of as bounds_of
+from memfit.memory._admission import count_fitting as count_fitting
+from memfit.memory._admission import keep_cache as keep_cache
+from memfit.memory._admission import reservation_bytes as reservation_bytes
+from memfit.memory._admission import rooms_of as rooms_of
+from memfit.memory._admission import why_tight as why_tight
+from memfit.memory._budget import Budget as Budget
+from memfit.memory._cgroup import memory_group as memory_group
+from memfit.memory._cgroup import oom_kills_above as oom_kills_above
+from memfit.memory._devices import Device as Device
+from memfit.memory._devices import DeviceProcess as DeviceProcess
+from memfit.memory._devices import device_reader as device_reader
+from memfit.memory._footprint import HOST as HOST
+from memfit.memory._footprint import Footprint as Footprint
+from memfit.memory._footprint import PhasePeak as PhasePeak
+from memfit.memory._footprint import Sizes as Sizes
+from memfit.memory._heap import read_heap as read_heap
+from memfit.memory._host import Limit as Limit
+from memfit.memory._host import SharedMemory as SharedMemory
+from memfit.memory._host import Swap as Swap
+from memfit.memory._host import parse_cpu_list as parse_cpu_list
+from memfit.memory._host import parse_limits as parse_limits
+from memfit.memory._host import parse_mountinfo as parse_mountinfo
+from memfit.memory._host_runs import Claims as Claims
+from memfit.memory._host_runs import Entry as Entry
+from memfit.memory._host_runs import Others as Others
+from memfit.memory._host_runs import list_entries as list_entries
+from memfit.memory._host_runs import live_jobs as live_jobs
+from memfit.memory._host_runs import sweep_entries as sweep_entries
+from memfit.memory._jobgroup import GroupState as GroupState
+from memfit.memory._jobgroup import JobGroup as JobGroup
+from memfit.memory._jobgroup import sweep_groups as sweep_groups
+from memfit.memory._locks import is_locked as is_locked
+from memfit.memory._locks import lock_file as lock_file
+from memfit.memory._meter import Meter as Meter
+from memfit.memory._meter import Sample as Sample
+from memfit.memory._meter import TreeMeter as TreeMeter
+from memfit.memory._meter import measure as measure
+from memfit.memory._process import ProcReader as ProcReader
+from memfit.memory._series import SeriesWriter as SeriesWriter
+from memfit.memory._series import read_series as read_series
+from memfit.memory._walls import Walls as Walls
+from memfit.memory._walls import systemd_scope_command as systemd_scope_command
+from memfit.memory._walls import why_no_walls as why_no_walls

@@ -19,6 +19,8 @@ DEFAULT_SLACK = 0.10
 DEVICE_RESERVE_BYTES = 256 * MIB
 #: At most this share of a limit is kept for the page cache of mapped files: a larger panel is read in pieces anyway.
 _CACHE_SHARE = 0.25
+#: What a declared or estimated peak must leave of its limit, as a share; less is tight.
+_TIGHT = 0.05
 #: Limits that all runs on this host share; the user's limit and a Slurm job's hold for one run alone.
 _SHARED = frozenset({"group", "host"})
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -32,6 +34,18 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
     """
     factor = 1.0 if footprint.method == "declared" else 1.0 + slack
     return round(footprint.private_bytes * factor)
+
+
+def why_tight(upper_bytes: int, limit_bytes: int) -> str:
+    """Say that a peak nobody has measured fits its limit and leaves less than 5 % of it; empty where that is not so.
+
+    >>> why_tight(98 << 30, 100 << 30), why_tight(95, 100), why_tight(101, 100)
+    ('98.00 GiB of 100.00 GiB leave 2.0%, under 5%', '', '')
+    """
+    left = (limit_bytes - upper_bytes) / max(limit_bytes, 1)
+    if not 0 <= left < _TIGHT:
+        return ""
+    return f"{format_bytes(upper_bytes)} of {format_bytes(limit_bytes)} leave {left:.1%}, under {_TIGHT:.0%}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.memory._meter import Sample
-from memfit.rundir import fits, read_own
+from memfit.rundir import fits, parse_json, read_own
 
 #: A file with this many lines is thinned to half of them: about 2 MB, however long the job runs.
 MAX_LINES = 8192
@@ -94,8 +94,9 @@ def read_series(path: Path) -> list[Sample]:
     samples, lines = [], read_own(path).split(b"\n")
     for line in lines:
         with suppress(ValueError, TypeError, RecursionError):
-            one = Sample(**json.loads(line))
-            samples += [one] if fits(vars(one), _SHAPE) else []
+            found = parse_json(line)
+            if fits(found, _SHAPE):
+                samples.append(Sample(**found))
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",

@@ -8,60 +8,45 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
-    from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
-    from memfit.pipeline._graph import Choice, Graph
-    from memfit.pipeline._grid import expand, fill
-    from memfit.pipeline._manifest import fingerprint_files
-    from memfit.pipeline._order import Order, order_of_config, resolve_settings
-    from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
-    from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
-    from memfit.pipeline._results import Index, Unit
-    from memfit.pipeline._run import make_job, resume, run, run_commands, start_folder, take_up, write_order
-    from memfit.pipeline._supervise import RunResult, Supervisor, View, read_budget, supervised
+    from memfit.pipeline._config import CommandSettings as CommandSettings
+    from memfit.pipeline._config import MemorySettings as MemorySettings
+    from memfit.pipeline._config import RunConfig as RunConfig
+    from memfit.pipeline._config import StageSettings as StageSettings
+    from memfit.pipeline._contract import Context as Context
+    from memfit.pipeline._contract import Output as Output
+    from memfit.pipeline._contract import Probe as Probe
+    from memfit.pipeline._contract import Stage as Stage
+    from memfit.pipeline._contract import Stop as Stop
+    from memfit.pipeline._contract import Workload as Workload
+    from memfit.pipeline._graph import Choice as Choice
+    from memfit.pipeline._graph import Graph as Graph
+    from memfit.pipeline._grid import expand as expand
+    from memfit.pipeline._grid import fill as fill
+    from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
+    from memfit.pipeline._order import Order as Order
+    from memfit.pipeline._order import order_of_config as order_of_config
+    from memfit.pipeline._order import resolve_settings as resolve_settings
+    from memfit.pipeline._plan_run import RunPlan as RunPlan
+    from memfit.pipeline._plan_run import StagePlan as StagePlan
+    from memfit.pipeline._plan_run import plan_commands as plan_commands
+    from memfit.pipeline._plan_run import plan_run as plan_run
+    from memfit.pipeline._probe import call_alone as call_alone
+    from memfit.pipeline._probe import context_of as context_of
+    from memfit.pipeline._probe import estimate_workload as estimate_workload
+    from memfit.pipeline._results import Index as Index
+    from memfit.pipeline._results import Unit as Unit
+    from memfit.pipeline._run import make_job as make_job
+    from memfit.pipeline._run import resume as resume
+    from memfit.pipeline._run import run as run
+    from memfit.pipeline._run import run_commands as run_commands
+    from memfit.pipeline._run import start_folder as start_folder
+    from memfit.pipeline._run import take_up as take_up
+    from memfit.pipeline._run import write_order as write_order
+    from memfit.pipeline._supervise import RunResult as RunResult
+    from memfit.pipeline._supervise import Supervisor as Supervisor
+    from memfit.pipeline._supervise import View as View
+    from memfit.pipeline._supervise import read_budget as read_budget
+    from memfit.pipeline._supervise import supervised as supervised
 
-__all__ = [
-    "Choice",
-    "CommandSettings",
-    "Context",
-    "Graph",
-    "Index",
-    "LoaderBench",
-    "MemorySettings",
-    "Order",
-    "Output",
-    "Probe",
-    "RunConfig",
-    "RunPlan",
-    "RunResult",
-    "Stage",
-    "StagePlan",
-    "StageSettings",
-    "Stop",
-    "Supervisor",
-    "Unit",
-    "View",
-    "Workload",
-    "bench_loader",
-    "call_alone",
-    "estimate_workload",
-    "expand",
-    "fill",
-    "fingerprint_files",
-    "context_of",
-    "make_job",
-    "order_of_config",
-    "plan_commands",
-    "plan_run",
-    "read_budget",
-    "resolve_settings",
-    "resume",
-    "run",
-    "run_commands",
-    "start_folder",
-    "supervised",
-    "take_up",
-    "write_order",
-]
 
 __getattr__, __dir__ = load_lazily(__name__)

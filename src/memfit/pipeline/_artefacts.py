@@ -112,7 +112,7 @@ def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) 
         raise DamagedError(
             f"{path} is not what stage {facts['stage']} saved.",
             rule="an output is checked against the hash in its manifest when it is opened.",
-            remedy=f"make it again: the same command with --from {facts['stage']}",
+            remedy="give the same command with --check-files: it finds what is damaged, and makes that again",
         )
     return path if kind == "path" else load_path(path)
 

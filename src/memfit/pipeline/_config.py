@@ -82,6 +82,7 @@ class CommandSettings(Settings):
         schema_version: The version of this format.
         experiment: Names the folder below ``runs_dir``.
         max_parallel: ``auto`` for as many jobs at once as fit, or the most.
+        accept_tight: Also run a job whose declared peak leaves less than 5 % of what it gets alone.
         on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint. With
             ``first``, start no more if the first job that ends has failed by an error of its own.
         retries: How often to restart a job that ran out of memory, or that something outside of memfit ended.
@@ -98,6 +99,7 @@ class CommandSettings(Settings):
     schema_version: Literal[1] = 1
     experiment: _Name = ""
     max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    accept_tight: bool = False
     on_failure: OnFailure = "continue"
     retries: Annotated[int, Field(ge=0)] = 2
     threads_per_job: Annotated[int, Field(ge=1)] = 1

@@ -196,13 +196,15 @@ class Context:
 
 @dataclass(frozen=True)
 class Probe:
-    """How ``bench loader``, ``estimate`` and ``run --plan`` look at a training stage without a run.
+    """How ``estimate`` and ``run --plan`` look at a training stage without a run.
 
     Attributes:
         loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
         step: Takes the context and the params; returns a function that takes one training step on a batch.
         model: Takes the params; returns the content of a model's config.json, and the `memfit.estimation.Setup` that it
             is trained with. It needs no data, so that a plan has its memory before anything has run.
+        settings: The setting that stands for an option of ``memfit estimate``, for those that the model has:
+            ``{"--batch": "params.batch_size={}", "--lora 16": "params.adapters=true"}``. An estimate advises no others.
         memory: Takes the params; returns the bytes that one job of the stage takes at least, by arithmetic: on its GPU
             where it has one, else on the host. It needs no data. ``memfit tune`` refuses what is too large.
     """
@@ -211,6 +213,7 @@ class Probe:
     step: Callable[[Context, Any], Callable[[Any], object]] | None = None
     model: Callable[[Any], tuple[Mapping[str, Any], Setup]] | None = None
     memory: Callable[[Any], int] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

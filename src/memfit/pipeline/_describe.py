@@ -20,6 +20,7 @@ from memfit.pipeline._contract import Probe, Stage, load_workload
 from memfit.pipeline._grid import PLACEHOLDER
 
 SEED = "@seed"
+_MOST_UNITS = 1_000_000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _EACH = re.compile(r"([A-Za-z_]\w*) in ([A-Za-z_]\w*)((?:\.[A-Za-z_]\w*)+)")
 
@@ -275,11 +276,11 @@ def list_units(stage: StageSpec, facts: Mapping[str, Any]) -> list[Any]:
     found: Any = facts
     for part in stage.path:
         found = found.get(part) if isinstance(found, Mapping) else None
-    if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= _MOST_UNITS:
         return list(range(1, found + 1))
     if isinstance(found, list) and found:
         return found
-    rule = "units are a list with one item or more, or a whole number above 0"
+    rule = f"units are a list with one item or more, or a whole number from 1 to {_MOST_UNITS}"
     raise _bad(stage.name, f"has each='{stage.each}', and that is {found!r:.60}", rule, "correct the list")
 
 

@@ -6,9 +6,11 @@ A unit's key follows from the results it needs. So a stage that ran again with t
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,10 @@ from memfit.errors import ConfigError, MemfitError, UsageError, nearest
 from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of, remove_result
+from memfit.pipeline._proofs import HOST, Proofs
 from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
 from memfit.rundir import RunDir, refresh
-from memfit.units import format_duration
+from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memfit.pipeline._order import Order
@@ -29,6 +32,7 @@ PASSED = frozenset({"kept", "reused", "completed", "passed"})
 _ENDED_BADLY = {
     "failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"
 }  # fmt: skip
+_WORD_SECONDS = 5.0
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -41,6 +45,7 @@ class Choice:
         anew: The stage that runs again, valid or not, with all stages that read it.
         skip: Stages that count as passed.
         units: Which units, such as ``2-5`` or ``1,3``; ``all``.
+        check_files: Read all files of the results that are kept, also those that were read before.
         combinations: The units of a plain function: the values of its parameters, one mapping for each job.
     """
 
@@ -48,6 +53,7 @@ class Choice:
     anew: str | None = None
     skip: tuple[str, ...] = ()
     units: str = "all"
+    check_files: bool = False
     combinations: tuple[Mapping[str, str], ...] = ()
 
 
@@ -82,7 +88,11 @@ class Graph:
         self._ready: list[Unit] = []
         self._running: dict[str, Unit] = {}
         self._sealing: dict[str, tuple[JobStatus, Future[None]]] = {}
-        self._pool = ThreadPoolExecutor(1, "seal")
+        self._reading: dict[str, tuple[Unit, Future[str | None]]] = {}
+        self._num_read, self._next_word, self._is_closed = 0, 0.0, False
+        self._pool = ThreadPoolExecutor(2, "hash")
+        if not self._is_plan and self._index.proofs is None:
+            self._index.proofs = Proofs(run, self._index.runs, anew=self.choice.check_files)
         self._changed: list[Unit] = []
         self._has_begun, self._why_given_up = False, ""
         self.asked, self._anew = self._chosen()
@@ -155,9 +165,10 @@ class Graph:
 
     def close(self) -> None:
         """Wait until all manifests are written."""
+        self._is_closed = True
         for status, sealing in list(self._sealing.values()):
             self._conclude(status, sealing.exception())
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
     def _conclude(self, status: JobStatus, error: BaseException | None = None) -> None:
         """Set the state of a unit whose job has ended; ``error`` comes from writing its manifest."""
@@ -183,7 +194,7 @@ class Graph:
     @property
     def is_done(self) -> bool:
         """True if no unit will ever become ready."""
-        return self._has_begun and not self._running and not self._ready and not self._is_held()
+        return self._has_begun and not (self._running or self._ready or self._reading or self._is_held())
 
     def _is_held(self) -> bool:
         """Return whether a unit waits for another graph that makes its result."""
@@ -196,7 +207,7 @@ class Graph:
         for unit in [*self._ready, *(one for units in self._waiting.values() for one in units)]:
             self._index.making.pop((unit.stage.name, unit.key), None)
             self._set(unit, "cancelled", why)
-        self._ready, self._waiting = [], {name: [] for name in self._waiting}
+        self._ready, self._waiting, self._reading = [], {name: [] for name in self._waiting}, {}
         return list(self._running)
 
     def given_up(self, job_id: str) -> str:
@@ -236,6 +247,10 @@ class Graph:
     def advance(self) -> None:
         """Look at all units until nothing changes: a gate that opens lets an earlier stage start."""
         self._has_begun = changed = True
+        if self._index.proofs:
+            self._index.proofs.looked.clear()
+        for unit, proof in [one for one in self._reading.values() if one[1].done()]:
+            self._conclude_reading(unit, proof)
         while changed:
             changed = False
             for name in self.stages:
@@ -336,6 +351,8 @@ class Graph:
         if stage.keyed:
             if unit.key and (stage.name, unit.key) in self._index.making:
                 return False
+            if any(one.job_id in self._reading for one in unit.read):
+                return False
             try:
                 return self._check(unit)
             except OSError as error:
@@ -353,7 +370,7 @@ class Graph:
         if (found := self._results.find(unit)) is not None:
             self._take(unit, found[1], found[0])
             return True
-        if (name, unit.key) in self._index.making:
+        if (name, unit.key) in self._index.making or any([self._may_be_damaged(one) for one in unit.read]):  # noqa: C419
             return False
         again = f"it is asked for (--from {self.choice.anew})" if name in self._anew else self._results.why_not(unit)
         unit.state, unit.why = "ready", again
@@ -375,6 +392,53 @@ class Graph:
             self._set(unit, "stopped", made["why"])
         else:
             self._set(unit, state, made["reused_from"] or "")
+            if self.choice.check_files and state != "completed":
+                self._may_be_damaged(unit)
+
+    # Damage
+
+    def _may_be_damaged(self, unit: Unit) -> bool:
+        """Return whether a result may differ from what was saved; if so, another thread begins to read it."""
+        if self._is_plan or (unit.state == "completed" and unit.made.get("host") != HOST):
+            return False  # hashed elsewhere in this very run
+        assert self._index.proofs is not None
+        look = partial(self._index.proofs.why_damaged, unit.manifest(self.run), unit.made)
+        if unit.job_id not in self._reading and look() != "":
+            self._reading[unit.job_id] = unit, self._pool.submit(look, self._count)
+        return unit.job_id in self._reading
+
+    def _count(self, num: int) -> None:
+        """Say how much was read, from time to time."""
+        if self._is_closed:
+            raise InterruptedError
+        self._num_read, now = self._num_read + num, time.monotonic()
+        if now > self._next_word:
+            if self._next_word:
+                self._say("plan", text=f"Checking files before jobs read them: {format_bytes(self._num_read)} read")
+            self._next_word = now + _WORD_SECONDS
+
+    def _conclude_reading(self, unit: Unit, proof: Future[str | None]) -> None:
+        """Let a unit run again whose result is damaged, and look anew at all that reads it."""
+        name, readers = unit.stage.name, [unit.stage.name]
+        for other, stage in self.stages.items():  # each comes after what it reads
+            readers += [other] if set(readers).intersection(stage.reads) else []
+        error = proof.exception()
+        if error is None and proof.result():
+            if any(one.stage.name in readers[1:] for one in [*self._running.values(), *self._ready]):
+                return  # not while they read it
+            remove_result(unit.manifest(self.run))
+            self._index.forget(name, unit.key)
+            self._say("plan", text=f"{proof.result()}. {unit.job_id} runs again")
+            later = self.units[name][unit.index + 1 :] if unit.stage.in_order else []
+            for one in [unit, *(one for one in later if one.state in PASSED)]:
+                one.state, one.made = "waiting", {}
+                self._waiting[name].append(one)
+            for reader in readers[1:]:
+                self.units.pop(reader, None)
+                self._waiting.pop(reader, None)
+        del self._reading[unit.job_id]
+        if error is not None:  # of the disk or the network: nothing is removed
+            self._fail(unit, error)
 
     def _fail(self, unit: Unit, error: BaseException) -> None:
         """Let one unit fail by an error of its files; the others continue."""

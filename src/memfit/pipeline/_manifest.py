@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.masking import mask
-from memfit.rundir import read_json, write_atomic
+from memfit.rundir import damaged, read_json, write_atomic
 
 #: A larger file is hashed whole when it is made, and checked by a sample when it is opened.
 _SAMPLED_BYTES = 64 << 20
@@ -46,7 +46,7 @@ _SHAPE = {
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest that must be there."""
-    found = read_json(path, _SHAPE)
+    found = _read(path)
     if found is None:
         raise DamagedError(
             f"{path} is not there.",
@@ -56,10 +56,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return found
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    found = read_json(path, _SHAPE)
+    if found is not None and found["digest"] != _digest_of(found["result"], found["outputs"]):
+        raise damaged(path, "has another digest than its result and outputs")
+    return found
+
+
 def find_manifest(path: Path) -> dict[str, Any] | None:
     """Return a manifest whose outputs are all there with their sizes, or None."""
     try:
-        found = read_json(path, _SHAPE)
+        found = _read(path)
     except DamagedError:
         return None
     for output in found["outputs"] if found else ():
@@ -81,8 +88,11 @@ def write_result(
     """Write the manifest of a new result; ``facts`` are those of the unit."""
     made = {"schema_version": 1, "status": "completed", "why": "", "exit_code": 0, "unforeseen": {}}
     made |= {**facts, "result": result, "outputs": outputs, "seconds": round(seconds, 3), "reused_from": None}
-    hashes = sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)
-    _write(path, made | {"digest": digest([result, hashes])} | more)
+    _write(path, made | {"digest": _digest_of(result, outputs)} | more)
+
+
+def _digest_of(result: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> str:
+    return digest([result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)])
 
 
 def _write(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -92,19 +102,21 @@ def _write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 def remove_result(manifest: Path) -> None:
     """Remove a unit's manifest, and its folder with all checkpoints."""
+    (manifest.with_suffix("") / ".key").unlink(missing_ok=True)  # first: nothing goes on from what a kill leaves
     manifest.unlink(missing_ok=True)
     shutil.rmtree(manifest.with_suffix(""), ignore_errors=True)
 
 
 def is_foreseen(manifest: Mapping[str, Any]) -> bool:
     """Return whether the files of code that a result loaded without naming them are unchanged."""
-    return all(Path(path).is_file() and hash_file(Path(path)) == sha for path, sha in manifest["unforeseen"].values())
+    files = manifest["unforeseen"].values()
+    return all(len(one) == 2 and Path(one[0]).is_file() and hash_file(Path(one[0])) == one[1] for one in files)
 
 
 def key_of(manifest: Path) -> str:
     """Return the key that a unit's folder was made for; empty without a folder."""
     path = manifest.with_suffix("") / ".key"
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
@@ -150,10 +162,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def hash_file(path: Path, count: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file's content; ``count`` takes the number of bytes that were read last."""
+    sha = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            sha.update(piece)
+            (count or int)(len(piece))
+    return sha.hexdigest()
 
 
 def kind_of(path: Path) -> str:
@@ -166,8 +182,8 @@ def describe_outputs(folder: Path, saved: Mapping[str, Path]) -> list[dict[str, 
     found = []
     for name, path in saved.items():
         size, relative = _size_of(path), str(path.relative_to(folder))
-        facts = {"name": name, "kind": kind_of(path), "path": relative, "bytes": size, "sha256": _hash_output(path)}
-        found.append(facts | {"sample": _sample(path) if size > _SAMPLED_BYTES else ""})
+        facts = {"name": name, "kind": kind_of(path), "path": relative, "bytes": size, "identity": identity_of(path)}
+        found.append(facts | {"sha256": hash_output(path), "sample": _sample(path) if size > _SAMPLED_BYTES else ""})
     return found
 
 
@@ -175,16 +191,41 @@ def is_as_saved(path: Path, output: Mapping[str, Any]) -> bool:
     """Return whether a file or folder still is what its manifest says; a large one is checked by a sample."""
     if not path.exists():
         return False
-    return bool(_sample(path) == output["sample"] if output["sample"] else _hash_output(path) == output["sha256"])
+    return bool(_sample(path) == output["sample"] if output["sample"] else hash_output(path) == output["sha256"])
 
 
-def _hash_output(path: Path) -> str:
-    """Return the hash of an output's content: a panel's own, wherever it lies; of a folder, names count too."""
+def hash_output(path: Path, count: Callable[[int], None] | None = None) -> str:
+    """Return the hash of an output's content; of a folder, names count too, and of a panel it is its own.
+
+    ``count`` takes the number of bytes that were read last. Without it a panel's files are not read.
+
+    Raises:
+        DamagedError: If a file of a panel is not as it was written.
+    """
     if kind_of(path) == "panel":
-        return str(json.loads(path.read_text())["fingerprint"])
+        panel = _read_panel(path)
+        if count:
+            from memfit.data import check_panel
+
+            check_panel(Path(panel["path"]), lambda *_: count(0))
+        return str(panel["fingerprint"])
     if path.is_dir():
-        return digest([[str(one.relative_to(path)), hash_file(one)] for one in files_in(path)])
-    return hash_file(path)
+        return digest([[str(one.relative_to(path)), hash_file(one, count)] for one in files_in(path)])
+    return hash_file(path, count)
+
+
+def _read_panel(path: Path) -> Mapping[str, Any]:
+    return read_json(path, {"path": str, "fingerprint": str}) or {"path": path.parent, "fingerprint": ""}
+
+
+def identity_of(path: Path) -> str:
+    """Return a digest of the inode, size and time of change of an output's files; a hard link has the same."""
+    is_panel = kind_of(path) == "panel"
+    files = (
+        files_in(path) if path.is_dir() else [path, *(files_in(Path(_read_panel(path)["path"])) if is_panel else ())]
+    )
+    stats = [(one.name, one.stat()) for one in files]
+    return digest([[name, stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 def _sample(path: Path) -> str:

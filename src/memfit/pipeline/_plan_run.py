@@ -15,7 +15,7 @@ from typing import Any
 from memfit import config
 from memfit.errors import DamagedError
 from memfit.jobs import JobStatus, call_in_child, read_status
-from memfit.memory import Budget, Footprint
+from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import ALL, PASSED, Choice, Graph
 from memfit.pipeline._grid import fill
@@ -64,6 +64,7 @@ class StagePlan:
         rows: Memory and time by the number of jobs at once.
         advice: How many run at once, and how more of them would fit.
         model: The answer of ``memfit.planning.ask`` about the model that it names; None if it names none.
+        tight: Why its declared or estimated peak is tight, which a run refuses; empty if it is not, or is accepted.
     """
 
     name: str
@@ -78,6 +79,7 @@ class StagePlan:
     rows: Sequence[AtOnce] = ()
     advice: str = ""
     model: Mapping[str, Any] | None = None
+    tight: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """False if a job of known size does not fit even alone."""
-        return all(stage.rows[0].fits for stage in self.stages if stage.rows)
+        """False if one job of a stage, or a step of its model, does not fit even alone, or is tight."""
+        unfit = any((stage.model or {}).get("verdict") in ("may fit", "does not fit") for stage in self.stages)
+        return not unfit and not any(stage.tight or (stage.rows and not stage.rows[0].fits) for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, durations in seconds."""
@@ -196,9 +199,19 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
     model = _model(order, stage, budget) if stage.has_model else None
-    return StagePlan(
-        **facts, footprint=footprint, origin=origin, measure=measure, rows=rows, advice=advice, model=model
-    )
+    tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
+    known: dict[str, Any] = {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
+    return StagePlan(**facts, **known, advice=advice, model=model, tight=tight)
+
+
+def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mapping[str, Any] | None) -> str:
+    """Return why one job is tight by what it was declared to take, or by the estimate of its model; empty if not."""
+    if footprint is not None and footprint.method == "declared" and rows:
+        return why_tight(footprint.private_bytes, rows[0].needed_bytes + rows[0].margin_bytes)
+    if model is None or model["verdict"] != "tight":
+        return ""
+    why = why_tight(model["device"]["device_bytes"]["upper"], model["gpu"]["total_bytes"])
+    return why or "torch's allocator empties its cache"
 
 
 def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:

@@ -1,18 +1,17 @@
-"""Measure a workload's loader (``memfit bench loader``) or trace its step (``memfit estimate``) outside of a run.
+"""Trace a workload's step (``memfit estimate``) outside of a run.
 
-Both take the first unit of the stage that names them (probe), in an interpreter of its own.
+It takes the first unit of the stage that names its loader and step (probe), in an interpreter of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +97,10 @@ def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context,
         who = f"stage {stage} of '{target}' names no {' and no '.join(missing)}"
         raise UsageError(
             f"{who if stage else f'no stage of {target!r} says how it is measured'}.",
-            rule="memfit measures the loader and traces the step that a stage names (probe).",
+            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
             remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
             "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)); docs/commands.md shows them",
+            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
@@ -119,75 +118,6 @@ def _panels(context: Context) -> list[Any]:
 def _data_text(context: Context) -> str:
     found = [repr(panel) for panel in _panels(context)] or [f"the output of {name}" for name in context.needs]
     return f"{', '.join(found) or 'no other stage'}, for {context.dir.name}"
-
-
-@dataclass(frozen=True)
-class LoaderBench:
-    """How a loader is measured.
-
-    Attributes:
-        num_workers: The counts of workers.
-        seconds: The seconds of each measurement.
-        step_seconds: The seconds of a training step; None without a trainer.
-        with_model: Take the workload's own training step.
-        budget_bytes: The memory that the workers may take.
-        modes: Compare the modes of `memfit.data.choose_mode` instead of counts.
-        num_epochs: Epochs of the training that modes are compared over.
-    """
-
-    num_workers: Sequence[int] = (0, 1, 2, 4)
-    seconds: float = 5.0
-    step_seconds: float | None = None
-    with_model: bool = False
-    budget_bytes: int | None = None
-    modes: bool = False
-    num_epochs: int = 10
-
-
-def bench_loader(source: Path | str, how: LoaderBench, *, overrides: Sequence[config.Override] = ()) -> dict[str, Any]:
-    """Measure the loader of a config's workload on its first fold, and choose a number of workers.
-
-    Returns:
-        ``data``, what was read; ``num_workers``, the choice, and ``choice``, its arithmetic; ``reports`` (see
-        ``memfit.data.LoaderReport``), each with its ``verdict`` and ``forecast_bytes``, the forecast memory of its
-        processes and batches, or None. With ``modes`` instead of ``reports``: ``modes`` (see
-        ``memfit.data.ModeReport``) and ``mode``, the choice.
-
-    Raises:
-        UsageError: If the config is bad, or its workload names no loader, or no step where one is asked for.
-        DoesNotFitError: If no count of workers fits the budget.
-    """
-    return call_alone(f"{__name__}:measure_in_child", source, {"how": asdict(how)}, overrides=overrides)
-
-
-def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare the workload's data as a run does, and measure the loader of its first fold."""
-    from memfit.data import choose_mode, choose_num_workers, measure_loader, verdict
-
-    asked = LoaderBench(**how)
-    with _probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
-        assert probe.loader is not None
-        make = functools.partial(probe.loader, context, params)
-        step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
-        data, found = _data_text(context), dict[str, Any]()
-        taking: dict[str, Any] = {"seconds": asked.seconds, "consume": step}
-        if asked.modes:
-            counts = [number for number in asked.num_workers if number]
-            chosen: Any = choose_mode(
-                make, num_workers=counts, num_epochs=asked.num_epochs, budget_bytes=asked.budget_bytes, **taking
-            )
-            found = {"modes": [asdict(mode) for mode in chosen.modes], "mode": chosen.name}
-        else:
-            reports = measure_loader(make, num_workers=asked.num_workers, **taking)
-            chosen = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
-            for one in reports:
-                forecast = _footprint(make(one.num_workers)) if one.num_workers else None
-                own = None if forecast is None else forecast.private_bytes - forecast.parts["data"]
-                found.setdefault("reports", []).append(
-                    asdict(one) | {"verdict": asdict(verdict(one)), "forecast_bytes": own}
-                )
-    choice = {"num_workers": chosen.num_workers, "choice": chosen.text, "budget_bytes": asked.budget_bytes}
-    return {"data": data} | found | choice
 
 
 def _footprint(loader: Any) -> Any:
@@ -238,7 +168,9 @@ def estimate_workload(
         check_allocator(allocator, name="--allocator")
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
-    return ask_of_model(found, **how, formula=formula) if "question" in found else found
+    accepts = config.resolve(RunConfig, file=Path(source), overrides=overrides).value.accept_tight
+    answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
+    return answer | {"accept_tight": accepts}
 
 
 def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
@@ -259,7 +191,8 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     assert probe is not None and probe.model is not None
     model, setup = probe.model(workload.params.model_validate(params))
     text = f"the model and the settings of stage {stage} of '{target}', at its longest lengths"
-    return {"question": Question(model, setup, allocator=allocator).to_dict(), "text": text}
+    asked = Question(model, setup, allocator=allocator, settings=probe.settings)
+    return {"question": asked.to_dict(), "text": text}
 
 
 def estimate_in_child(

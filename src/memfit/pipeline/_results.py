@@ -28,6 +28,7 @@ from memfit.pipeline._manifest import (
     link_result,
     write_result,
 )
+from memfit.pipeline._proofs import HOST, Proofs
 from memfit.rundir import RunDir, read_json
 
 _MOST_RUNS = 20
@@ -74,6 +75,12 @@ class Unit:
         return found
 
     @property
+    def read(self) -> list[Unit]:
+        """The units whose results it reads, as far as they are there."""
+        units = [*(one for units in self.inputs.values() for one in units), *filter(None, [self.previous])]
+        return [one for one in units if one.made]
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What its result is made of, for the manifest."""
         found = {"stage": self.stage.name, "unit": self.value, "job": self.job_id, "key": self.key}
@@ -94,6 +101,7 @@ class Index:
         self.runs = list(runs)[:_MOST_RUNS]
         self._found: dict[tuple[str, str], Path] | None = None
         self.making: dict[tuple[str, str], str] = {}
+        self.proofs: Proofs | None = None
 
     def find(self, stage: str, key: str) -> Path | None:
         """Return the manifest of a stage's result with this key."""
@@ -102,6 +110,10 @@ class Index:
     def add(self, stage: str, key: str, manifest: Path) -> None:
         """Take in a result that was just made, if none of this key is known."""
         self._all().setdefault((stage, key), manifest)
+
+    def forget(self, stage: str, key: str) -> None:
+        """Leave out a result that is damaged."""
+        self._all().pop((stage, key), None)
 
     def _all(self) -> dict[tuple[str, str], Path]:
         if self._found is None:
@@ -175,7 +187,7 @@ class Results:
         folder, seconds = path.with_suffix(""), (status.ended or 0.0) - (status.started or 0.0)
         outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
         result = read_json(folder / "result.json") or {}
-        write_result(path, unit.facts, result=result, outputs=outputs, seconds=seconds)
+        write_result(path, unit.facts, result=result, outputs=outputs, seconds=seconds, host=HOST)
 
     def made(self, unit: Unit) -> Mapping[str, Any] | None:
         """Return the manifest that a unit's job has just left; None if it left none for this key."""

@@ -19,7 +19,7 @@ from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
-from memfit.rundir import phase
+from memfit.rundir import parse_json, phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 
@@ -140,7 +140,7 @@ def _plain(result: Any, stage: str) -> dict[str, Any]:
         if not isinstance(result, Mapping | None):
             raise TypeError("it is no mapping of names")
         named = {str(name): value for name, value in (result or {}).items()}
-        found: dict[str, Any] = json.loads(json.dumps(named, default=float))
+        found: dict[str, Any] = parse_json(json.dumps(named, default=float))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"stage {stage} returned {result!r:.120}: {error}.",

@@ -148,6 +148,8 @@ class Supervisor:
             retries=self.settings.retries,
             proven_stages=frozenset(unit.stage.name for unit in graph.all_units if unit.state in PASSED),
             largest_first=largest_first,
+            # A search's declared sizes are the least that its trials take.
+            refuse_tight=not (self.settings.accept_tight or largest_first),
         )
         is_shared = not self.backend.traits.queues_jobs
         claims = self.claims if is_shared else None

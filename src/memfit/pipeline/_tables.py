@@ -37,13 +37,13 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
         path, variable = Path(table["path"]), table["variable"]
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
         labels = [row["unit"] for row in rows]
-        are_numbers = all(label.isdigit() for label in labels)
+        are_numbers = all(label.isdigit() and len(label) < 10 for label in labels)
         columns = {variable: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else labels}
         for name, kind in (("state", pa.string()), ("seconds", pa.float64()), ("peak_private_bytes", pa.int64())):
             columns[name] = pa.array([row[name] for row in rows], kind)
         for name in dict.fromkeys(name for row in rows for name, value in row["result"].items() if _is_number(value)):
             values = [row["result"].get(name) for row in rows]
-            numbers = [value if _is_number(value) else None for value in values]
+            numbers = [float(value) if _is_number(value) else None for value in values]
             columns.setdefault(name, pa.array(numbers, pa.float64()))
         aside = path.with_suffix(".tmp")
         feather.write_feather(pa.table(columns), str(aside), compression="zstd")

@@ -3,25 +3,18 @@
 from typing import TYPE_CHECKING
 
 from memfit._lazy import load_lazily
-from memfit.planning._plan import Plan, decide, plan
+from memfit.planning._plan import Plan as Plan
+from memfit.planning._plan import decide as decide
+from memfit.planning._plan import plan as plan
 
 if TYPE_CHECKING:
-    from memfit.planning._estimate import Question, ask, find_this_gpu
-    from memfit.planning._launch import Launch, LaunchConfig, LaunchFormat, Measured
-
-__all__ = [
-    "Launch",
-    "LaunchConfig",
-    "LaunchFormat",
-    "Measured",
-    "Plan",
-    "Question",
-    "ask",
-    "decide",
-    "find_this_gpu",
-    "plan",
-]
-
+    from memfit.planning._estimate import Question as Question
+    from memfit.planning._estimate import ask as ask
+    from memfit.planning._estimate import find_this_gpu as find_this_gpu
+    from memfit.planning._launch import Launch as Launch
+    from memfit.planning._launch import LaunchConfig as LaunchConfig
+    from memfit.planning._launch import LaunchFormat as LaunchFormat
+    from memfit.planning._launch import Measured as Measured
 
 # A run plans without these, and they take a while to load.
 __getattr__, __dir__ = load_lazily(__name__)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from memfit import estimation, jobs
@@ -13,6 +14,7 @@ from memfit.errors import ConfigError, MissingExtraError, UsageError
 from memfit.estimation import (
     TIME_LIMIT,
     AllocatorSettings,
+    Change,
     Estimate,
     Gpu,
     Interval,
@@ -23,8 +25,10 @@ from memfit.estimation import (
     find_batch,
     find_change,
     find_gpu,
+    in_words,
     judge,
     limit_time,
+    list_changes,
     split_batch,
 )
 from memfit.memory import Budget
@@ -53,6 +57,7 @@ class Question:
         largest_batch: Replace ``setup.batch`` by the largest that fits.
         global_batch: Samples per update, a multiple of the largest batch; None for any number.
         time_limit: Seconds for all tracing; after that the formula answers.
+        settings: What a workload calls the options of ``memfit estimate`` that it has; None for those options.
     """
 
     config: Mapping[str, Any]
@@ -64,6 +69,7 @@ class Question:
     largest_batch: bool = False
     global_batch: int | None = None
     time_limit: float = TIME_LIMIT
+    settings: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form, as ``from_dict`` takes it."""
@@ -212,30 +218,38 @@ def _answer_here(question: Question) -> dict[str, Any]:
             notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         else:
             scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
-            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make)
+            changes = partial(list_changes, settings=question.settings)
+            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make, changes)
             if change is None:
-                better["smaller_model"] = _smaller_model(config, setup, device, scale)
+                better["smaller_model"] = _smaller_model(config, setup, device, scale, changes)
             else:
                 best, after = change
                 better["change"] = {
-                    "options": list(best.options),
+                    "options": list(in_words(best.options, question.settings)),
                     "cost": best.cost,
                     "same_training": best.same_training,
                     "setup": asdict(best.setup),
                     "device": after.to_dict()["device"],
                     "method": after.method,
                 }
-    return found.to_dict() | {"notes": notes, "setup": asdict(setup), "largest_batch": chosen} | better
+    better["notes"] = [_in_words(note, question.settings) for note in notes]
+    return found.to_dict() | {"setup": asdict(setup), "largest_batch": chosen} | better
 
 
-def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
-    """Return the most blocks of these widths that fit, with all else set to save memory."""
+def _in_words(note: str, settings: Mapping[str, str] | None) -> str:
+    """Return a note with the options that it advises as a workload's settings, without those that it lacks."""
+    fact, use, advice = note.partition("; use ")
+    words = [word for option in advice.split(" or ") for word in in_words([option], settings)]
+    return f"{fact}{use}{' or '.join(words)}" if use and words else fact
+
+
+def _smaller_model(
+    config: Mapping[str, Any], saving: Setup, device: Gpu, scale: float, changes: Callable[[Setup], Iterator[Change]]
+) -> dict[str, Any] | None:
+    """Return the most blocks of these widths that fit after all changes that keep the training."""
     numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
-    saving = replace(setup, foreach=False)
-    if setup.optimizer != "none":
-        parts = setup.batch
-        saving = replace(saving, gradient_checkpointing="full", loss_chunks=max(8, setup.loss_chunks), batch=1)
-        saving = replace(saving, num_microbatches=setup.num_microbatches * parts, optimizer_in_backward=False)
+    while change := next((one for one in changes(saving) if one.same_training), None):
+        saving = change.setup
     total = max(numbers.values(), default=0)
 
     def shrink(blocks: int) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from posixpath import join, normpath
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field
 
-from memfit.config import ByteSize, Settings
+from memfit.config import ByteSize, Settings, write_yaml
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.jobs import SHIM_BYTES, SlurmPlace, render_script
 from memfit.masking import mask
+from memfit.memory import why_tight
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, round_up_size, write_size
 
@@ -97,6 +97,7 @@ class LaunchConfig(Settings):
         env: Variables and their values. No secrets.
         secrets: Names of variables that whoever starts the job has set.
         cuda_allocator: The settings of torch's CUDA allocator.
+        accept_tight: Also write a file whose memory limit is less than 5 % above the peak that the settings give.
     """
 
     schema_version: Literal[1] = 1
@@ -124,6 +125,7 @@ class LaunchConfig(Settings):
     env: dict[_Variable, _Line] = Field(default_factory=dict)
     secrets: list[_Variable] = Field(default_factory=list)
     cuda_allocator: _Line | None = None
+    accept_tight: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,21 @@ class Launch:
 
         Raises:
             ConfigError: The memory is not known, a secret stands in the settings, or the allocator's are at fault.
+            DoesNotFitError: The limit that the file sets is tight for a peak that the settings give (`why_tight`).
         """
         _check(config)
         own, why = _private(config, measured)
         shared = measured.shared_bytes if measured and not config.memory.shared else config.memory.shared
         watching = _WATCHING_BYTES if form != "sbatch" or config.start_with == "torchrun" else 0
-        size = math.ceil(own * (1 + config.memory.slack)) + shared + watching
+        size = round_up_size(math.ceil(own * (1 + config.memory.slack)) + shared + watching)
+        is_declared = config.memory.rank is not None or config.memory.node is not None
+        tight = why_tight(own + shared + watching, size) if is_declared else ""
+        if tight and not config.accept_tight:
+            raise DoesNotFitError(
+                f"{config.name} is tight: {tight}.",
+                rule="a peak that was declared, not measured, leaves 5 % or more of the memory that is requested.",
+                remedy="request more: --set memory.slack=0.25; or accept it: --accept-tight",
+            )
         if config.memory.slack:
             why += f", {config.memory.slack:.0%} more"
         if shared:
@@ -188,7 +199,7 @@ class Launch:
         time, time_why = _time(config, measured)
         return cls(
             config,
-            round_up_size(size),
+            size,
             why,
             round_up_size(shm) if num_queued and config.batch_bytes else shm,
             shm_why,
@@ -324,8 +335,7 @@ class Launch:
             "# memswap_limit: the same, so no swap",
             f"# shm_size: {self.shm_why}; it counts towards mem_limit",
         ]
-        text = yaml.safe_dump({"services": {config.name: service}}, sort_keys=False, width=100)
-        return "\n".join([*notes, text])
+        return "\n".join([*notes, write_yaml({"services": {config.name: service}})])
 
     def _dockerfile(self) -> str:
         config = self.config

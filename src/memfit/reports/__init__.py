@@ -1,77 +1,52 @@
 """Reports, read from run directories alone, and the runs of this host."""
 
-from memfit.reports._budget import print_budget
-from memfit.reports._charts import COLOURS, Frame, Layer, draw_stack
-from memfit.reports._compare import compare_numbers, compare_over_seeds, print_before_after, print_seeds
-from memfit.reports._diagnosis import (
-    explain_in_a_line,
-    print_checks,
-    print_diagnosis,
-    print_fix,
-    print_verification,
-)
-from memfit.reports._differences import find_changes, print_changes
-from memfit.reports._estimate import print_estimate
-from memfit.reports._live import LiveRun, Room, describe, read_pressure, read_room, render
-from memfit.reports._numbers import format_column, format_number, or_dash, plain_table
-from memfit.reports._page import write_page
-from memfit.reports._plan import print_run_plan
-from memfit.reports._run_view import JobRow, RunView, summarize_metrics
-from memfit.reports._runs import Overview, find_run, find_runs, find_target, has_supervisor, is_live, list_runs
-from memfit.reports._study import StudyView, summarize_study
-from memfit.reports._study_text import print_study
-from memfit.reports._summary import count_kills, explain_record, forecast_error, print_summary, summarize
-from memfit.reports._targets import judge_targets, print_targets, read_targets
-
-__all__ = [
-    "COLOURS",
-    "Frame",
-    "JobRow",
-    "Layer",
-    "LiveRun",
-    "Overview",
-    "Room",
-    "RunView",
-    "StudyView",
-    "compare_numbers",
-    "compare_over_seeds",
-    "count_kills",
-    "describe",
-    "draw_stack",
-    "explain_in_a_line",
-    "explain_record",
-    "find_changes",
-    "find_run",
-    "find_runs",
-    "find_target",
-    "forecast_error",
-    "format_column",
-    "format_number",
-    "has_supervisor",
-    "is_live",
-    "judge_targets",
-    "list_runs",
-    "or_dash",
-    "plain_table",
-    "print_before_after",
-    "print_budget",
-    "print_changes",
-    "print_checks",
-    "print_diagnosis",
-    "print_estimate",
-    "print_fix",
-    "print_run_plan",
-    "print_seeds",
-    "print_study",
-    "print_summary",
-    "print_targets",
-    "print_verification",
-    "read_pressure",
-    "read_room",
-    "read_targets",
-    "render",
-    "summarize",
-    "summarize_study",
-    "summarize_metrics",
-    "write_page",
-]
+from memfit.reports._budget import print_budget as print_budget
+from memfit.reports._charts import COLOURS as COLOURS
+from memfit.reports._charts import Frame as Frame
+from memfit.reports._charts import Layer as Layer
+from memfit.reports._charts import draw_stack as draw_stack
+from memfit.reports._compare import compare_numbers as compare_numbers
+from memfit.reports._compare import compare_over_seeds as compare_over_seeds
+from memfit.reports._compare import print_before_after as print_before_after
+from memfit.reports._compare import print_seeds as print_seeds
+from memfit.reports._diagnosis import explain_in_a_line as explain_in_a_line
+from memfit.reports._diagnosis import print_checks as print_checks
+from memfit.reports._diagnosis import print_diagnosis as print_diagnosis
+from memfit.reports._diagnosis import print_fix as print_fix
+from memfit.reports._diagnosis import print_verification as print_verification
+from memfit.reports._differences import find_changes as find_changes
+from memfit.reports._differences import print_changes as print_changes
+from memfit.reports._estimate import print_estimate as print_estimate
+from memfit.reports._live import LiveRun as LiveRun
+from memfit.reports._live import Room as Room
+from memfit.reports._live import describe as describe
+from memfit.reports._live import read_pressure as read_pressure
+from memfit.reports._live import read_room as read_room
+from memfit.reports._live import render as render
+from memfit.reports._numbers import format_column as format_column
+from memfit.reports._numbers import format_number as format_number
+from memfit.reports._numbers import or_dash as or_dash
+from memfit.reports._numbers import plain_table as plain_table
+from memfit.reports._page import write_page as write_page
+from memfit.reports._plan import print_run_plan as print_run_plan
+from memfit.reports._run_view import JobRow as JobRow
+from memfit.reports._run_view import RunView as RunView
+from memfit.reports._run_view import summarize_metrics as summarize_metrics
+from memfit.reports._runs import Overview as Overview
+from memfit.reports._runs import find_run as find_run
+from memfit.reports._runs import find_runs as find_runs
+from memfit.reports._runs import find_target as find_target
+from memfit.reports._runs import has_supervisor as has_supervisor
+from memfit.reports._runs import is_live as is_live
+from memfit.reports._runs import list_runs as list_runs
+from memfit.reports._study import StudyView as StudyView
+from memfit.reports._study import summarize_study as summarize_study
+from memfit.reports._study_text import print_study as print_study
+from memfit.reports._summary import count_kills as count_kills
+from memfit.reports._summary import explain_record as explain_record
+from memfit.reports._summary import forecast_error as forecast_error
+from memfit.reports._summary import print_summary as print_summary
+from memfit.reports._summary import summarize as summarize
+from memfit.reports._targets import judge_targets as judge_targets
+from memfit.reports._targets import print_targets as print_targets
+from memfit.reports._targets import read_targets as read_targets

@@ -266,7 +266,7 @@ def byte_ticks(size: float) -> list[float]:
     ['0 B', '200.0 MiB', '400.0 MiB', '600.0 MiB']
     """
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
-    step = next(unit * 10**power * n for power in range(4) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
+    step = next(unit * 10**power * n for power in range(20) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
     return list(_multiples(step, size))
 
 

@@ -18,7 +18,7 @@ _METRICS = {
 }
 _STYLES = {
     "fits": "bold green",
-    "fits with a thin margin": "bold yellow",
+    "tight": "bold yellow",
     "may fit": "bold yellow",
     "does not fit": "bold red",
 }
@@ -43,6 +43,8 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
     _print_table(log, ("peak by phase", *sizes), [(name, *_sizes(size)) for name, size in answer["by_phase"].items()])
     if answer["setup"] is not None:
         _change(answer, log)
+    if answer["verdict"] == "tight":
+        say(log, "to accept that little: --accept-tight")
     if answer["notes"]:
         log.print()
         for note in answer["notes"]:
@@ -59,8 +61,8 @@ def _verdict(answer: Mapping[str, Any], log: Console) -> None:
     name = "" if gpu["name"] == size else f" ({gpu['name']})"
     left, verdict = gpu["total_bytes"] - need["upper"], answer["verdict"]
     rest = f"at least {format_bytes(left)} free" if left >= 0 else f"up to {format_bytes(-left)} too much"
-    if left < 0 and verdict.startswith("fits"):
-        rest = "torch's allocator empties its cache"
+    if verdict == "tight":
+        rest = "torch's allocator empties its cache" if left < 0 else f"{rest}, under 5 %"
     say(log, f"{verdict}: {text} of {size}{name}; {rest}", _STYLES[verdict])
 
 
@@ -77,7 +79,7 @@ def _equation(answer: Mapping[str, Any], log: Console) -> None:
 
 
 def _change(answer: Mapping[str, Any], log: Console) -> None:
-    if answer["gpu"] is None or answer["verdict"].startswith("fits"):
+    if answer["gpu"] is None or answer["verdict"] == "fits":
         return
     log.print()
     change = answer["change"]

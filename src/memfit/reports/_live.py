@@ -20,7 +20,7 @@ from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.reports._study import FAILED_TRIALS, StudyView
-from memfit.rundir import RunDir, open_own
+from memfit.rundir import RunDir, fits, open_own
 from memfit.units import format_bytes, format_duration
 
 _STYLE = {
@@ -256,13 +256,12 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
     binding = told["binding"]
-    if (not here or told.get("backend") == "slurm") and is_number(binding.get("limit_bytes")):
+    if (not here or told.get("backend") == "slurm") and binding:
         events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
         last = max(events, key=lambda event: float(event["time"]), default=binding)
-        return Room(
-            int(binding["limit_bytes"]), max(used, int(last.get("used_bytes", 0))), str(binding.get("name", ""))
-        )
-    cap = next((int(limit["limit_bytes"]) for limit in told["limits"] if limit["name"] == "cap"), None)
+        told_used: Any = last.get("used_bytes")
+        return Room(binding["limit_bytes"], max(used, told_used if fits(told_used, int) else 0), binding["name"])
+    cap = next((limit["limit_bytes"] for limit in told["limits"] if limit["name"] == "cap"), None)
     budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
@@ -333,7 +332,8 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
             f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
         )
         return
-    columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
+    sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
+    columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in sizes]
     bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:_BAR_COLUMNS]
     yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"

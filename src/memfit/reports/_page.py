@@ -24,6 +24,7 @@ from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars,
 from memfit.reports._differences import read_settings
 from memfit.reports._epoch_memory import memory_rows
 from memfit.reports._numbers import format_number, or_dash
+from memfit.reports._run_view import is_understood
 from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
@@ -297,7 +298,8 @@ def _moments(seen: _Seen) -> Iterator[str]:
     """Yield a table of each job's memory at its start and end, after each epoch, and at each out-of-memory."""
     told = {"epoch": "epoch {epoch}", "oom": "out of memory", "microbatch": "smaller microbatch"}
     marks: dict[str, list[tuple[float, str]]] = {}
-    for event in seen.run.events():
+    events = [event for event in seen.run.events() if is_understood(event)]
+    for event in events:
         if event["kind"] in told and event.get("job") in seen.series:
             moment = told[event["kind"]].format_map({"epoch": event.get("epoch", "")})
             marks.setdefault(str(event["job"]), []).append((float(event["time"]), moment))
@@ -312,7 +314,7 @@ def _moments(seen: _Seen) -> Iterator[str]:
     if rows:
         table = _table(("job", "moment", "private memory"), rows[:_MOST_MOMENTS], num_words=2)
         yield _folded("Memory at each moment", table)
-    epochs = [event for event in seen.run.events() if event["kind"] == "epoch" and event.get("job") in seen.series]
+    epochs = [event for event in events if event["kind"] == "epoch" and event.get("job") in seen.series]
     if parts := [row for event in epochs for row in memory_rows(event)]:
         table = _table(("job", "epoch", "what", "where", "bytes"), parts[-_MOST_MOMENTS:], num_words=4)
         yield _folded("Memory of each epoch, by part and by phase", table)

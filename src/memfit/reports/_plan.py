@@ -60,6 +60,8 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield f"one job: {stage.origin}"
     if stage.model is not None:
         yield from _model(stage.model)
+    if stage.tight:
+        yield f"tight: {stage.tight}; to accept that: --accept-tight"
     for command in stage.measure:
         yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
 

@@ -17,19 +17,20 @@ from memfit.rundir import FolderTail, RunDir, event_time, fits, read_json
 from memfit.units import format_bytes, natural_order
 
 Event = Mapping[str, Any]
+_LIMIT = {"name": str, "limit_bytes": int}
 
 #: What an event must hold for a run to be followed, by kind. A job may record what it likes under any name, so one of
 #: these kinds that lacks a field is passed over: no job can make the readers of its run fail.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"state": str, "job": type(None)},
-    "budget": {"binding": dict, "limits": list, "job": type(None)},
+    "budget": {"binding": _LIMIT, "limits": [_LIMIT], "reserve_bytes": int, "job": type(None)},
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, type(None))},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "grow_device": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "retry": {"job": str, "reservation_bytes": (int, type(None))},
     "end": {"job": str, "state": str, "cause": str},
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
-    "step": {"job": str, "epoch": int, "step": int, "num_steps": int},
+    "step": {"job": str, "epoch": int, "step": int, "num_steps": int, "num_epochs": (int, type(None))},
     "stop": {"num_running": int, "level": int},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
@@ -211,7 +212,7 @@ class RunView:
 
     def read(self) -> list[Event]:
         """Read on; the events that came since the last look, in order of time."""
-        new: list[Event] = [event for event in self._events.read() if _is_understood(event)]
+        new: list[Event] = [event for event in self._events.read() if is_understood(event)]
         for event in new:
             self._take(event)
         return new
@@ -412,7 +413,8 @@ def _name(job_id: str, params: Mapping[str, str]) -> str:
     return " ".join([job_id, *(f"{name}={value}" for name, value in params.items())])
 
 
-def _is_understood(event: Event) -> bool:
+def is_understood(event: Event) -> bool:
+    """Return whether an event has the fields of its kind."""
     if not event_time(event) or not fits(event, {"kind": str, "job": (str, type(None))}):
         return False
     return fits(event, _FIELDS.get(event["kind"], {}))

@@ -1,43 +1,23 @@
 """Slurm's tools: what they print, as records, and calls that submit, ask and cancel."""
 
-from memfit.slurm._accounting import Row, parse_request, parse_sacct, parse_seconds
-from memfit.slurm._control import (
-    Element,
-    NoAnswerError,
-    cancel_elements,
-    check_script,
-    find_job,
-    parse_nodes,
-    parse_queue,
-    read_accounting,
-    read_ends,
-    read_largest_node,
-    read_queue,
-    release_element,
-    submit_script,
-)
-from memfit.slurm._shapes import Limit, format_time, parse_node_limits, parse_shapes
-
-__all__ = [
-    "Element",
-    "Limit",
-    "NoAnswerError",
-    "Row",
-    "cancel_elements",
-    "check_script",
-    "find_job",
-    "format_time",
-    "parse_node_limits",
-    "parse_nodes",
-    "parse_queue",
-    "parse_request",
-    "parse_sacct",
-    "parse_seconds",
-    "parse_shapes",
-    "read_accounting",
-    "read_ends",
-    "read_largest_node",
-    "read_queue",
-    "release_element",
-    "submit_script",
-]
+from memfit.slurm._accounting import Row as Row
+from memfit.slurm._accounting import parse_request as parse_request
+from memfit.slurm._accounting import parse_sacct as parse_sacct
+from memfit.slurm._accounting import parse_seconds as parse_seconds
+from memfit.slurm._control import Element as Element
+from memfit.slurm._control import NoAnswerError as NoAnswerError
+from memfit.slurm._control import cancel_elements as cancel_elements
+from memfit.slurm._control import check_script as check_script
+from memfit.slurm._control import find_job as find_job
+from memfit.slurm._control import parse_nodes as parse_nodes
+from memfit.slurm._control import parse_queue as parse_queue
+from memfit.slurm._control import read_accounting as read_accounting
+from memfit.slurm._control import read_ends as read_ends
+from memfit.slurm._control import read_largest_node as read_largest_node
+from memfit.slurm._control import read_queue as read_queue
+from memfit.slurm._control import release_element as release_element
+from memfit.slurm._control import submit_script as submit_script
+from memfit.slurm._shapes import Limit as Limit
+from memfit.slurm._shapes import format_time as format_time
+from memfit.slurm._shapes import parse_node_limits as parse_node_limits
+from memfit.slurm._shapes import parse_shapes as parse_shapes

@@ -31,7 +31,8 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-_DATA_BITS = np.random.MT19937(0)
+#: NumPy generators that no ``keyed_rng`` uses now: one within another has its own.
+_SPARE_BITS = [np.random.MT19937(0)]
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def keyed_rng(*key: int) -> Iterator[None]:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
     random.seed(digest[:8])
     torch.default_generator.manual_seed(int.from_bytes(digest[8:16]))  # torch.manual_seed would queue one for every GPU
-    set_bit_generator(_DATA_BITS)
+    own = _SPARE_BITS.pop() if _SPARE_BITS else np.random.MT19937(0)
+    set_bit_generator(own)
     np.random.seed(int.from_bytes(digest[16:]))
     try:
         yield
@@ -53,6 +55,7 @@ def keyed_rng(*key: int) -> Iterator[None]:
         random.setstate(python)
         torch.set_rng_state(torch_state)
         set_bit_generator(bits)
+        _SPARE_BITS.append(own)
 
 
 class KeyedDataset(Dataset[Any]):

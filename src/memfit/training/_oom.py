@@ -199,7 +199,7 @@ def _reserved_bytes() -> int:
 def device_bytes() -> dict[str, dict[str, int]]:
     """Return what torch holds on each device now and held at its peak, in bytes, by ``cuda:0`` and the like.
 
-    Devices that nothing has used are left out: asking one would cost this process a CUDA context.
+    Devices that this process does not use are left out, also those that other ranks use.
     """
     return {
         f"{backend.__name__.rpartition('.')[2]}:{index}": {
@@ -209,8 +209,13 @@ def device_bytes() -> dict[str, dict[str, int]]:
             "reserved_peak_bytes": backend.max_memory_reserved(index),
         }
         for backend in _backends()
-        for index in range(backend.device_count())
+        for index in own_devices(backend)
     }
+
+
+def own_devices(backend: Any) -> list[int]:
+    """Return which visible devices of a torch backend hold tensors of this process, or else the current one."""
+    return [n for n in range(backend.device_count()) if backend.memory_reserved(n)] or [backend.current_device()]
 
 
 def _backends() -> list[Any]:

@@ -17,7 +17,7 @@ from memfit.errors import DoesNotFitError, UsageError
 from memfit.memory import Meter, measure
 from memfit.rundir import phase, record
 from memfit.training._keyed import preserved_generators
-from memfit.training._oom import Failed, attempt, device_bytes, memory_now
+from memfit.training._oom import Failed, attempt, device_bytes, memory_now, own_devices
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import held_bytes
@@ -191,7 +191,7 @@ def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, 
     """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
     meter.phase(phase)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
+        for index in own_devices(torch.cuda):
             torch.cuda.reset_peak_memory_stats(index)
     result = attempt(action)
     devices[phase] = device_bytes()

@@ -8,24 +8,18 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.tuning._record import ENDED_TRIALS, Trial, TrialState, read_trial, read_trials
-    from memfit.tuning._settings import Searched, TuneSettings, of_command, read_param
-    from memfit.tuning._tune import Study, TuneResult, resume_study, tune
-
-__all__ = [
-    "ENDED_TRIALS",
-    "Searched",
-    "Study",
-    "Trial",
-    "TrialState",
-    "TuneResult",
-    "TuneSettings",
-    "of_command",
-    "read_param",
-    "read_trial",
-    "read_trials",
-    "resume_study",
-    "tune",
-]
+    from memfit.tuning._record import ENDED_TRIALS as ENDED_TRIALS
+    from memfit.tuning._record import Trial as Trial
+    from memfit.tuning._record import TrialState as TrialState
+    from memfit.tuning._record import read_trial as read_trial
+    from memfit.tuning._record import read_trials as read_trials
+    from memfit.tuning._settings import Searched as Searched
+    from memfit.tuning._settings import TuneSettings as TuneSettings
+    from memfit.tuning._settings import of_command as of_command
+    from memfit.tuning._settings import read_param as read_param
+    from memfit.tuning._tune import Study as Study
+    from memfit.tuning._tune import TuneResult as TuneResult
+    from memfit.tuning._tune import resume_study as resume_study
+    from memfit.tuning._tune import tune as tune
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from memfit.rundir import FolderTail, RunDir
+from memfit.rundir import FolderTail, RunDir, fits, parse_json
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
@@ -38,7 +37,7 @@ class Reports:
             found = event.get("step"), event.get("value")
         elif kind == "epoch" and self._name in event:
             found = event.get("epoch"), event[self._name]
-        if isinstance(found[0], int) and isinstance(found[1], int | float):
+        if fits(found[0], int) and found[0] >= 0 and type(found[1]) in (int, float):
             self.values[job][found[0]] = float(found[1])
 
 
@@ -51,8 +50,8 @@ def read_number(line: str, name: str) -> float | None:
     True
     """
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = parse_json(line)
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
         found = found.get(name)

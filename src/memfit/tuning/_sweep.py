@@ -21,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import RunDir, read_json, read_own
+from memfit.rundir import RunDir, fits, read_json, read_own
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
@@ -361,7 +361,7 @@ class Sweep:
         found: dict[str, float] = {}
         for unit in active.graph.units[self.settings.stage]:
             value = self._number_of(unit)
-            if value is None or not math.isfinite(value):
+            if value is None or not fits(value, float):
                 where = "result, reports and last line" if unit.stage.command is not None else "result"
                 what = f"is not in the {where}" if value is None else f"is {value} in the result"
                 why = f"{self.settings.number} {what} of {unit.job_id}"
@@ -393,7 +393,8 @@ class Sweep:
             status = read_status(self.run, unit.job_id)
             # One that went on after a kill may have taken less than its first attempt.
             earlier = [read_json(one) or {} for one in self.run.job_dir(unit.job_id).glob("outcome_*.json")]
-            took = [status.peak_bytes, *(int(one.get("peak_bytes") or 0) for one in earlier)]
+            told = [status.peak_bytes, *(one.get("peak_bytes") for one in earlier)]
+            took: list[Any] = [size for size in told if fits(size, int)]
             peaks[unit.stage.name] = max(peaks[unit.stage.name], *took)
             on_device = status.footprint.bytes_per_device if status.footprint else 0
             devices[unit.stage.name] = max(devices[unit.stage.name], on_device)

@@ -16,6 +16,14 @@ from memfit.estimation import Dtype, Setup, equation_of_batch
 #: What report 4 trained with: 8 x 16.
 _DEFAULT_GLOBAL = 128
 _DTYPES: Mapping[str, Dtype] = {"fp32": "fp32", "bf16-mixed": "bf16-amp", "bf16": "bf16"}
+#: What this workload calls the options of ``memfit estimate`` that it has.
+SETTINGS = {
+    "--batch": "params.batch_size={}",
+    "--microbatches": "params.gradient_accumulation_steps={}",
+    "--gradient-checkpointing": "params.gradient_checkpointing=true",
+    "--optimizer adafactor": "params.optimizer=adafactor",
+    "--dtype bf16-amp": "params.precision=bf16-mixed",
+}
 
 
 class DataParams(config.Settings):

@@ -6,7 +6,7 @@ from typing import Any
 
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit_workloads.recipes import text
-from memfit_workloads.recipes.params import RecipesParams, plan_of
+from memfit_workloads.recipes.params import SETTINGS, RecipesParams, plan_of
 
 
 def train(context: Context, params: RecipesParams) -> dict[str, Any]:
@@ -43,7 +43,7 @@ RECIPES = Workload(
             needs=("tokenize",),
             reads=(*_MODEL, *_TRAIN, "@seed"),
             phases=("load", "train", "checkpoint", "validate"),
-            probe=Probe(model=plan_of),
+            probe=Probe(model=plan_of, settings=SETTINGS),
         ),
         Stage(
             "evaluate",

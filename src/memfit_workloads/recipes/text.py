@@ -1,14 +1,17 @@
-"""From JSON Lines to token ids: recipes are made, rows indexed and judged, a tokenizer trained. Loads no torch."""
+"""From JSON Lines to token ids: recipes are made, rows read and judged, a tokenizer trained. Loads no torch."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
 import os
+import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.data import JsonLines, PackedDataset, Tokenized, pack
+from memfit.data import PackedDataset, pack
 from memfit.errors import ConfigError, DataError, MissingExtraError
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, write_atomic
@@ -29,6 +32,7 @@ _DISHES = {"flour": "cake", "rice": "risotto", "lentils": "stew", "potatoes": "g
            "beans": "salad", "oats": "porridge", "polenta": "pie"}  # fmt: skip
 _WAYS = ("bake", "simmer", "fry", "steam")
 _MOST_NAMED = 20
+_AT_ONCE = 256  # pairs that are tokenised in one call
 
 
 def make_recipes(path: Path, num_pairs: int, seed: int) -> None:
@@ -98,23 +102,92 @@ def check(params: RecipesParams) -> None:
         )
 
 
-class Pairs(Sequence[Any]):
-    """The good rows of a JSON Lines file, as texts ``input_ids`` and ``labels``."""
+class Lines:
+    """The lines of a JSON Lines file, read one by one. Empty lines are no rows; a last line that was cut off is none.
 
-    def __init__(self, rows: JsonLines, numbers: npt.NDArray[np.int64], settings: DataParams) -> None:
-        self.rows, self.numbers = rows, numbers
-        self.fields = settings.source_field, settings.target_field
+    Attributes:
+        torn_bytes: After a pass: the length of a last line that was cut off.
+        digest: After a pass: a hash of what was read.
+    """
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def __init__(self, path: Path) -> None:
+        self.path, self.torn_bytes, self.digest = path, 0, ""
 
-    def __getitem__(self, index: Any) -> Any:
-        row = self.rows[int(self.numbers[index])]
-        return {"input_ids": row[self.fields[0]], "labels": row[self.fields[1]]}
+    def __iter__(self) -> Iterator[bytes]:
+        found = blake2b(digest_size=16)
+        try:
+            with open(self.path, "rb", buffering=1 << 17) as file:
+                for line in file:
+                    found.update(line)
+                    if not line.endswith(b"\n") and not _is_json(line):
+                        self.torn_bytes = len(line)
+                    elif line.strip():
+                        yield line
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error.strerror}.",
+                rule="the pairs are lines of a file.",
+                remedy="name a file that can be read: --set params.data.path=<a file>",
+            ) from None
+        self.digest = found.hexdigest()
+
+
+@functools.cache
+def _parser() -> Callable[[bytes], Any]:
+    """Return orjson's parser, or Python's with the same rules."""
+    if importlib.util.find_spec("orjson") is not None:
+        import orjson
+
+        return orjson.loads
+    warnings.warn("orjson is not installed: Python reads the JSON, slower; pip install orjson", stacklevel=2)
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON number")
+
+    return lambda line: json.loads(line.decode(), parse_constant=refuse)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        _parser()(line)
+    except ValueError:
+        return False
+    return True
+
+
+def pairs_of(context: Context, params: RecipesParams, part: str) -> Iterator[dict[str, str]]:
+    """Yield the training or validation pairs in order, as texts ``input_ids`` and ``labels``.
+
+    Raises:
+        DataError: At the end, if the file is not the one that was judged.
+    """
+    output, settings = context["index"], params.data
+    lines = Lines(output.dir / output.result["path"])
+    wanted = iter(output.arrays("rows")[part].tolist())
+    chosen = next(wanted, None)
+    for number, line in enumerate(lines):
+        if number == chosen:
+            chosen = next(wanted, None)
+            try:
+                row = _parser()(line)
+                pair = {"input_ids": row[settings.source_field], "labels": row[settings.target_field]}
+            except (ValueError, KeyError, TypeError):
+                raise _changed(lines.path) from None
+            yield pair
+    if lines.digest != output.result["digest"]:
+        raise _changed(lines.path)
+
+
+def _changed(path: Path) -> DataError:
+    return DataError(
+        f"{path} has changed since its rows were judged.",
+        rule="the rows that are tokenised are those that were judged.",
+        remedy="let its writer finish, then run again",
+    )
 
 
 def index(context: Context, params: RecipesParams) -> dict[str, Any]:
-    """Index the file, look at each row once, and save which rows are good, and why others are not."""
+    """Look at each row of the file once, and save which rows are good, and why others are not."""
     phase("load")
     settings = params.data
     path = settings.path
@@ -122,11 +195,11 @@ def index(context: Context, params: RecipesParams) -> dict[str, Any]:
         path = context.dir / "recipes.jsonl"
         make_recipes(path, settings.num_pairs, settings.data_seed)
         context.save("recipes", path)
-    rows = JsonLines(path, context.dir / "lines.index")
+    lines, num_rows = Lines(path), 0
     good = array("q")
     why, named = Counter[str](), list[dict[str, Any]]()
-    for number, line in enumerate(rows.lines()):
-        fault = _fault(rows, line, number, settings)
+    for number, line in enumerate(lines):
+        num_rows, fault = number + 1, _fault(line, settings)
         if not fault:
             good.append(number)
             continue
@@ -134,10 +207,11 @@ def index(context: Context, params: RecipesParams) -> dict[str, Any]:
         if len(named) < _MOST_NAMED:
             named.append({"row": number, "why": fault})
     num_bad = why["no JSON"] + why["no such fields"]
-    if num_bad > settings.most_bad * len(rows) or len(good) < 2:
+    if num_bad > settings.most_bad * num_rows or len(good) < 2:
         raise DataError(
-            f"{len(rows) - len(good)} of {len(rows)} rows of {path} are left out: "
-            f"{', '.join(f'{count} {one}' for one, count in why.most_common())}; first row {named[0]['row']}.",
+            f"{num_rows - len(good)} of {num_rows} rows of {path} are left out: "
+            f"{', '.join(f'{count} {one}' for one, count in why.most_common()) or 'none'}; "
+            f"first row {named[0]['row'] if named else 'none'}.",
             rule=f"a row has the texts {settings.source_field} and {settings.target_field}; at most "
             f"{settings.most_bad:.0%} may be unreadable (params.data.most_bad).",
             remedy="name the fields: params.data.source_field and params.data.target_field",
@@ -149,19 +223,20 @@ def index(context: Context, params: RecipesParams) -> dict[str, Any]:
     context.save("left_out", named)
     return {
         "path": str(path.relative_to(context.dir)) if path.is_relative_to(context.dir) else str(path.resolve()),
-        "num_rows": len(rows),
+        "num_rows": num_rows,
         "num_train": len(good) - num_valid,
         "num_valid": num_valid,
         "left_out": dict(why),
-        "torn_bytes": rows.torn_bytes,
+        "torn_bytes": lines.torn_bytes,
+        "digest": lines.digest,
     }
 
 
-def _fault(rows: JsonLines, line: bytes, number: int, settings: DataParams) -> str:
+def _fault(line: bytes, settings: DataParams) -> str:
     """Return why a row is left out; nothing if it is good."""
     try:
-        row = rows.parse(line, number)
-    except DataError:
+        row = _parser()(line)
+    except ValueError:
         return "no JSON"
     texts = [row.get(name) for name in (settings.source_field, settings.target_field)] if isinstance(row, dict) else []
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
@@ -172,18 +247,13 @@ def _fault(rows: JsonLines, line: bytes, number: int, settings: DataParams) -> s
     return "repeats itself" if max(Counter(words).values()) > max(1, settings.max_repeats * len(words)) else ""
 
 
-def pairs_of(context: Context, params: RecipesParams, part: str) -> Pairs:
-    """Return the training or validation pairs."""
-    output = context["index"]
-    rows = JsonLines(output.dir / output.result["path"], output.dir / "lines.index")
-    return Pairs(rows, output.arrays("rows")[part], params.data)
-
-
 def tokenize(context: Context, params: RecipesParams) -> dict[str, Any]:
     """Take the model's tokenizer or train one, and save the token ids of all pairs once for all epochs."""
     phase("build")
-    train = pairs_of(context, params, "train")
-    tokenizer = load_tokenizer(params.pretrained_model) if params.pretrained_model else train_tokenizer(train, params)
+    if params.pretrained_model:
+        tokenizer = load_tokenizer(params.pretrained_model)
+    else:
+        tokenizer = train_tokenizer(pairs_of(context, params, "train"), params)
     path = context.dir / "tokenizer.json"
     tokenizer.save(str(path))
     context.save("tokenizer", path)
@@ -191,8 +261,9 @@ def tokenize(context: Context, params: RecipesParams) -> dict[str, Any]:
     for part in ("train", "valid"):
         folder = context.dir / part
         if not folder.exists():
-            pack(Tokenized(pairs_of(context, params, part), Encode(tokenizer, params), batched=True,
-                           fields={"input_ids": "input_ids", "labels": "labels"}), folder)  # fmt: skip
+            encode, pairs = Encode(tokenizer, params), pairs_of(context, params, part)
+            chunks = iter(lambda pairs=pairs: list(itertools.islice(pairs, _AT_ONCE)), [])  # type: ignore[misc]
+            pack(itertools.chain.from_iterable(map(encode, chunks)), folder)
         ids = PackedDataset.open(folder)
         each = itertools.chain.from_iterable((len(one["input_ids"]), len(one["labels"])) for one in ids)
         lengths = np.fromiter(each, np.int32, 2 * len(ids)).reshape(-1, 2)
@@ -204,18 +275,19 @@ def tokenize(context: Context, params: RecipesParams) -> dict[str, Any]:
 
 
 class Encode:
-    """Turns texts into ids by the Rust tokenizer, several at once, cut to the longest that is allowed."""
+    """Turns pairs of texts into pairs of ids by the Rust tokenizer, cut to the longest that is allowed."""
 
     def __init__(self, tokenizer: Any, params: RecipesParams) -> None:
         self.tokenizer, self.longest = tokenizer, max(params.max_source_length, params.max_target_length)
         tokenizer.enable_truncation(self.longest)
 
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        return [one.ids for one in self.tokenizer.encode_batch_fast(texts)]
+    def __call__(self, pairs: list[dict[str, str]]) -> list[dict[str, npt.NDArray[np.int32]]]:
+        """Return the ids of several pairs, all texts in one call."""
+        found = iter(self.tokenizer.encode_batch_fast([text for pair in pairs for text in pair.values()]))
+        return [{name: np.asarray(next(found).ids, np.int32) for name in pair} for pair in pairs]
 
 
-def train_tokenizer(pairs: Pairs, params: RecipesParams) -> Any:
+def train_tokenizer(pairs: Iterable[dict[str, str]], params: RecipesParams) -> Any:
     """Train a byte-pair tokenizer on the pairs, with T5's special pieces: 0 pads, 1 ends, 2 is unknown."""
     tokenizers = _tokenizers()
     found = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))

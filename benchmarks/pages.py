@@ -12,36 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-_MADV_DONTNEED = 4
 _PIECE_BYTES = 8 << 20
 
 
 def drop_pages(files: Iterable[Path]) -> bool:
-    """Have the kernel drop files from its page cache; return False off Linux. Pages that other processes map stay.
+    """Have the kernel drop files from its page cache; return False off Linux. Pages that processes map stay.
 
-    Source: Linux mm/fadvise.c, POSIX_FADV_DONTNEED; madvise(2), MADV_DONTNEED on a shared file map.
+    Source: Linux mm/fadvise.c, POSIX_FADV_DONTNEED.
     """
     if not sys.platform.startswith("linux"):
         return False
-    paths = {os.path.realpath(file) for file in files}
-    libc = ctypes.CDLL(None, use_errno=True)
-    for start, size in _maps_of(paths, Path("/proc/self/maps").read_text(errors="surrogateescape")):
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
-    for path in paths:
+    for path in files:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return True
-
-
-def _maps_of(paths: set[str], maps: str) -> list[tuple[int, int]]:
-    """Address and bytes of each shared, read-only map of the files in the text of ``/proc/<pid>/maps``."""
-    found = []
-    for line in maps.splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[1].startswith("r-") and fields[1].endswith("s") and fields[5] in paths:
-            start, _, end = fields[0].partition("-")
-            found.append((int(start, 16), int(end, 16) - int(start, 16)))
-    return found
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
