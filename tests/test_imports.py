@@ -78,7 +78,7 @@ def test_help_lists_every_verb_with_its_line_also_those_of_other_packages(capsys
     found = dict(line.split(maxsplit=1) for line in listed.splitlines() if line.strip())
     assert found["ps"] == "List your live runs on this host and their jobs."
     assert found["backtest"] == "Backtest checkpoints on dates that they never saw."
-    assert len(found) == 18
+    assert len(found) == 16
 
 
 def test_every_public_name_is_there() -> None:

@@ -20,7 +20,7 @@ from vulture import Vulture
 
 ROOT = Path(__file__).parents[1]
 #: Names that are used from outside of this repository, or by name at run time: each with who uses it.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {"get_n_splits": "scikit-learn asks a splitter for it"}
 KINDS = ("function", "method", "property", "class")
 #: Decorators that register what they decorate.
 REGISTERED = ["@*.command*", "@*.callback*", "@model_validator*", "@field_validator*", "@*_validator*"]

@@ -21,18 +21,21 @@ _SECRET_NAME = re.compile(
 _NAMED = re.compile(
     r"""((?:--(?P<flag>[\w.-]+)\s+|(?P<name>[A-Za-z_][\w.-]{0,99})["']?\s*[=:]\s*))("[^"]*"|'[^']*'|[^\s"'&;]+)"""
 )
-#: Tokens of services that detect-secrets does not know. The last group is the secret, and the one before it stays.
-SERVICES = re.compile(
-    r"(discord(?:app)?\.com/api/(?:v\d+/)?webhooks/)([\w/-]+)|((?i:wandb|w&b|weights.{1,5}biases).{0,99}?\b)([0-9a-f]{40}\b)"
-    r"|((?i:\bX-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=))([^\s&\"'<>\\]+)"
-    r"|()(\b(?:hf_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|wandb_v1_\w{16,}))"
+#: What shows by itself that it is a secret: its kind, the text before it that stays, and the secret.
+#: `memfit doctor --secrets` looks for those with a kind; the others are known to detect-secrets, or are common in code.
+FORMS = (
+    ("Discord Webhook", r"discord(?:app)?\.com/api/(?:v\d+/)?webhooks/", r"[\w/-]+"),
+    ("W&B Key", r"(?i:wandb|w&b|weights.{1,5}biases).{0,99}?\b", r"[0-9a-f]{40}\b"),
+    ("W&B Token", "", r"\bwandb_v1_\w{16,}"),
+    ("Signed URL", r"(?i:\bX-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)", r"[^\s&\"'<>\\]+"),
+    ("Hugging Face Token", "", r"\bhf_[A-Za-z0-9]{20,}"),
+    ("Google Key", "", r"\bAIza[\w-]{30,}"),
+    ("", r"://[^/\s:@]*:", r"[^/\s]+(?=@)"),
+    ("", r"hooks\.slack\.com/\w+/", r"[\w/-]+"),
+    ("", r"\bBearer |\bAuthorization[\"']?[:=]\s*[\"']?Basic ", r"[^\s\"'<>\\]+"),
+    ("", "", r"\b(?:sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
 )
-#: What shows by itself that it is a secret: the password of a URL, a bearer, the tokens of well-known services.
-_BY_ITSELF = re.compile(
-    rf"{SERVICES.pattern}|(://[^/\s:@]*:)([^/\s]+(?=@))|(hooks\.slack\.com/\w+/)([\w/-]+)"
-    r"|(\bBearer |\bAuthorization[\"']?[:=]\s*[\"']?Basic )([^\s\"'<>\\]+)"
-    r"|()(\b(?:(?:sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}\b))"
-)
+_BY_ITSELF = re.compile("|".join(f"({kept})({secret})" for _, kept, secret in FORMS))
 #: The secret half of a pair of Amazon's. It is known beside the other half alone.
 _AWS_PAIR = r"(?<![\w/+])[\w/+]{40}(?![\w/+=])"
 #: What a text in small letters has if it has a secret by name or form. No group, for speed.
@@ -82,7 +85,8 @@ def load_finders() -> list[Any]:
 def redact(text: str) -> str:
     """Return a text without what `mask` and detect-secrets find."""
     text = mask(text)
-    for one in [one for finder in load_finders() for one in finder().analyze_string(text) if len(one) >= _LEAST_TEXT]:
+    found: list[str] = [one for finder in load_finders() for one in finder().analyze_string(text)]
+    for one in (one for one in found if len(one) >= _LEAST_TEXT):
         text = text.replace(one, MASK)
     return text
 

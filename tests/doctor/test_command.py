@@ -5,100 +5,91 @@ import zipfile
 
 import pytest
 
-from memfit.doctor._command import parse_command
+from memfit.doctor import Interpreter, examine
 
 
 @pytest.fixture
-def parse(tmp_path):
-    (tmp_path / "pkg").mkdir()
+def look(diagnose, tmp_path):
+    """The finding on the script of a command in a folder with a few files, and all checks."""
     for name in ("train.py", "pkg/__main__.py", "pkg/job.py"):
-        (tmp_path / name).write_text("")
+        path = tmp_path / "project" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
 
-    def words(text, path="/nowhere"):
-        return parse_command(text.split(), cwd=tmp_path, env={"PATH": path})
+    def words(text, missing=()):
+        found = diagnose(words=text.split(), asked=Interpreter("/python", version=(3, 11, 7), missing=missing))
+        return found["script"][0], found
 
     return words
 
 
 @pytest.mark.parametrize(
-    ("text", "script", "arguments"),
+    ("text", "script"),
     [
-        ("python train.py --lr 1", "train.py", ("--lr", "1")),
-        ("python3.11 -u -W error -X dev train.py x", "train.py", ("x",)),
-        ("python -m pkg a", "pkg/__main__.py", ("a",)),
-        ("python -m pkg.job", "pkg/job.py", ()),
-        ("python -m torch.distributed.run --nproc-per-node 2 train.py a", "train.py", ("a",)),
-        ("accelerate launch --num_processes=3 train.py --x", "train.py", ("--x",)),
-        ("env A=1 python train.py", "train.py", ()),
-        ("env A=1 nice -n 5 python -u train.py x", "train.py", ("x",)),
+        ("python train.py --lr 1", "train.py"),
+        ("python3.11 -u -W error -X dev train.py x", "train.py"),
+        ("python -uW error train.py", "train.py"),
+        ("python -m pkg a", "pkg/__main__.py"),
+        ("python -mpkg", "pkg/__main__.py"),
+        ("python pkg", "pkg/__main__.py"),
+        ("python -um pkg.job", "pkg/job.py"),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py a", "train.py"),
+        ("accelerate launch --num_processes=3 train.py --x", "train.py"),
+        ("env A=1 python train.py", "train.py"),
+        ("env A=1 nice -n 5 python -u train.py x", "train.py"),
+        ("python -I -c pass 1 2", "-c"),
     ],
 )
-def test_the_script_and_its_arguments_are_found_behind_the_options_of_what_runs_it(
-    parse, tmp_path, text, script, arguments
-):
-    command = parse(text)
-    assert (command.script, command.arguments) == (tmp_path / script, arguments)
+def test_the_script_is_found_behind_the_options_of_what_runs_it(look, text, script):
+    check, _ = look(text)
+    assert (check.verdict, check.finding.partition(" read: ")[0]) == ("ok", script)
 
 
 @pytest.mark.parametrize(
-    ("text", "script"),
-    [("python -um pkg.job", "pkg/job.py"), ("python -uW error train.py", "train.py"), ("python pkg", "pkg/__main__.py"),
-     ("python -mpkg", "pkg/__main__.py"), ("python - other.py", None), ("python /dev/null x", None),
-     ("python app.pyz", None), ("python -m elsewhere", None)],
+    "text",
+    ["python - other.py", "python /dev/null x", "python app.pyz", "python -m elsewhere", "python -m pkg.nothing",
+     "python", "python -c", "bash run.sh", "bash -c true", "sh -c " + "x" * 9000 + ".py"],
 )  # fmt: skip
-def test_what_python_can_run_is_not_missing(parse, tmp_path, text, script):
-    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+def test_where_no_script_is_seen_a_warning_says_so_and_nothing_is_missing(look, tmp_path, text):
+    (tmp_path / "project/run.sh").write_text("python train.py\n")
+    with zipfile.ZipFile(tmp_path / "project/app.pyz", "w") as archive:
         archive.writestr("__main__.py", "")
-    command = parse(text)
-    assert (command.script, command.missing) == (tmp_path / script if script else None, "")
-
-
-def test_a_module_that_a_package_of_the_folder_lacks_is_missing(parse, tmp_path):
-    (tmp_path / "pkg/__init__.py").write_text("")
-    assert "no module 'pkg.nothing'" in parse("python -m pkg.nothing").missing
-    (tmp_path / "pkg/nothing.cpython-311-x86_64-linux-gnu.so").write_text("")
-    assert parse("python -m pkg.nothing").missing == ""
-
-
-@pytest.mark.parametrize("text", ["python " + "x" * 9000, "sh -c " + "x" * 9000 + ".py"])
-def test_a_word_too_long_for_a_name_is_no_script(parse, text):
-    assert parse(text).script is None
-
-
-@pytest.mark.parametrize("text", ["python", "python -c", "python missing.py", "bash -c true", "python -m nothing.here"])
-def test_where_the_words_name_no_script_there_is_none(parse, text):
-    assert parse(text).script is None
-
-
-def test_the_text_of_c_is_kept_and_its_arguments_too(parse):
-    command = parse("python -I -c pass 1 2")
-    assert (command.code, command.arguments, command.script) == ("pass", ("1", "2"), None)
+    check, _ = look(text, missing=["pkg"])
+    assert (check.verdict, "no Python script is seen" in check.finding) == ("warning", True)
+    assert "memfit doctor -- python train.py" in check.remedy
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [("torchrun --nproc_per_node=4 train.py", 4), ("torchrun --nproc-per-node 2 train.py", 2),
-     ("torchrun --nproc-per-node=gpu train.py", 1), ("python train.py", 1)],
+    ("text", "told"),
+    [("python missing.py", "there is no file 'missing.py'"), ("python " + "x" * 9000, "cannot be read"),
+     ("python -m nothing.here", "there is no module 'nothing.here'")],
 )  # fmt: skip
-def test_a_launcher_says_how_many_processes_there_are(parse, text, count):
-    assert parse(text).num_processes == count
+def test_what_is_not_there_is_a_problem(look, text, told):
+    check, _ = look(text, missing=["nothing"])
+    assert (check.verdict, told in check.finding) == ("problem", True)
 
 
-def test_the_interpreter_is_the_program_itself_or_the_one_of_its_first_line(parse, tmp_path):
-    tool = tmp_path / "tool"
-    tool.write_text(f"#!{sys.executable}\n")
-    tool.chmod(0o755)
-    (tmp_path / "shell").write_text("#!/bin/sh\n")
-    (tmp_path / "shell").chmod(0o755)
-    assert parse("tool", str(tmp_path)).interpreter == sys.executable
-    assert parse(f"{sys.executable} train.py").interpreter == sys.executable
-    assert parse("shell", str(tmp_path)).interpreter is None
-    assert parse("python train.py").interpreter is None
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("torchrun --nproc_per_node=4 train.py", "4 processes x (1 threads) = 4 threads"),
+     ("torchrun --nproc-per-node 2 train.py", "2 processes x"),
+     ("torchrun --nproc-per-node=gpu train.py", "1 threads on"), ("python train.py", "1 threads on")],
+)  # fmt: skip
+def test_a_launcher_says_how_many_processes_there_are(look, text, told):
+    assert look(text)[1]["threads"][0].finding.startswith(told)
 
 
-def test_the_path_that_env_gives_is_the_one_that_counts(parse, tmp_path):
-    tool = tmp_path / "tool"
-    tool.write_text(f"#!{sys.executable}\n")
-    tool.chmod(0o755)
-    command = parse(f"env PATH={tmp_path} tool")
-    assert (command.interpreter, command.env, command.words) == (sys.executable, {"PATH": str(tmp_path)}, ("tool",))
+def asked_program(folder, *words, path="/nowhere"):
+    [check] = [one for one in examine(words, env={"PATH": path}, cwd=folder) if one.check == "environment"]
+    return check.source
+
+
+def test_the_interpreter_is_the_program_itself_or_the_one_of_its_first_line(tmp_path):
+    for name, first in (("tool", sys.executable), ("shell", "/bin/sh")):
+        (tmp_path / name).write_text(f"#!{first}\n")
+        (tmp_path / name).chmod(0o755)
+    assert asked_program(tmp_path, "tool", path=str(tmp_path)) == sys.executable
+    assert asked_program(tmp_path, sys.executable, "train.py") == sys.executable
+    assert asked_program(tmp_path, "env", f"PATH={tmp_path}", "tool") == sys.executable
+    for words in (("shell",), ("python", "train.py")):
+        assert asked_program(tmp_path, *words, path=str(tmp_path)) == "the command"

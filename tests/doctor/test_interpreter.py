@@ -11,39 +11,41 @@ from memfit.doctor import Setup, examine
 from memfit.doctor._interpreter import ask_interpreter
 
 
-def test_an_interpreter_says_what_it_sees_and_imports_only_what_it_is_asked_to():
-    env = {**os.environ, "OMP_NUM_THREADS": "3"}
-    asked = ask_interpreter(sys.executable, env=env, names=["OMP_NUM_THREADS", "NOT_SET"], wanted=["numpy", "no_such"])
-    assert asked.env == {"OMP_NUM_THREADS": "3", "NOT_SET": None}
-    assert asked.version == tuple(sys.version_info[:3])
-    assert asked.num_cpus == len(os.sched_getaffinity(0))
-    assert asked.start_method in ("fork", "forkserver")
-    assert (asked.missing, asked.imports) == (["no_such"], {})
-    assert asked.packages["torch"] and asked.packages["numpy"]
+def environment(*words, **given):
+    [check] = [one for one in examine(list(words), Setup(threads=3), **given) if one.check == "environment"]
+    return check
 
 
-def test_a_module_is_used_once_and_its_threads_are_counted():
-    env = {**os.environ, "OPENBLAS_NUM_THREADS": "2"}
-    asked = ask_interpreter(sys.executable, env=env, modules=["numpy", "no_such"])
-    assert asked.threads["numpy"] > asked.threads[""] >= 1
-    assert asked.imports["numpy"] == ""
-    assert asked.imports["no_such"].startswith("ModuleNotFoundError")
+def test_an_interpreter_says_what_it_sees_and_what_it_cannot_find(tmp_path):
+    (tmp_path / "train.py").write_text("import torch, numpy, no_such\n")
+    found = {one.check: one for one in examine([sys.executable, "train.py"], Setup(threads=3), cwd=tmp_path)}
+    assert found["environment"].verdict == "ok"
+    assert found["environment"].source == sys.executable
+    version, cpus = ".".join(map(str, sys.version_info[:3])), len(os.sched_getaffinity(0))
+    assert found["environment"].finding.startswith(f"Python {version} sees all ")
+    assert found["environment"].finding.endswith(f"variables as set, and {cpus} CPUs")
+    assert found["packages"].finding == "not to be found: no_such (train.py:1)"
 
 
 def test_a_file_of_the_users_does_not_pass_for_a_module(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
-    assert ask_interpreter(sys.executable, env=os.environ).error == ""
+    assert environment(sys.executable, "-c", "pass").verdict == "ok"
+
+
+@pytest.mark.parametrize(("text", "said"), [("exit 7", "exit code 7"), ("echo no >&2", "exit code 0: no")])
+def test_what_is_no_interpreter_is_told(tmp_path, text, said):
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "python").chmod(0o755)
+    check = environment("./python", "-c", "pass", cwd=tmp_path)
+    assert (check.verdict, said in check.finding) == ("problem", True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["#!/bin/sh\nexit 7\n", "#!/bin/sh\nsleep 60 & wait\n"])
-def test_what_is_no_interpreter_is_told_and_not_waited_for(tmp_path, text):
-    program = tmp_path / "python"
-    program.write_text(text)
-    program.chmod(0o755)
-    asked = ask_interpreter(str(program), env=os.environ, timeout_seconds=1)
-    assert "exit code 7" in asked.error or "no answer within 1 s" in asked.error
+def test_an_interpreter_that_gives_no_answer_is_ended(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nsleep 60 & wait\n")
+    (tmp_path / "python").chmod(0o755)
+    assert ask_interpreter(str(tmp_path / "python"), env=os.environ, timeout_seconds=1).error == "no answer within 1 s"
 
 
 def test_a_variable_that_something_changes_before_the_script_is_a_problem(tmp_path):
@@ -53,16 +55,6 @@ def test_a_variable_that_something_changes_before_the_script_is_a_problem(tmp_pa
     [check] = [one for one in checks if one.check == "environment"]
     assert (check.verdict, "OMP_NUM_THREADS=16 and not 1" in check.finding) == ("problem", True)
     assert "sitecustomize" in check.remedy
-
-
-@pytest.mark.slow
-def test_threads_are_set_for_the_interpreter_that_the_command_names(tmp_path):
-    (tmp_path / "train.py").write_text("import torch\n")
-    setup = Setup(threads=1, deep=True)
-    found = {one.check: one for one in examine([sys.executable, "train.py"], setup, cwd=tmp_path)}
-    assert found["environment"].source == sys.executable
-    assert "variables as set" in found["environment"].finding
-    assert "torch computes with 1" in found["threads alive"].finding
 
 
 @pytest.mark.slow

@@ -4,123 +4,109 @@ import textwrap
 
 import pytest
 
-from memfit.doctor._script import Outside, read_script
+from memfit.doctor import Interpreter, Setup
 
-
-def read(text, **outside):
-    return read_script(None, Outside(**outside), text=textwrap.dedent(text))
-
-
-LOADER = "from torch.utils.data import DataLoader\n"
+LOADER = "import polars\nfrom torch.utils.data import DataLoader\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("text", "told"),
     [
-        ("DataLoader(d)", 0),
-        ("DataLoader(d, num_workers=4)", 4),
-        ("DataLoader(d, 8, True, None, None, 6)", 6),
-        ("N = 3\nDataLoader(d, num_workers=N)", 3),
-        ("N: int = 3\nDataLoader(d, num_workers=N * 2 - 1)", 5),
-        ("N = 3\nN = 4\nDataLoader(d, num_workers=N)", None),
-        ("n = int(n)\nDataLoader(d, num_workers=n)", None),
-        ("DataLoader(d, num_workers=int(os.environ.get('NUM_WORKERS', 2)))", 7),
-        ("DataLoader(d, num_workers=int(os.environ['NUM_WORKERS']))", 7),
-        ("DataLoader(d, num_workers=int(os.getenv('OTHER', '2')))", 2),
-        ("DataLoader(d, num_workers=os.cpu_count() // 2)", 32),
-        ("p.add_argument('-w', '--num-workers', default=2)\nDataLoader(d, num_workers=args.num_workers)", 9),
-        ("p.add_argument('--other', default=2)\nDataLoader(d, num_workers=args.other)", 2),
-        ("p.add_argument('--other')\nDataLoader(d, num_workers=args.other)", None),
-        ("DataLoader(d, **options)", None),
-        ("DataLoader(d, num_workers=compute())", None),
-        ("TrainingArguments(dataloader_num_workers=5)", 5),
+        ("DataLoader(d)", "nothing forks here"),
+        ("DataLoader(d, num_workers=4)", "(num_workers=4)"),
+        ("DataLoader(d, 8, True, None, None, 6)", "(num_workers=6)"),
+        ("N = 3\nDataLoader(d, num_workers=N)", "(num_workers=3)"),
+        ("N: int = 3\nDataLoader(d, num_workers=N)", "(num_workers=3)"),
+        ("TrainingArguments(dataloader_num_workers=5)", "(num_workers=5)"),
+        ("N = 3\nN = 4\nDataLoader(d, num_workers=N)", "(num_workers=N, not known here: --workers gives it)"),
+        ("n = int(n)\nDataLoader(d, num_workers=n)", "(num_workers=n, not known here"),
+        ("DataLoader(d, num_workers=int(os.environ['W']))", "(num_workers=int(os.environ['W']), not known here"),
+        ("p.add_argument('--w', default=2)\nDataLoader(d, num_workers=args.w)", "(num_workers=args.w, not known here"),
+        ("DataLoader(d, **options)", "(num_workers=**, not known here"),
     ],
 )
-def test_the_number_of_workers_is_known_where_the_syntax_the_environment_or_the_command_tells(text, value):
-    env, words = {"NUM_WORKERS": "7"}, ["--lr", "1", "--num-workers=9"]
-    script = read(LOADER + text, env=env, arguments=words, num_cpus=64)
-    assert [one.num_workers for one in script.loaders] == [value]
+def test_the_number_of_workers_is_known_from_a_literal_or_a_constant_alone(diagnose, text, told):
+    [check] = diagnose(LOADER + text)["fork"]
+    assert told in check.finding
 
 
-def test_an_alias_is_the_same_loader_and_its_context_and_prefetch_are_read():
-    script = read("""
-        from torch.utils.data import DataLoader as L
-        L(d, num_workers=2, multiprocessing_context=mp.get_context("spawn"), prefetch_factor=4)
-        L(d, num_workers=2, multiprocessing_context=how)
-    """)
-    first, second = script.loaders
-    assert (first.site, first.method, first.prefetch_factor) == ("-c:3", "spawn", 4)
-    assert (second.method, second.prefetch_factor) == ("", 2)
+def test_an_alias_is_the_same_loader_and_its_prefetch_is_read(diagnose):
+    script = "from torch.utils.data import DataLoader as L\nL(d, num_workers=2, prefetch_factor=4)\n"
+    assert "2 workers x 4 batches" in diagnose(script, setup=Setup(threads=1, batch_bytes=1))["/dev/shm"][0].finding
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "told"),
     [
-        ("import multiprocessing as mp\nmp.Pool(2)", [("mp.Pool", None)]),
-        ("from multiprocessing import Process\nProcess(target=f)", [("Process", None)]),
-        ("from psutil import Process\nProcess(1)", []),
-        ("import psutil\npsutil.Process(1)", []),
-        ("import multiprocessing\nmultiprocessing.get_context('spawn').Pool()", [("multiprocessing.get_context.Pool", "spawn")]),
-        ("import multiprocessing as mp\nctx = mp.get_context('spawn')\nctx.Process(target=f)", [("ctx.Process", "spawn")]),
+        ("import multiprocessing as mp\nmp.Pool(2)", "mp.Pool at train.py:3 forks"),
+        ("from multiprocessing import Process\nProcess(target=f)", "Process at train.py:3 forks"),
+        ("import os\nos.fork()", "os.fork at train.py:3 forks"),
+        ("from psutil import Process\nProcess(1)", "nothing forks here"),
+        ("import psutil\npsutil.Process(1)", "nothing forks here"),
+        ("import multiprocessing\nmultiprocessing.get_context('spawn').Pool()", "nothing forks here"),
+        ("import multiprocessing as mp\nctx = mp.get_context('spawn')\nctx.Process(target=f)", "nothing forks here"),
         ("from concurrent.futures import ProcessPoolExecutor as P\nP(mp_context=mp.get_context('forkserver'))",
-         [("P", "forkserver")]),
-        ("import os\nos.fork()", [("os.fork", "fork")]),
+         "nothing forks here"),
+        (f"{LOADER}DataLoader(d, num_workers=2, multiprocessing_context=mp.get_context('spawn'))", "nothing forks here"),
     ],
 )  # fmt: skip
-def test_what_starts_processes_is_found_with_the_start_method_that_it_names(text, found):
-    assert [(one.name, one.method) for one in read(text).forks] == found
+def test_what_starts_processes_is_found_with_the_start_method_that_it_names(diagnose, text, told):
+    [check] = diagnose(f"import polars\n{text}\n")["fork"]
+    assert told in check.finding
 
 
-def test_a_variable_set_after_the_import_of_its_reader_is_told_from_one_set_before():
-    script = read("""
+def test_a_variable_set_after_the_import_of_its_reader_is_told_from_one_set_before(diagnose):
+    script = """
         import os
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch
         os.environ.setdefault("MKL_NUM_THREADS", "1")
-    """)
-    told = [(one.name, one.site, one.more) for one in script.variables]
-    assert told == [("OMP_NUM_THREADS", "-c:3", None), ("MKL_NUM_THREADS", "-c:5", "torch")]
+    """
+    late = [one.finding for one in diagnose(textwrap.dedent(script))["threads"] if "is set at" in one.finding]
+    assert late == ["MKL_NUM_THREADS is set at train.py:5, after import torch"]
 
 
-def test_modules_beside_the_script_are_read_one_level_deep_and_are_no_package(tmp_path):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "train.py").write_text("import features, numpy\nfrom lib import data\n")
-    (tmp_path / "features.py").write_text("import polars\nimport deeper\n")
-    (tmp_path / "deeper.py").write_text("import grpc\n")
-    (tmp_path / "lib/__init__.py").write_text("")
-    (tmp_path / "lib/data.py").write_text("import torch\n")
-    script = read_script(tmp_path / "train.py", Outside(), cwd=tmp_path)
-    assert script.imports["polars"] == "features.py:1"
-    assert {"numpy", "polars", "torch", "deeper"} == set(script.imports)
-    assert script.files == ["train.py", "features.py", "lib/__init__.py", "lib/data.py"]
+def test_modules_beside_the_script_are_read_one_level_deep_and_are_no_package(diagnose, tmp_path):
+    (tmp_path / "project/lib").mkdir(parents=True)
+    files = {
+        "features.py": "import polars\nimport deeper\n",
+        "deeper.py": "import grpc\n",
+        "lib/__init__.py": "",
+        "lib/data.py": "import torch\nos.fork()\n",
+    }
+    asked = Interpreter("/python", version=(3, 11, 7), packages={"torch": "2"}, missing=["polars", "grpc", "lib"])
+    found = diagnose("import features, numpy\nfrom lib import data\n", files=files, asked=asked)
+    assert found["script"][0].finding == "train.py and 3 modules beside it read: 4 imports, 0 loaders"
+    assert found["packages"][0].finding == "not to be found: polars (features.py:1)"
+    assert "os.fork at lib/data.py:2" in found["fork"][0].finding
 
 
-def test_a_script_is_never_run_and_one_that_is_no_python_is_told(tmp_path):
-    (tmp_path / "train.py").write_text("open('trace', 'w')\nraise SystemExit(3)\n")
-    (tmp_path / "bad.py").write_text("def f(:\n")
-    assert read_script(tmp_path / "train.py", Outside(), cwd=tmp_path).errors == []
-    assert not (tmp_path / "trace").exists()
-    assert read_script(tmp_path / "bad.py", Outside(), cwd=tmp_path).errors[0].site == "bad.py:1"
-    (tmp_path / "deep.py").write_text("x = " + "+".join(["1"] * 20_000))
-    assert len(read_script(tmp_path / "deep.py", Outside(), cwd=tmp_path).errors) == 1
-    assert read_script(tmp_path / "none.py", Outside(), cwd=tmp_path).errors[0].site == "none.py"
+def test_a_script_is_never_run_and_one_that_cannot_be_read_is_told(diagnose, tmp_path):
+    assert diagnose("open('trace', 'w')\nraise SystemExit(3)\n")["script"][0].verdict == "ok"
+    assert not (tmp_path / "project/trace").exists()
+    [deep] = diagnose("x = " + "+".join(["1"] * 20_000))["script"]
+    assert (deep.verdict, deep.source) == ("warning", "train.py")
+    large = "#" * (4 << 20) + "\nx = 1\n"
+    assert "not read: train.py: larger than 4 MiB" in [one.finding for one in diagnose(large)["script"]]
 
 
 @pytest.mark.parametrize(
     ("text", "site"),
-    [("model.cuda()", "-c:1"), ("x = 1\nmodel.to('cuda:0')", "-c:2"), ("torch.device('cuda')", "-c:1"),
-     ("model.to('cpu')", None), ("torch.cuda.is_available()", None)],
+    [("model.cuda()", 3), ("x = 1\nmodel.to('cuda:0')", 4), ("torch.device('cuda')", 3), ("model.to('cpu')", None),
+     ("torch.cuda.is_available()", None)],
 )  # fmt: skip
-def test_the_first_use_of_a_gpu_is_found(text, site):
-    assert read(text).cuda == site
+def test_the_first_use_of_a_gpu_is_found(diagnose, text, site):
+    found = diagnose(f"from torch.utils.data import DataLoader\nDataLoader(d, num_workers=1)\n{text}\n")["fork"]
+    assert [f"the GPU is used at train.py:{site}" in one.finding for one in found] == [site is not None]
 
 
 @pytest.mark.parametrize(
     ("data", "site"),
-    [(b"x = 1\ny = (\n", "a.py:2"), (b"x = 1\n\0", "a.py:2"), (b"x = 1\ny = '\xe4'\n", "a.py:2"),
-     (b"\xef\xbb\xbfx = 1\n", None), (b"# -*- coding: latin-1 -*-\nx = '\xe4'\n", None)],
+    [(b"def f(:\n", "train.py:1"), (b"x = 1\ny = (\n", "train.py:2"), (b"x = 1\n\0", "train.py:2"),
+     (b"x = 1\ny = '\xe4'\n", "train.py:2"), (b"\xef\xbb\xbfx = 1\n", None), (b"# -*- coding: latin-1 -*-\nx = '\xe4'\n", None)],
 )  # fmt: skip
-def test_what_python_would_refuse_is_told_with_its_line_and_what_it_takes_is_read(tmp_path, data, site):
-    (tmp_path / "a.py").write_bytes(data)
-    errors = read_script(tmp_path / "a.py", Outside(), cwd=tmp_path).errors
-    assert [(one.site, one.more == "syntax") for one in errors] == ([(site, True)] if site else [])
+def test_what_python_would_refuse_is_told_with_its_line_and_what_it_takes_is_read(diagnose, tmp_path, data, site):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/train.py").write_bytes(data)
+    [check] = diagnose(words=["python", "train.py"])["script"]
+    assert (check.verdict, check.source) == (("problem", site) if site else ("ok", "train.py"))

@@ -8,6 +8,7 @@ pytest.importorskip("detect_secrets")
 
 from memfit.doctor import scan_secrets
 from memfit.errors import UsageError
+from memfit.masking import mask
 
 # Put together here, so that this file holds none.
 AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLQ"
@@ -56,21 +57,24 @@ def test_a_key_that_a_later_commit_removed_is_found_once_in_the_history(reposito
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("kind", "value"),
     [
-        "https://discord.com/api/webhooks/" + "123456789012345678/aB3dE5fG7hI9",
-        "hf_" + "QmZxTrWvLkJhGfDsApOiUyTrEwQaZxCvBn",
+        ("Discord Webhook", "https://discord.com/api/webhooks/" + "123456789012345678/aB3dE5fG7hI9"),
+        ("Hugging Face Token", "hf_" + "QmZxTrWvLkJhGfDsApOiUyTrEwQaZxCvBn"),
+        ("W&B Key", "wandb login " + "0123456789abcdef" * 2 + "01234567"),
+        ("Signed URL", "https://b.s3.amazonaws.com/x?X-Amz-Signature=" + "0a1b2c3d" * 8),
     ],
 )
-def test_a_token_that_detect_secrets_does_not_know_is_found_in_a_file_and_in_the_history(repository, value):
+def test_a_form_that_is_masked_and_not_known_to_detect_secrets_is_found_by_its_kind(repository, kind, value):
     (repository / "n.yaml").write_text(f"url: {value}\n")
-    assert [one.finding for one in problems(repository)] == ["Service Token in n.yaml:1"]
+    assert mask(value) != value
+    assert [one.finding for one in problems(repository)] == [f"{kind} in n.yaml:1"]
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "add")
     git(repository, "rm", "-q", "n.yaml")
     git(repository, "commit", "-qm", "remove")
     (one,) = problems(repository)
-    assert one.finding.startswith("Service Token in n.yaml in commit ") and value not in str(one.to_dict())
+    assert one.finding.startswith(f"{kind} in n.yaml in commit ") and value not in str(one.to_dict())
 
 
 def test_a_value_that_is_marked_and_a_file_that_git_ignores_are_left_out(repository):

@@ -18,10 +18,11 @@ import memfit
 from memfit import config
 from memfit.errors import ConfigError, SplitError, UsageError
 from memfit.pipeline import Choice, RunConfig
-from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
+from memfit.splits import PurgedKFold, WalkForward
 from memfit_workloads.finance.panels import check_folds, fingerprint, hold_out, market, possible_dates
 from memfit_workloads.ranker import data as module
 from memfit_workloads.ranker import stages
+from memfit_workloads.ranker.combinatorial import CombinatorialPurged
 from memfit_workloads.ranker.data import path_of_dates, splitter
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER

@@ -119,8 +119,8 @@ def _newest_run(path: Path) -> Path:
 
 def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
     from memfit.diagnosis import diagnose as diagnose_paths
-    from memfit.diagnosis import job_of, list_remedies, make_fix, read_ran, write_incident
-    from memfit.reports import print_diagnosis, print_fix
+    from memfit.diagnosis import job_of, list_remedies, make_fix, read_ran
+    from memfit.reports import print_diagnosis, print_fix, write_incident
 
     script, report = flags.script, flags.report
     found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
@@ -132,7 +132,7 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
         fixed = fixed.write()
     if report is not None:
         try:
-            write_atomic(report, write_incident(found, remedies, job, fixed))
+            write_atomic(report, write_incident(found, remedies, fixed))
         except OSError as error:  # it names the file that is written aside
             raise _no_report(report, error.strerror or str(error)) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))

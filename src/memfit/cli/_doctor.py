@@ -29,7 +29,6 @@ class Flags:
     workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None
     batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None
     threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None
-    deep: Annotated[bool, Option("--deep", help="Import the script's modules in a child; count threads.")] = False
     secrets: Annotated[
         bool, Option("--secrets", help="Look for keys and passwords in this repository's files and history instead.")
     ] = False
@@ -79,7 +78,6 @@ def _setup(flags: Flags) -> Setup:
         runs_dir=Path(settings.value.runs_dir),
         num_workers=flags.workers,
         batch_bytes=None if flags.batch is None else parse_bytes(flags.batch),
-        deep=flags.deep,
     )
 
 

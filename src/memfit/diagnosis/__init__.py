@@ -4,7 +4,7 @@ from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_l
 from memfit.diagnosis._fix import Fix, make_fix
 from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
 from memfit.diagnosis._growth import explain_growth
-from memfit.diagnosis._incident import facts_of, headline_of, what_happened, write_incident
+from memfit.diagnosis._headline import facts_of, headline_of, what_happened
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
 from memfit.diagnosis._remedy_table import Remedy
@@ -29,5 +29,4 @@ __all__ = [
     "read_ran",
     "verify_fix",
     "what_happened",
-    "write_incident",
 ]

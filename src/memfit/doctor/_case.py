@@ -28,7 +28,6 @@ class Setup:
         runs_dir: The folder of all runs.
         num_workers: Loader workers; None to take those of the script.
         batch_bytes: The size of one batch; None if unknown.
-        deep: Import and use once, in a short child, the libraries that the script imports, and count their threads.
     """
 
     threads: int | None = None
@@ -37,7 +36,6 @@ class Setup:
     runs_dir: Path = Path("runs")
     num_workers: int | None = None
     batch_bytes: int | None = None
-    deep: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,13 @@ def check_command(case: Case) -> Iterator[Check]:
         finding = f"there is no program '{command.words[0]}'"
         reason = "a command begins with a program on the PATH, or with the path of an executable file"
         yield Check("command", "problem", finding, reason, "correct the name, or activate its environment", "PATH")
-    missing, top = command.missing, command.module.partition(".")[0]
-    if not missing and asked is not None and top and top in asked.missing:
+    missing = command.missing
+    if asked is not None and command.module and command.module.partition(".")[0] in asked.missing:
         missing = f"there is no module '{command.module}', neither in {case.cwd} nor in {asked.executable}"
     if missing:
-        site, reason = command.site, "the command ends at once with an error"
-        remedy = (
-            f"correct the name, {'install the module, ' if command.module else ''}or start in the folder that has it"
-        )
-        if site:
-            missing, reason = f"{missing}: {site}", f"{reason}; an earlier line may make it"
-        yield Check("script", "warning" if site else "problem", missing, reason, remedy, site or "the command")
+        install = "install the module, " if command.module else ""
+        remedy = f"correct the name, {install}or start in the folder that has it"
+        yield Check("script", "problem", missing, "the command ends at once with an error", remedy, "the command")
     else:
         yield from _check_script(case)
 
@@ -47,11 +43,9 @@ def _check_script(case: Case) -> Iterator[Check]:
             yield Check("script", "warning", f"not read: {error.site}: {error.name}", reason, remedy, error.site)
     if command.words and not script.files:
         finding = f"no Python script is seen in '{' '.join(command.words)[:80]}'"
-        finding += f"; {command.looked_at} was looked at" if command.looked_at else ""
-        remedy = "name it: memfit doctor -- python train.py; for what it does not show: --workers, --batch"
+        remedy = "name the Python command, not a shell script: memfit doctor -- python train.py"
         yield Check("script", "warning", finding, reason, remedy, "the command")
     elif script.files and not script.errors:
         more = f" and {len(script.files) - 1} modules beside it" if len(script.files) > 1 else ""
-        more += f", found in {command.site}" if command.site else ""
         finding = f"{script.files[0]}{more} read: {len(script.imports)} imports, {len(script.loaders)} loaders"
         yield Check("script", "ok", finding, reason, "", script.files[0])

@@ -89,7 +89,7 @@ def check_limits(case: Case) -> Iterator[Check]:
     bounds = [(limits.get("processes", (None, None))[0], "RLIMIT_NPROC (ulimit -u)")]
     paths = (f"proc/sys/kernel/{name}" for name in ("threads-max", "pid_max"))
     bounds += [(place.number(path), f"/{path}") for path in paths]
-    bounds += [(int(text), path) for path, text in _pids_max(case) if text.isdigit()]
+    bounds += [(int(text), path) for path, text in place.group_files("pids.max") if text.isdigit()]
     if known := [(most, named) for most, named in bounds if most is not None]:
         least, named = min(known)
         finding = f"about {wanted} threads at most, {least} allowed"
@@ -117,16 +117,6 @@ def check_limits(case: Case) -> Iterator[Check]:
     source += f"; {call.site if call else 'the default of torch on Linux'}"
     is_low = soft is not None and soft < 4096 and case.num_workers > 0
     yield judge("open files", finding, reason, remedy, source, warning=is_leaky or is_low)
-
-
-def _pids_max(case: Case) -> Iterator[tuple[str, str]]:
-    """The limits on processes of this group and of those above it, under v2 and v1."""
-    yield from case.place.group_files("pids.max")
-    own = next((line for line in case.place.text("proc/self/cgroup").splitlines() if ":pids:" in line), "")
-    folder = Path("sys/fs/cgroup/pids", own.rpartition(":")[2].lstrip("/"))
-    while own and folder.name not in ("", "cgroup"):
-        yield f"/{folder}/pids.max", case.place.text(str(folder / "pids.max")).strip()
-        folder = folder.parent
 
 
 def _address_space(case: Case, source: str) -> Iterator[Check]:

@@ -91,45 +91,19 @@ def check_debugging(case: Case) -> Iterator[Check]:
 
 
 def check_packages(case: Case) -> Iterator[Check]:
-    """torch and its companion packages in the command's interpreter."""
+    """Whether the command's interpreter has torch and what the script imports; `pip check` says what does not match."""
     asked, sites = case.interpreter, case.script.imports
     if asked is None or asked.error:
         return
-    reason = "a package that does not match torch breaks when it is imported, often by something else that imports it"
+    reason = "an import that fails ends the script, unless the script catches it"
     pip, source = f"{asked.executable} -m pip install", asked.executable
-    torch, vision = asked.packages.get("torch"), asked.packages.get("torchvision")
-    if torch is None:
+    if asked.packages.get("torch") is None:
         finding = "torch is not installed" + (f" (import at {sites['torch']})" if "torch" in sites else "")
         yield judge("packages", finding, reason, f"{pip} torch", source, problem="torch" in sites)
         return
-    is_fine = True
-    for name, error in asked.imports.items():
-        if error and (name == "torch" or name not in asked.missing):
-            is_fine = False
-            anew = "install torch anew in a fresh environment" if name == "torch" else f"{pip} --force-reinstall {name}"
-            yield Check("packages", "problem", f"import {name} fails: {error}", reason, anew, source)
-    if vision and (mismatch := vision_mismatch(torch, vision)):
-        is_fine = False
-        remedy = "pip uninstall torchvision, or install both from one index"
-        yield Check(
-            "packages", "warning", f"torch {torch} with torchvision {vision}: {mismatch}", reason, remedy, source
-        )
     if absent := [name for name in asked.missing if name != "torch" and name in sites][:5]:
-        is_fine = False
         finding = f"not to be found: {', '.join(f'{name} ({sites[name]})' for name in absent)}"
-        why = "the import fails, unless the script catches it"
-        yield Check("packages", "warning", finding, why, f"{pip} {' '.join(absent)}", source)
-    if is_fine:
+        yield Check("packages", "warning", finding, reason, f"{pip} {' '.join(absent)}", source)
+    else:
         names = ", ".join(f"{name} {version}" for name, version in asked.packages.items() if version)
         yield Check("packages", "ok", names, reason, source=source)
-
-
-def vision_mismatch(torch: str, vision: str) -> str:
-    """Return why a torchvision does not match a torch: 0.(n + 15) is made for 2.n (pytorch/vision README)."""
-    numbers = re.match(r"2\.(\d+)", torch), re.match(r"0\.(\d+)", vision)
-    if numbers[0] and numbers[1] and int(numbers[1].group(1)) - 15 != int(numbers[0].group(1)):
-        return f"it is made for torch 2.{int(numbers[1].group(1)) - 15}"
-    builds = torch.partition("+")[2], vision.partition("+")[2]
-    if builds[0] != builds[1] and "cpu" in builds:
-        return f"built for another device ('{builds[1]}' and not '{builds[0]}'): its operators are missing"
-    return ""

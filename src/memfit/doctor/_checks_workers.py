@@ -28,8 +28,6 @@ _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
     *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
 )
-#: Threads that libraries start beside their pools: polars for files and streams, torch for autograd.
-_OTHER_THREADS = 16
 _GUARD = 'if __name__ == "__main__":'
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _LOCKS = (
@@ -201,11 +199,3 @@ def check_environment(case: Case) -> Iterator[Check]:
     finding = f"Python {'.'.join(map(str, asked.version))} sees {seen}"
     remedy = "look for what sets it: sitecustomize, usercustomize, a .pth file, a wrapper around python"
     yield judge("environment", finding, reason, remedy, asked.executable, problem=bool(differ))
-    if asked.imports:
-        used = [f"{count} after {name}" for name, count in asked.threads.items() if not asked.imports.get(name, "-")]
-        finding = f"threads alive: {asked.threads.get('', 0)} at the start, {', '.join(used)}"
-        finding += "" if asked.torch_threads is None else f"; torch computes with {asked.torch_threads}"
-        reason = "each process of the script starts as many, and a fork copies one of them"
-        remedy = f"memfit run --set threads_per_job={case.num_cpus} -- ..."
-        is_many = max(asked.threads.values(), default=0) > 4 * case.num_cpus + _OTHER_THREADS
-        yield judge("threads alive", finding, reason, remedy, "counted in a child", warning=is_many)

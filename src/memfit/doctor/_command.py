@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-PYTHON = re.compile(r"(?:python|pypy)[0-9.]*")
-ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.S)
+_PYTHON = re.compile(r"(?:python|pypy)[0-9.]*")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.S)
 _PROCESSES = re.compile(r"\0--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[=\0](\d+)(?=\0)")
 #: What runs the Python behind it, from the same PATH.
 _WRAPPERS = frozenset({"nohup", "nice", "ionice", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid", "srun"})
@@ -27,17 +26,13 @@ class Command:
     """A command as far as its words show."""
 
     words: tuple[str, ...] = ()  # without a leading ``env``, its assignments and wrappers such as ``nice``
-    env: Mapping[str, str] = field(default_factory=dict)  # what a leading ``env``, or the shell script, assigns
+    env: Mapping[str, str] = field(default_factory=dict)  # what a leading ``env`` assigns
     interpreter: str | None = None  # the Python that runs it
     script: Path | None = None
     code: str | None = None  # the text behind ``python -c``
-    arguments: tuple[str, ...] = ()  # the words behind the script
     num_processes: int = 1  # that a launcher (torchrun, accelerate) starts on this host
     missing: str = ""  # what Python is to run and is not there, in a sentence
-    module: str = ""  # the module behind ``python -m`` if it is no file of the command's folder
-    site: str = ""  # its place in a shell script, such as ``run.sh line 3``
-    looked_at: str = ""  # the shell script that starts no Python script
-    cwd: Path | None = None  # the folder that a shell script changes to before
+    module: str = ""  # the module behind ``python -m`` if the command's folder has nothing of its name
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:
@@ -45,15 +40,15 @@ def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) ->
     rest, given = list(words), {}
     if rest[:1] == ["env"]:
         rest = rest[1:]
-        while rest and ASSIGNMENT.fullmatch(rest[0]):
+        while rest and _ASSIGNMENT.fullmatch(rest[0]):
             name, _, value = rest.pop(0).partition("=")
             given[name] = value
     if rest and Path(rest[0]).name in _WRAPPERS:
-        rest = rest[next((at for at, word in enumerate(rest) if PYTHON.fullmatch(Path(word).name)), 0) :]
+        rest = rest[next((at for at, word in enumerate(rest) if _PYTHON.fullmatch(Path(word).name)), 0) :]
     if not rest:
         return Command(env=given)
-    is_python = PYTHON.fullmatch(Path(rest[0]).name)
-    command = _after_python(rest[1:], cwd) if is_python else _first_script(rest, cwd)
+    is_python = _PYTHON.fullmatch(Path(rest[0]).name)
+    command = _after_python(rest[1:], cwd) if is_python else Command(script=_first_script(rest, cwd))
     interpreter = _interpreter(rest[0], cwd, {**env, **given})
     options = _PROCESSES.search("\0".join(("", *rest, "")))
     count = max(1, int(options[1])) if options else 1
@@ -69,29 +64,27 @@ def _after_python(words: list[str], cwd: Path) -> Command:
             rest = [match[2], *words[at + 1 :]] if match[2] else words[at + 1 :]
             if not rest:
                 break
-            behind = tuple(rest[1:])
-            return Command(code=rest[0], arguments=behind) if match[1] == "c" else _of_module(rest[0], behind, cwd)
+            return Command(code=rest[0]) if match[1] == "c" else _of_module(rest[0], rest[1:], cwd)
         if not word.startswith("-"):
-            return _of_file(word, tuple(words[at + 1 :]), cwd)
+            return _of_file(word, cwd)
         at += 2 if _TAKE_A_WORD.fullmatch(word) else 1
     return Command()
 
 
-def _of_module(module: str, behind: tuple[str, ...], cwd: Path) -> Command:
+def _of_module(module: str, behind: list[str], cwd: Path) -> Command:
     """What ``python -m`` runs: a file of the command's folder, or a launcher with its script behind it."""
-    base = cwd.joinpath(*module.split("."))
+    base, top = cwd.joinpath(*module.split(".")), module.partition(".")[0]
     with suppress(OSError, ValueError):
         for one in (base.with_suffix(".py"), base / "__main__.py"):
             if one.is_file():
-                return Command(script=one, arguments=behind)
-        is_here = (cwd / module.partition(".")[0] / "__init__.py").is_file()
-        if is_here and not any(base.parent.glob(f"{base.name}.*")):
-            return Command(missing=f"there is no module '{module}' to run in {cwd}")
-    return replace(_first_script(list(behind), cwd), module=module)
+                return Command(script=one)
+        is_here = (cwd / top).exists()
+        return Command(script=_first_script(behind, cwd), module="" if is_here else module)
+    return Command()
 
 
-def _of_file(word: str, behind: tuple[str, ...], cwd: Path) -> Command:
-    """What Python runs of a path: a file, or the ``__main__.py`` of a folder."""
+def _of_file(word: str, cwd: Path) -> Command:
+    """What Python runs of a path: a file, or the ``__main__.py`` of a folder. A zip archive is not read."""
     path, missing = cwd / word, ""
     try:
         if path.is_dir():
@@ -99,19 +92,18 @@ def _of_file(word: str, behind: tuple[str, ...], cwd: Path) -> Command:
             missing = "" if path.is_file() else f"the folder '{word}' has no __main__.py"
         elif not path.exists():
             missing = f"there is no file '{word}' in {cwd}"
-        is_text = path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path)
+        return Command(script=path if path.is_file() and path.suffix == ".py" else None, missing=missing)
     except OSError as error:  # also a word that is too long for a name
-        missing, is_text = f"'{word[:80]}' cannot be read: {error.strerror}", False
-    return Command(script=path if is_text else None, arguments=behind, missing=missing)
+        return Command(missing=f"'{word[:80]}' cannot be read: {error.strerror}")
 
 
-def _first_script(words: list[str], cwd: Path) -> Command:
+def _first_script(words: list[str], cwd: Path) -> Path | None:
     """The first Python file among the words, as behind the options of a launcher."""
-    for at, word in enumerate(words):
+    for word in words:
         with suppress(OSError):  # a word that is too long for a name
             if word.endswith(".py") and (cwd / word).is_file():
-                return Command(script=cwd / word, arguments=tuple(words[at + 1 :]))
-    return Command()
+                return cwd / word
+    return None
 
 
 def which(program: str, cwd: Path, env: Mapping[str, str]) -> str | None:
@@ -126,12 +118,12 @@ def _interpreter(program: str, cwd: Path, env: Mapping[str, str]) -> str | None:
     found = which(program, cwd, env)
     if found is None or not Path(found).is_file():
         return None
-    if PYTHON.fullmatch(Path(program).name):
+    if _PYTHON.fullmatch(Path(program).name):
         return found
     first = ""
     with suppress(OSError), open(found, "rb") as file:
         first = file.readline(512).decode(errors="replace")
     words = first[2:].split() if first.startswith("#!") else []
-    if words and Path(words[0]).name == "env" and len(words) > 1 and PYTHON.fullmatch(words[1]):
+    if words and Path(words[0]).name == "env" and len(words) > 1 and _PYTHON.fullmatch(words[1]):
         return which(words[1], cwd, env)
-    return words[0] if words and PYTHON.fullmatch(Path(words[0]).name) and Path(words[0]).is_file() else None
+    return words[0] if words and _PYTHON.fullmatch(Path(words[0]).name) and Path(words[0]).is_file() else None

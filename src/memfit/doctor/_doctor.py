@@ -13,10 +13,10 @@ from memfit.doctor import _checks_host as host
 from memfit.doctor import _checks_settings as settings
 from memfit.doctor import _checks_workers as workers
 from memfit.doctor._case import Case, Setup
+from memfit.doctor._command import parse_command
 from memfit.doctor._interpreter import Interpreter, ask_interpreter
 from memfit.doctor._place import REAL_ROOT, Place
-from memfit.doctor._script import Outside, read_script
-from memfit.doctor._shell import commands_of
+from memfit.doctor._script import read_script
 from memfit.jobs import Job, child_env
 from memfit.memory import Budget
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
@@ -39,8 +39,6 @@ _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     settings.check_debugging,
     settings.check_packages,
 )
-#: Imported by a deep examination when the script imports them; nothing else is.
-_USED = ("numpy", "torch", "polars", "torchvision")
 
 
 def examine(
@@ -82,19 +80,14 @@ def examine(
     )
     added = child_env(job, RunDir(setup.runs_dir))
     added = {name: value for name, value in added.items() if name not in (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)}
-    found: dict[Check, None] = {}  # each once: the commands of a shell script share the place
-    for one in commands_of(command, cwd=folder, env=given):
+    one = parse_command(command, cwd=folder, env=given)
+    script = read_script(one.script, text=one.code, cwd=folder)
+    asked, executable = interpreter, one.interpreter if one.words else sys.executable
+    if asked is None and place.is_real and executable is not None:
         inside = {**given, **added, **one.env}
-        start = one.cwd or folder
-        outside = Outside(one.arguments, inside, place.num_host_cpus)
-        script = read_script(one.script, outside, text=one.code, cwd=start)
-        asked, executable = interpreter, one.interpreter if one.words else sys.executable
-        if asked is None and place.is_real and executable is not None:
-            if entries := inside.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
-                inside["PYTHONPATH"] = os.pathsep.join(str(start / entry) for entry in entries.split(os.pathsep))
-            modules = [name for name in _USED if name in script.imports] if setup.deep else []
-            wanted = sorted({*script.imports, one.module.partition(".")[0]} - {""})
-            asked = ask_interpreter(executable, env=inside, names=list(added), modules=modules, wanted=wanted)
-        case = Case(place, setup, one, script, asked, given, added, start)
-        found |= dict.fromkeys(check for checks in _CHECKS for check in checks(case))
-    return worst_first(list(found))
+        if entries := inside.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
+            inside["PYTHONPATH"] = os.pathsep.join(str(folder / entry) for entry in entries.split(os.pathsep))
+        wanted = sorted({*script.imports, one.module.partition(".")[0]} - {""})
+        asked = ask_interpreter(executable, env=inside, names=list(added), wanted=wanted)
+    case = Case(place, setup, one, script, asked, given, added, folder)
+    return worst_first([check for checks in _CHECKS for check in checks(case)])

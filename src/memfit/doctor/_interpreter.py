@@ -9,17 +9,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: A child that prints what it sees. It must run in any Python 3 and import nothing but what it is asked to.
+#: A child that prints what it sees. It must run in any Python 3 and import nothing but the standard library.
 _PROGRAM = r"""
 import importlib.util, json, multiprocessing, os, sys
-names, modules, packages, wanted = json.loads(sys.argv[1])
+names, packages, wanted = json.loads(sys.argv[1])
 def attempt(call, *words):
     try:
         return call(*words)
     except Exception:
         return None
-def threads():
-    return len(attempt(os.listdir, "/proc/self/task") or ())
 def version(name):
     from importlib.metadata import version
     return version(name)
@@ -29,26 +27,12 @@ found = {
     "version": list(sys.version_info[:3]), "executable": sys.executable, "env": {n: os.environ.get(n) for n in names},
     "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     "start_method": multiprocessing.get_start_method(), "packages": {name: attempt(version, name) for name in packages},
-    "missing": [name for name in wanted if attempt(is_missing, name)], "threads": {"": threads()}, "imports": {},
+    "missing": [name for name in wanted if attempt(is_missing, name)],
 }
-for name in modules:
-    try:
-        module = __import__(name)
-        if name == "torch":
-            module.ones(1 << 20).sum()
-            found["torch_threads"] = module.get_num_threads()
-        elif name == "numpy":
-            module.ones((300, 300)) @ module.ones((300, 300))
-        elif name == "polars":
-            module.DataFrame({"a": [1, 2]}).lazy().select(module.col("a").sum()).collect()
-        found["imports"][name] = ""
-    except BaseException as error:
-        found["imports"][name] = type(error).__name__ + ": " + (str(error).splitlines() or [""])[0][:300]
-    found["threads"][name] = threads()
 print("\nMEMFIT " + json.dumps(found))
 """
 #: Packages whose versions are read, without importing them.
-_PACKAGES = ("torch", "torchvision", "torchaudio", "polars", "numpy", "pyarrow")
+_PACKAGES = ("torch", "polars", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -60,10 +44,7 @@ class Interpreter:
         num_cpus: The CPUs that it may run on.
         env: The variables that memfit sets, as it sees them.
         packages: The installed version of each package, or None.
-        threads: The process's threads at the start (``""``) and after each module was imported and used once.
-        imports: The error of each import; empty if it worked.
         missing: The modules that cannot be found.
-        torch_threads: The answer of ``torch.get_num_threads()``.
         error: Why nothing is known; else empty.
     """
 
@@ -73,10 +54,7 @@ class Interpreter:
     num_cpus: int = 0
     env: Mapping[str, str | None] = field(default_factory=dict)
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    threads: Mapping[str, int] = field(default_factory=dict)
-    imports: Mapping[str, str] = field(default_factory=dict)
     missing: Sequence[str] = ()
-    torch_threads: int | None = None
     error: str = ""
 
 
@@ -85,12 +63,11 @@ def ask_interpreter(
     *,
     env: Mapping[str, str],
     names: Sequence[str] = (),
-    modules: Sequence[str] = (),
     wanted: Sequence[str] = (),
     timeout_seconds: float = 60.0,
 ) -> Interpreter:
-    """Return what an interpreter sees; ``modules`` are used once, ``wanted`` ones only looked for."""
-    request = json.dumps([list(names), list(modules), _PACKAGES, list(wanted)])
+    """Return what an interpreter sees, and which of the ``wanted`` modules it cannot find; none is imported."""
+    request = json.dumps([list(names), _PACKAGES, list(wanted)])
     try:
         child = subprocess.Popen(
             [executable, "-c", _PROGRAM, request],

@@ -6,12 +6,9 @@ The modules beside it that it imports are read too, one level deep.
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
 #: Calls with this keyword make a loader with so many workers.
@@ -22,7 +19,6 @@ _CONTEXTS = frozenset({"fork", "spawn", "forkserver"})
 #: The position of num_workers among DataLoader's arguments. Source: torch/utils/data/dataloader.py (torch 2.13).
 _NUM_WORKERS_AT = 5
 _MOST_BYTES = 4 << 20
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True)
@@ -63,31 +59,22 @@ class Script:
     has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
 
 
-@dataclass(frozen=True)
-class Outside:
-    """What a script is given: its arguments, its environment and the host's CPUs."""
-
-    arguments: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    num_cpus: int | None = None
-
-
-def read_script(path: Path | None, outside: Outside, *, text: str | None = None, cwd: Path = Path()) -> Script:
+def read_script(path: Path | None, *, text: str | None = None, cwd: Path = Path()) -> Script:
     """Return what a script, or the ``text`` of ``python -c``, does; files below ``cwd`` are named from there."""
     script = Script()
     if text is not None:
-        _read_text(script, text.encode(errors="replace"), "-c", outside)
+        _read_text(script, text.encode(errors="replace"), "-c")
     elif path is not None:
-        tree = _read_file(script, path, cwd, outside)
+        tree = _read_file(script, path, cwd)
         script.has_guard = any(isinstance(one, ast.If) and "__main__" in ast.unparse(one.test) for one in tree.body)
         for local in _local_files(tree, [cwd, path.parent]):
             script.imports.pop(local.parent.name if local.name == "__init__.py" else local.stem, None)
             if local.resolve() != path.resolve():
-                _read_file(script, local, cwd, outside)
+                _read_file(script, local, cwd)
     return script
 
 
-def _read_file(script: Script, path: Path, cwd: Path, outside: Outside) -> ast.Module:
+def _read_file(script: Script, path: Path, cwd: Path) -> ast.Module:
     label = str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
     data = b""
     try:
@@ -96,17 +83,17 @@ def _read_file(script: Script, path: Path, cwd: Path, outside: Outside) -> ast.M
         data = path.read_bytes()
     except OSError as error:
         script.errors.append(Site(str(error.strerror or error), label))
-    return _read_text(script, data, label, outside)
+    return _read_text(script, data, label)
 
 
-def _read_text(script: Script, data: bytes, label: str, outside: Outside) -> ast.Module:
+def _read_text(script: Script, data: bytes, label: str) -> ast.Module:
     script.files.append(label)
     try:
         if b"\0" in data:
             line = data[: data.index(b"\0")].count(b"\n") + 1
             raise SyntaxError("source code cannot contain null bytes", (label, line, None, None))
         tree = ast.parse(data)
-        _Reader(script, label, tree, outside).visit(tree)
+        _Reader(script, label, tree).visit(tree)
         return tree
     except SyntaxError as error:
         site = label if error.lineno is None else f"{label}:{error.lineno}"
@@ -133,13 +120,12 @@ def _local_files(tree: ast.Module, folders: list[Path]) -> list[Path]:
 class _Reader(ast.NodeVisitor):
     """Fills a ``Script`` from one file."""
 
-    def __init__(self, script: Script, label: str, tree: ast.Module, outside: Outside) -> None:
-        self.script, self.label, self.outside = script, label, outside
+    def __init__(self, script: Script, label: str, tree: ast.Module) -> None:
+        self.script, self.label = script, label
         self.renamed: dict[str, str] = {}
         self.origins: dict[str, str] = {}
         self.loaded: list[str] = []
         self.constants = _constants_of(tree)
-        self.options = dict(_options_of(tree))
 
     def _site(self, node: ast.AST) -> str:
         return f"{self.label}:{getattr(node, 'lineno', 0)}"
@@ -220,46 +206,10 @@ class _Reader(ast.NodeVisitor):
         return method if method in _CONTEXTS else "" if is_named else None
 
     def _value(self, node: ast.expr) -> int | None:
-        """The whole number that an expression will be; None if the syntax does not show it."""
-        try:
-            return int(self._known(node))
-        except (TypeError, ValueError, ZeroDivisionError):
-            return None
-
-    def _known(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name() if node.id in self.constants:
-                value = self.constants.pop(node.id)  # it may name itself
-                found = self._value(value)
-                self.constants[node.id] = value
-                return found
-            case ast.Attribute() if node.attr in self.options:
-                flags, default = self.options[node.attr]
-                return self._option(flags) or (default and self._known(default))
-            case ast.BinOp() if type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
-            case ast.Subscript() if ast.unparse(node.value) in ("os.environ", "environ"):
-                return self.outside.env.get(_text_of(node.slice) or "")
-            case ast.Call(args=[first, *more]):
-                path = _dotted(node.func)
-                if path == "int" and not more:
-                    return self._known(first)
-                if path in ("os.getenv", "getenv", "os.environ.get", "environ.get"):
-                    return self.outside.env.get(_text_of(first) or "", self._known(more[0]) if more else None)
-            case ast.Call() if _dotted(node).endswith("cpu_count"):
-                return self.outside.num_cpus
-        return None
-
-    def _option(self, flags: Sequence[str]) -> str | None:
-        """The value of an option on the command line."""
-        words = [*self.outside.arguments, ""]
-        for word, behind in pairwise(words):
-            name, equals, value = word.partition("=")
-            if name in flags:
-                return value if equals else behind
-        return None
+        """The whole number that an expression is; None if it is neither a literal nor a name of one."""
+        if isinstance(node, ast.Name):
+            node = self.constants.get(node.id, node)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None
 
 
 def _is_fork(path: str, name: str, origin: str) -> bool:
@@ -290,18 +240,6 @@ def _constants_of(tree: ast.Module) -> dict[str, ast.expr]:
                     found.setdefault(target.id, []).append(value)
     single = {name: values[0] for name, values in found.items() if len(values) == 1}
     return {name: value for name, value in single.items() if value is not None and not isinstance(value, ast.Name)}
-
-
-def _options_of(tree: ast.Module) -> Iterator[tuple[str, tuple[Sequence[str], ast.expr | None]]]:
-    """The flags and the default of each argparse option, with the attribute's name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _dotted(node).rpartition(".")[2] == "add_argument":
-            flags = [text for text in map(_text_of, node.args) if text and text.startswith("-")]
-            given = {one.arg: one.value for one in node.keywords if one.arg}
-            long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
-            dest = _text_of(given["dest"]) if "dest" in given else long.lstrip("-").replace("-", "_")
-            if dest:
-                yield dest, (flags, given.get("default"))
 
 
 def _dotted(node: ast.expr) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from memfit.checks import Check, worst_first
 from memfit.doctor._case import judge
 from memfit.errors import MissingExtraError, UsageError
-from memfit.masking import SERVICES, load_finders
+from memfit.masking import FORMS, load_finders
 
 _MOST_BYTES = 4 << 20  # a longer file is data, and is counted as not read
 _COMMIT = "\0memfit-commit "
@@ -34,15 +35,7 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = Non
     """
     if not load_finders():
         raise MissingExtraError.of("detect-secrets", "integrations", "memfit doctor --secrets")
-    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-    from detect_secrets.plugins.base import BasePlugin
     from detect_secrets.settings import transient_settings
-
-    class ServiceToken(BasePlugin):
-        secret_type = "Service Token"
-
-        def analyze_string(self, string: str) -> Generator[str, None, None]:
-            yield from (found[found.lastindex or 0] for found in SERVICES.finditer(string))
 
     try:
         root = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
@@ -52,11 +45,24 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = Non
             rule="doctor --secrets reads the files that git knows or would add, and their history.",
             remedy="run it inside the repository",
         ) from None
-    classes: Any = get_mapping_from_secret_type_to_class()
-    classes[ServiceToken.secret_type] = ServiceToken
-    plugins = [{"name": one.__name__} for one in (*load_finders(), ServiceToken)]
-    with transient_settings({"plugins_used": plugins}):
+    _add_finders()
+    with transient_settings({"plugins_used": [{"name": one.__name__} for one in load_finders()]}):
         return worst_first([*_Scan(root, progress or (lambda done, total: None)).checks(), *_env_file(root)])
+
+
+def _add_finders() -> None:
+    """Make detect-secrets find what `mask` knows by its form and it does not."""
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    from detect_secrets.plugins.base import BasePlugin
+
+    for kind, kept, secret in FORMS:
+
+        def find(self: Any, string: str, form: str = f"(?:{kept})({secret})") -> list[str]:
+            return re.findall(form, string)
+
+        if kind:
+            finder: Any = type(kind, (BasePlugin,), {"secret_type": kind, "analyze_string": find})
+            get_mapping_from_secret_type_to_class()[kind] = finder
 
 
 class _Scan:

@@ -14,6 +14,7 @@ from memfit.reports._diagnosis import print_checks as print_checks
 from memfit.reports._diagnosis import print_diagnosis as print_diagnosis
 from memfit.reports._diagnosis import print_fix as print_fix
 from memfit.reports._diagnosis import print_verification as print_verification
+from memfit.reports._diagnosis import write_incident as write_incident
 from memfit.reports._differences import find_changes as find_changes
 from memfit.reports._differences import print_changes as print_changes
 from memfit.reports._estimate import print_estimate as print_estimate

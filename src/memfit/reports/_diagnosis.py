@@ -1,4 +1,4 @@
-"""A diagnosis, its remedies, a fix and its verification, as people read them on a terminal."""
+"""A diagnosis, its remedies, a fix and its verification: on a terminal, and as an incident report in Markdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.masking import redact
 from memfit.reports._numbers import say
 from memfit.units import format_bytes
 
@@ -141,3 +142,53 @@ def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
         for text, style in ((one.setting if one.helps else "", "cyan"), (one.reason, "dim")):
             if text:
                 say(console, f"     {text}", style)
+
+
+def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | None = None) -> str:
+    """Return the incident report in Markdown: symptom, hypothesis, experiment, and a result to fill in."""
+    from memfit.diagnosis import facts_of, headline_of, what_happened
+
+    proof = {
+        "proved": "The job was {}. The lines above prove it.",
+        "likely": "The job was probably {}. The lines above suggest it, and none proves it.",
+    }
+    unknown = "Not known. No line that was read shows a cause; give more files, such as the kernel's log or sacct."
+    hypothesis = unknown if diagnosis.cause == "unknown" else proof.get(diagnosis.confidence, unknown)
+    edits = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
+    sections = {
+        "## Symptom": [
+            f"{facts_of(diagnosis)}{', the work went on' if diagnosis.recovered else ''}.",
+            "",
+            *(f"- {_cited(one.file, one.line, one.text)}" for one in diagnosis.evidence),
+        ],
+        "### Timeline": [
+            f"- {one.time or 'no time'}: {one.what}, {_cited(one.file, one.line, one.text)}"
+            for one in diagnosis.timeline
+        ],
+        "### Memory": [f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)],
+        "## Hypothesis": [hypothesis.format(what_happened(diagnosis))],
+        "## Experiment": ["Change one thing, and run again.", "", *map(_option, remedies)],
+        "### Fix": [*edits, "", "```diff", fix.diff, "```"] if fix and edits else [],
+        "## Result": [
+            "- Did the job end by itself?",
+            "- Its peak memory, and the limit:",
+            "- Does the hypothesis hold?",
+        ],
+    }
+    text = [f"# Incident: {headline_of(diagnosis)}", ""]
+    for heading, lines in sections.items():
+        text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
+    return redact("\n".join(text))
+
+
+def _cited(file: str, line: int, text: str) -> str:
+    shown = text.strip().replace("`", "'")[:300]
+    return f"`{file}:{line}` `{shown}`"
+
+
+def _option(one: Remedy) -> str:
+    if not one.helps:
+        return f"- {one.title}, would change nothing: {one.reason}"
+    saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
+    enough = {True: ", is enough by itself", False: ", is not enough by itself", None: ""}[one.enough]
+    return f"- {one.title}{f': `{one.setting}`' if one.setting else ''} (costs {one.cost}{saves}{enough}): {one.reason}"

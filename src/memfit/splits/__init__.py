@@ -1,7 +1,7 @@
-"""Splits into train and test that let no label leak: of dated rows, and of rows in groups.
+"""Splits of dated rows into train and test that let no label leak.
 
-`PurgedKFold` trains on both sides of the test block, `WalkForward` on its past, and `CombinatorialPurged` tests every
-date several times. `StratifiedGroups` keeps near-duplicates together. All are used like scikit-learn's splitters.
+`PurgedKFold` trains on both sides of the test block, `WalkForward` on its past. Both are used like scikit-learn's
+splitters.
 
 Example:
     >>> import numpy as np
@@ -19,8 +19,6 @@ Example:
        3           6            6          4           4              2             0          0          0
 """
 
-from memfit.splits._combinatorial import CombinatorialPurged
 from memfit.splits._purged import PurgedKFold, SplitSummary, WalkForward, sizes_table
-from memfit.splits._stratified_groups import StratifiedGroups
 
-__all__ = ["CombinatorialPurged", "PurgedKFold", "SplitSummary", "StratifiedGroups", "WalkForward", "sizes_table"]
+__all__ = ["PurgedKFold", "SplitSummary", "WalkForward", "sizes_table"]

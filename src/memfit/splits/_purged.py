@@ -23,9 +23,8 @@ _MISSING = {
     "groups": ("rows have no date", "a row without a date lies in no test block."),
     "label_end": ("labels are not resolved", "an open label has no end to purge by, and no value to learn."),
 }
-_ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?)?")
-# A date with any separator, with or without a time and an offset: it sorts where all texts have one form.
-_FORM = re.compile(r"\d{4}(?:([-/]?)\d\d(?:\1\d\d(?:[T ]?\d\d(?::?\d\d(?::?\d\d(?:\.\d+)?)?)?)?)?)?(Z|[+-]\d\d:?\d\d)?")
+#: Text in this form is read as a date, and so are date objects, whose text has it.
+_ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?)?|NaT")
 # What a row is in one fold.
 _TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK, _UNUSED = range(7)
 
@@ -103,8 +102,8 @@ class DateSplitter(ABC):
         Args:
             X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
             y: Ignored.
-            groups: The date of each row, in any order: ``datetime64``, numbers, ISO 8601 text, or anything else that
-                sorts. None: each row is a date of its own, numbered from 0; a pandas index must agree.
+            groups: The date of each row, in any order: ``datetime64``, a number, a date object or ISO 8601 text without
+                an offset. None: each row is a date of its own, numbered from 0; a pandas index must agree.
 
         Returns:
             An iterator of pairs (train, test) of ascending int64 row numbers.
@@ -139,7 +138,7 @@ class DateSplitter(ABC):
         if groups is None:
             _refuse_index(X)
         dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
-        distinct, number = _distinct(dates)
+        distinct, number = np.unique(dates, return_inverse=True)
         if len(distinct) < self._num_blocks():
             raise SplitError(
                 f"{len(distinct)} distinct dates cannot be cut into {self._num_blocks()} test blocks.",
@@ -308,14 +307,9 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             rule=f"{name} holds one date per row, in the order of the rows.",
             remedy=f"pass {name} as a 1-D array of {num_rows} dates",
         )
-    _refuse_text(name, column)
-    if column.dtype.kind == "M":
-        missing = np.isnat(column)
-    elif column.dtype.kind == "f":
-        missing = ~np.isfinite(column)
-    else:
-        values = column.tolist() if column.dtype.kind == "O" else []
-        missing = np.array([value is None or value != value for value in values], bool)
+    if column.dtype.kind not in "Miuf":
+        column = _dates_of(name, column)
+    missing = np.isnat(column) if column.dtype.kind == "M" else ~np.isfinite(column)
     if missing.any():
         what, rule = _MISSING[name]
         raise SplitError(
@@ -346,45 +340,28 @@ def _refuse_index(X: Any) -> None:
     )
 
 
-def _refuse_text(name: str, column: NDArray[Any]) -> None:
-    """Refuse text that does not sort as the dates that it stands for."""
-    if column.dtype.kind == "S":
-        column = np.char.decode(column, "latin-1")
-    texts = {one for one in column.tolist() if isinstance(one, str)} if column.dtype.kind in "UO" else set()
-    found = [_FORM.fullmatch(one) for one in texts]
-    forms = {(re.sub(r"\d", "9", one), it and it[2]) for one, it in zip(texts, found, strict=True)}
-    if (len(forms) <= 1 and all(found)) or (
-        all(map(_ISO.fullmatch, texts)) and len(set("T ") & set("".join(texts))) < 2
-    ):
-        return
-    strange = next((one for one in sorted(texts) if not _ISO.fullmatch(one)), min(texts))
-    raise SplitError(
-        f"{name} holds the text {strange!r}.",
-        rule="text must sort as its dates do: ISO 8601 in one form, for example 2024-01-31.",
-        remedy=f"convert it first: {name}=pandas.to_datetime({name})",
-    )
-
-
-def _distinct(dates: NDArray[Any]) -> tuple[NDArray[Any], Indices]:
-    """Return the sorted distinct dates and the number of each row's date among them."""
+def _dates_of(name: str, column: NDArray[Any]) -> NDArray[Any]:
+    """Return ISO 8601 text, and date objects, as ``datetime64``."""
     try:
-        distinct, number = np.unique(dates, return_inverse=True)
-    except TypeError as error:
-        raise SplitError(
-            f"the dates in groups cannot be sorted: {error}.",
-            rule="test blocks are contiguous in time, so dates must have an order.",
-            remedy="pass groups as datetime64 or as numbers",
-        ) from error
-    return distinct, number.astype(np.int64, copy=False)
+        texts = column.astype(str)
+        texts = np.where(np.isin(texts, ("None", "nan", "<NA>")), "NaT", texts)
+        strange = next((one for one in np.unique(texts).tolist() if not _ISO.fullmatch(one)), None)
+        if strange is None:
+            return texts.astype("datetime64[us]")
+        problem = repr(strange)
+    except ValueError as error:  # there is no such day; or bytes that are no text
+        problem = f"what is no date: {error}"
+    raise SplitError(
+        f"{name} holds {problem}.",
+        rule="a date is a datetime64, a number, a date object, or ISO 8601 text without an offset, such as 2024-01-31.",
+        remedy=f"convert it first: {name}=pandas.DatetimeIndex({name}).tz_localize(None)",
+    )
 
 
 def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> Indices:
     """Return the number of the last date that is not after each label's end."""
     dates, distinct, ends = _comparable(dates, distinct, ends)
-    try:
-        early = ends < dates
-    except TypeError as error:
-        raise _unlike(dates, ends) from error
+    early = ends < dates
     if early.any():
         row = int(early.argmax())
         raise SplitError(
@@ -398,9 +375,12 @@ def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]
 
 def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return the three arrays in one type in which they compare exactly."""
-    kinds = {"number" if column.dtype.kind in "iuf" else column.dtype.kind for column in (dates, ends)}
-    if len(kinds) > 1:
-        raise _unlike(dates, ends)
+    if (dates.dtype.kind == "M") != (ends.dtype.kind == "M"):
+        raise SplitError(
+            f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
+            rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
+            remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
+        )
     common = np.result_type(dates, ends)
     columns = tuple(column.astype(common, copy=False) for column in (dates, distinct, ends))
     for given, column in zip((dates, distinct, ends), columns, strict=True):
@@ -412,11 +392,3 @@ def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any])
                 remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
             )
     return columns
-
-
-def _unlike(dates: NDArray[Any], ends: NDArray[Any]) -> SplitError:
-    return SplitError(
-        f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
-        rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
-        remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
-    )

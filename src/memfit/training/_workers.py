@@ -30,8 +30,8 @@ from memfit.errors import JobFailedError
 from memfit.memory import memory_group, oom_kills_above
 from memfit.rundir import record
 from memfit.training._process import STOP_SIGNALS
+from memfit.training._stacks import likely_cause, register_stack_dump, stacks_of
 from memfit.units import format_bytes
-from memfit.watchdog import likely_cause, register_stack_dump, stacks_of
 
 #: How long a first batch is waited for while its workers do nothing.
 FIRST_BATCH_SECONDS = 120.0
@@ -111,7 +111,7 @@ class Workers:
                 for worker in workers:
                     worker.join()
         remedy = "run with num_workers=0 to see it in this process"
-        if any(stack.start == "fork" for stack in stacks.values()):
+        if any(stack.is_forked for stack in stacks.values()):
             remedy = "pass multiprocessing_context='forkserver' (or 'spawn') to the DataLoader, or num_workers=0"
         for pid, stack in stacks.items():
             print(f"worker {pid}, state {stack.state} {stack.wchan}\n{stack.text}", file=sys.stderr, flush=True)

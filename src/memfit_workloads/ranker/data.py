@@ -11,7 +11,7 @@ import numpy.typing as npt
 from memfit.data import Panel
 from memfit.errors import ConfigError
 from memfit.pipeline import Context
-from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
+from memfit.splits import PurgedKFold, WalkForward
 from memfit_workloads.finance.panels import (
     Splitter,
     check_data,
@@ -21,6 +21,7 @@ from memfit_workloads.finance.panels import (
     prepare_folds,
     usable_dates,
 )
+from memfit_workloads.ranker.combinatorial import CombinatorialPurged
 from memfit_workloads.ranker.params import RankerParams
 
 

@@ -18,11 +18,11 @@ from memfit.errors import ConfigError, DataError, MissingExtraError, SplitError
 from memfit.memory import Budget
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, record
-from memfit.splits import StratifiedGroups
 from memfit.units import format_bytes
 from memfit_workloads.video.alike import MOST_DIFFERENCE, frame_signatures, group_alike
 from memfit_workloads.video.clips import make_clips
 from memfit_workloads.video.decode import BadVideoError, decoder_version, probe, sample_frames
+from memfit_workloads.video.groups import StratifiedGroups
 from memfit_workloads.video.params import DataParams, VideoParams
 
 _ENDINGS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".3gp", ".flv", ".wmv", ".ogv"})
@@ -67,7 +67,7 @@ def check(params: VideoParams) -> None:
     splits = params.splits
     splitter = StratifiedGroups(splits.n_splits, splits.test_share)
     try:  # each video alone: groups of several leave fewer to deal
-        next(splitter.split(None, labels, np.arange(len(labels))))
+        next(splitter.split(labels, np.arange(len(labels))))
     except SplitError as error:
         remedy = f"--set params.splits.n_splits=..., --set params.splits.test_share=...; {error.remedy}"
         raise ConfigError(error.what, rule=error.rule, remedy=remedy) from None
@@ -168,7 +168,7 @@ def create_kfold_splits(context: Context, params: VideoParams) -> dict[str, Any]
     _, test = splitter.hold_out(classes, groups)
     fold = np.zeros(len(classes), dtype=np.int64)
     folds = []
-    for number, (train, valid) in enumerate(splitter.split(classes, classes, groups), start=1):
+    for number, (train, valid) in enumerate(splitter.split(classes, groups), start=1):
         fold[valid] = number
         folds.append({"fold": number, "num_train": len(train), "num_valid": len(valid)})
     assert not fold[test].any()
