@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from memfit.pipeline import Context, Output, Stop, Workload
+from memfit.pipeline._manifest import digest
 
 #: How the files of each kind of output end.
 KINDS = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".json": "json"}
@@ -66,14 +67,18 @@ class StagesHere:
         except Stop as stop:
             status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
         facts = {"schema_version": 1, "stage": name, "unit": context.unit, "job": name, "key": "", "parts": {}}
-        facts |= {"settings": {}, "code": {}, "unforeseen": {}, "reused_from": None, "digest": "", "seconds": 0.0}
+        facts |= {"settings": {}, "code": {}, "unforeseen": {}, "reused_from": None, "seconds": 0.0}
         ended = {"status": status, "why": why, "exit_code": exit_code}
         outputs = [output_of(context.dir, name, path) for name, path in context.saved.items()]
         path = context.dir.with_suffix(".json")
-        path.write_text(
-            json.dumps(facts | ended | {"result": json.loads(json.dumps(dict(result))), "outputs": outputs})
-        )
+        write_facts(path, facts | ended | {"result": json.loads(json.dumps(dict(result))), "outputs": outputs})
         return Output(path)
+
+
+def write_facts(path: Path, facts: dict[str, Any]) -> None:
+    """Write a manifest, with the digest of its result and outputs."""
+    outputs = sorted([one["name"], one["kind"], one["sha256"]] for one in facts["outputs"])
+    path.write_text(json.dumps(facts | {"digest": digest([facts["result"], outputs])}))
 
 
 def output_of(folder: Path, name: str, path: Path) -> dict[str, Any]:
