@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from memfit.pipeline import Context, Output, Stop, Workload
-from memfit.pipeline._manifest import digest
 
 #: How the files of each kind of output end.
 KINDS = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".json": "json"}
@@ -71,14 +70,15 @@ class StagesHere:
         ended = {"status": status, "why": why, "exit_code": exit_code}
         outputs = [output_of(context.dir, name, path) for name, path in context.saved.items()]
         path = context.dir.with_suffix(".json")
-        write_facts(path, facts | ended | {"result": json.loads(json.dumps(dict(result))), "outputs": outputs})
+        made = {"result": json.loads(json.dumps(dict(result))), "outputs": outputs}
+        path.write_text(json.dumps(facts | ended | made | {"digest": digest_of(**made)}))
         return Output(path)
 
 
-def write_facts(path: Path, facts: dict[str, Any]) -> None:
-    """Write a manifest, with the digest of its result and outputs."""
-    outputs = sorted([one["name"], one["kind"], one["sha256"]] for one in facts["outputs"])
-    path.write_text(json.dumps(facts | {"digest": digest([facts["result"], outputs])}))
+def digest_of(result: Any, outputs: list[dict[str, Any]]) -> str:
+    """The digest of a result and its outputs, as a manifest holds it."""
+    parts = [result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def output_of(folder: Path, name: str, path: Path) -> dict[str, Any]:

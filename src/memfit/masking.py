@@ -79,7 +79,8 @@ def load_finders() -> list[Any]:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class as load
     except ModuleNotFoundError:
         return []
-    return [one for one in load().values() if one.__name__ not in _GUESSES]
+    finders: Any = load().values()
+    return [one for one in finders if one.__name__ not in _GUESSES]
 
 
 def redact(text: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from memfit.memory import Sample, SeriesWriter
 from memfit.rundir import write_json
 from memfit.training import save_checkpoint
+from stages_here import digest_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "ranker.py"
 
@@ -56,13 +57,14 @@ def test_tensors_are_compared_by_their_bytes_and_a_missing_file_is_told(ranker, 
 
 def test_a_decision_is_compared_without_the_run_s_name_and_the_comparisons_on_record(ranker, tmp_path):
     told = {"schema_version": 1, "stage": "decision", "job": "decision", "status": "completed", "why": "", "key": ""}
-    told |= {"exit_code": 0, "parts": {}, "settings": {}, "code": {}, "outputs": [], "digest": "", "seconds": 1.0}
+    told |= {"exit_code": 0, "parts": {}, "settings": {}, "code": {}, "outputs": [], "seconds": 1.0}
     told |= {"unforeseen": {}, "reused_from": None}
     first = {"a": "x/run_1", "b": "random", "effect": 0.1, "num_comparisons": 1, "adjusted_p_value": 0.02}
     others = {"second": {"a": "x/run_2", "num_comparisons": 3, "adjusted_p_value": 0.06}, "third": {"effect": 0.2}}
     for run, changed in {"first": {}, **others}.items():
         (tmp_path / run / "checkpoints").mkdir(parents=True)
-        write_json(tmp_path / run / "checkpoints" / "stage_decision.json", told | {"result": first | changed})
+        made = {"result": first | changed, "digest": digest_of(first | changed, [])}
+        write_json(tmp_path / run / "checkpoints" / "stage_decision.json", told | made)
     runs = [tmp_path / run for run in ("first", "second", "third")]
     assert ranker.differing_results(runs[0], runs[1], ["stage_decision"]) == []
     assert ranker.differing_results(runs[0], runs[2], ["stage_decision"]) == ["stage_decision: effect"]
