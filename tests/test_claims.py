@@ -37,4 +37,4 @@ def test_the_loader_s_figures_are_ranges_and_the_same_as_on_the_page_of_benchmar
     claimed = {text for _, found, by in rows() if "sequences.py" in by for text in RANGE.findall(found)}
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
     measured = {text for line in page if "sequences.py" in line for text in RANGE.findall(line)}
-    assert len(claimed) == 6 and claimed == measured
+    assert len(claimed) == 4 and claimed == measured

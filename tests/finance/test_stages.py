@@ -14,6 +14,7 @@ from memfit.evaluation import decide, rank_ic, read_scores
 from memfit.pipeline import Output, run
 from memfit_workloads import finance
 from memfit_workloads.finance._judge import decide_on
+from stages_here import digest_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -194,7 +195,8 @@ def test_without_snapshots_the_newest_weights_are_judged(judging):
     facts = json.loads(manifest.read_text())
     newest = facts["outputs"][-1] | {"name": "latest_checkpoint", "path": "latest_checkpoint.pt"}
     (manifest.with_suffix("") / "ema_epoch_2.pt").rename(manifest.with_suffix("") / "latest_checkpoint.pt")
-    manifest.write_text(json.dumps(facts | {"outputs": [newest]}))
+    made = {"result": facts["result"], "outputs": [newest]}
+    manifest.write_text(json.dumps(facts | made | {"digest": digest_of(**made)}))
     assert here.run("blend", 1).result["sources"] == ["latest_checkpoint.pt"]
 
 
