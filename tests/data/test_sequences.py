@@ -151,12 +151,6 @@ def test_arguments_out_of_range_are_refused(wrong):
         SequenceLoader(rows([1]), PADDING, **wrong)
 
 
-def test_an_argument_that_is_gone_names_its_successor():
-    with pytest.raises(UsageError, match="SequenceLoader has no argument pool") as raised:
-        SequenceLoader(rows([1]), PADDING, batch=1, pool=None)
-    assert raised.value.remedy == "use num_workers=2"
-
-
 def test_data_that_make_no_batch_are_refused():
     with pytest.raises(DataError, match="there are no examples"):
         SequenceLoader([], PADDING, batch=1)
