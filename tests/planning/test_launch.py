@@ -287,14 +287,15 @@ def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_ti
 
 @pytest.mark.slow
 def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(tmp_path):
-    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 8GiB, slack: 0}\nimage: python\n')
+    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 64GiB, slack: 0}\nimage: python\n')
 
     def memfit(*words):
         command = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--format", "compose", *words]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
     refused = memfit()
-    assert (refused.returncode, refused.stdout) == (3, "") and "a is tight: 8.00 GiB of 8.00 GiB" in refused.stderr
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert "a is tight: 64.1" in refused.stderr  # with what memfit takes in a container
     assert memfit("--accept-tight").returncode == memfit("--set", "memory.slack=0.25").returncode == 0
 
 
