@@ -68,7 +68,8 @@ def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tupl
     """
     if settings is None:
         return tuple(options)
-    found = [settings.get(one, settings.get(one.split()[0], "")).format(one.split()[-1]) for one in options]
+    given = [(one, *one.split()[:1], *one.split()[-1:]) for one in options if one.strip()]
+    found = [settings.get(one, settings.get(first, "")).format(last) for one, first, last in given]
     return tuple(f"--set {one}" for one in found) if all(found) else ()
 
 
