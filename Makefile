@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,20 +37,31 @@ demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with i
 	@echo "compiling memfit" && $(BIN)/python -m compileall -q src/memfit examples/images
 	@$(BIN)/python benchmarks/demo.py $(ARGS)
 
-test: install ## run the test suite in four processes, as many tests wait; names what was skipped and why (ARGS are handed to pytest)
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
-	  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
-	  $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --basetemp="$$folder/pytest" $(ARGS)
+# Tests that share something made once stay on one worker; the others go wherever a worker waits.
+PYTEST = folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
+  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
+  $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --basetemp="$$folder/pytest"
+
+test: install ## run the tests of memfit and a smoke of each workload in four processes; names what was skipped and why (ARGS are handed to pytest)
+	@$(PYTEST) -n 4 -m "not long" --junitxml=build/test.xml $(ARGS)
+
+test-long: install ## run what make test leaves out: the workloads' kills, a real Slurm, all moments, properties with more examples, the other documents
+	@export HYPOTHESIS_PROFILE=thorough; $(PYTEST) -n 4 -m "long or hypothesis" --junitxml=build/test-long.xml $(ARGS)
+	@$(MAKE) --no-print-directory check-docs DOCS="$(DOCS_LONG)"
 
 test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
-	  OMP_NUM_THREADS=1 TMPDIR="$$folder" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --basetemp="$$folder/pytest" \
-	  -q -m "not slow" --durations=10 --durations-min=0.5 $(ARGS)
+	@$(PYTEST) -n 2 -q -m "not slow and not long" --durations=10 --durations-min=0.5 $(ARGS)
+
+times: ## print where the seconds of the last make test went, by file (ARGS="--tests", or another report)
+	@$(BIN)/python tools/times.py build/test.xml $(ARGS)
+
+mutants: install ## change ten core modules in one place at a time; how many changes their own tests see (ARGS="memory/_admission")
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
 
-check: check-code check-docs ## check format, lint, types, import layers and dead code, and run the commands in the docs
+check: check-code docs check-docs ## check format, lint, types, import layers and dead code, and run the commands in the docs
 
 check-code: install
 	$(BIN)/ruff format --check
@@ -59,8 +70,12 @@ check-code: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/find_dead.py
 
-check-docs: install docs
-	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md src/memfit_workloads/forecaster/README.md
+# What a user meets first is checked with every change; the others with make test-long.
+DOCS := README.md docs/quickstart.md docs/folds.md docs/commands.md docs/stages.md docs/training.md docs/data.md
+DOCS_LONG := docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md
+
+check-docs: install
+	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py
 
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical

@@ -18,8 +18,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure.
-settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("memfit")
+_patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", _patient, max_examples=40)
+settings.register_profile("thorough", _patient, max_examples=400)  # make test-long
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 #: Processes that a test starts inherit this variable; its value is another one in each session.
 _SESSION = "TEST_SESSION_ID"
@@ -34,24 +36,20 @@ def pytest_configure(config):
         os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memfit-tests-state-")  # not the user's own
 
 
-#: The files that take longest; they begin first, so that no process works alone at the end.
-_LONG = (
-    "test_ranker_killed.py",
-    "pipeline/test_run.py",
-    "training/test_stop.py",
-    "training/test_trainer.py",
-    "finance/test_stages.py",
-    "slurm/test_runs.py",
-    "pipeline/test_stages.py",
-    "test_examples.py",
-    "training/test_fit.py",
-    "workloads/test_video.py",
-)
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    order = {name: number for number, name in enumerate(_LONG)}
-    items.sort(key=lambda item: next((order[name] for name in _LONG if str(item.path).endswith(name)), len(order)))
+    """Keep the tests that share something made once on one worker; what takes longest begins first."""
+    for item in items:
+        if group := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(item.iter_markers("xdist_group"))))
+
+
+def _group_of(item):
+    """Return the file of the module fixture that a test asks for, the folder of a session one, or None."""
+    used = [fixtures[-1] for fixtures in item._fixtureinfo.name2fixturedefs.values()]
+    places = {fixture.scope: fixture.baseid for fixture in used if fixture.baseid.startswith("tests/")}
+    return places.get("session") or places.get("module")
 
 
 @pytest.hookimpl(trylast=True)  # after xdist has ended its workers
