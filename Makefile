@@ -39,7 +39,8 @@ demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with i
 
 # Tests that share something made once stay on one worker; the others go wherever a worker waits.
 PYTEST = folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
-  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
+  echo "temporary files: $$folder, removed at the end" && \
+  env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TMPDIR="$$folder" \
   $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --basetemp="$$folder/pytest"
 
 test: install ## run the tests of memfit and a smoke of each workload in four processes; names what was skipped and why (ARGS are handed to pytest)
