@@ -62,7 +62,7 @@ def run(module: str, folder: Path, jobs: int, ends: str) -> tuple[int, list[str]
     for name in ("src", "tests", "docs", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copy(ROOT / "README.md", copy)
-    tests = ", ".join(f'"{test}"' for test in MODULES[module])
+    tests = ", ".join(f'"{test}"' for test in (*MODULES[module], f"src/memfit/{module}.py"))
     settings = (ROOT / "pyproject.toml").read_text() + _SETTINGS.format(module=module, tests=tests)
     (copy / "pyproject.toml").write_text(settings)
     mutmut = [str(Path(sys.executable).with_name("mutmut"))]
