@@ -68,10 +68,7 @@ class Flags(Output):
     ] = None
     on_failure: Annotated[
         Text,
-        Option(
-            help="After a failure: stop all jobs, or continue. first: stop if the first job that ends has failed.",
-            metavar="stop|first|continue",
-        ),
+        Option(help="After a failure: stop all jobs, or continue.", metavar="stop|continue"),
         "on_failure",
     ] = None
     name: Annotated[
