@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from memfit.jobs._death import Counters, Death, explain, place_of
+from memfit.jobs import Counters, Death, explain_death, memory_place
 
 CALM = Counters({"/jobs": 3}, host=9)
 OWN = Counters({"job-a": 0}, is_own=True)
@@ -68,7 +68,7 @@ def death(returncode, **changes):
     ],
 )  # fmt: skip
 def test_a_death_is_explained_from_its_evidence(evidence, state, words):
-    found, cause, _ = explain(evidence)
+    found, cause, _ = explain_death(evidence)
     assert found == state
     assert words in cause
 
@@ -86,15 +86,15 @@ def test_a_death_is_explained_from_its_evidence(evidence, state, words):
     ],
 )
 def test_who_ended_a_job_is_told(evidence, who):
-    assert explain(evidence)[2] == who
+    assert explain_death(evidence)[2] == who
 
 
 def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():
-    assert explain(death(137))[0] == "failed"
+    assert explain_death(death(137))[0] == "failed"
 
 
 def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
-    assert explain(death(1, counters_after=Counters({"/jobs": 4}, host=10)))[0] == "failed"
+    assert explain_death(death(1, counters_after=Counters({"/jobs": 4}, host=10)))[0] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
     ],
 )
 def test_a_device_that_was_full_is_told_from_a_host_that_was(changes, place):
-    assert place_of(death(1, **changes)) == place
+    assert memory_place(death(1, **changes)) == place

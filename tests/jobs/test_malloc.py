@@ -36,3 +36,8 @@ def test_the_jobs_allocator_settings_close_the_gap_between_live_and_resident_mem
     loose, tight = gap_bytes(tight=False), gap_bytes(tight=True)
     assert loose > 100 << 20
     assert tight < loose / 10
+
+
+def test_the_allocator_can_be_left_alone():
+    job = Job("loose", command=("true",), tight_malloc=False)
+    assert not [name for name in child_env(job, RunDir(Path("/nowhere"))) if name.startswith("MALLOC_")]

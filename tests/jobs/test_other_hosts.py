@@ -10,10 +10,8 @@ import pytest
 
 from jobs.contract import submit, wait_for_end
 from memfit.jobs import Job, JobStatus, LocalBackend, SlurmBackend, read_status
-from memfit.jobs._folder import read_record, take_lock, write_order, write_outcome
-from memfit.rundir import EventWriter, FolderTail, RunDir, read_json, write_json
-
-ENDED = JobStatus("a", "completed", exit_code=0)
+from memfit.memory import lock_file
+from memfit.rundir import EventWriter, FolderTail, RunDir, write_json
 
 
 @pytest.fixture
@@ -32,9 +30,13 @@ def order_elsewhere(run_dir, host="elsewhere", pid=None):
     """Leave what a shim on another host has written of job ``a`` before its end."""
     folder = run_dir.job_dir("a")
     folder.mkdir(parents=True)
-    write_order(folder, Job("a", command=("true",)), {"attempt": 1, "group": None, "host": host})
+    write_json(folder / "job.json", {"attempt": 1, "group": None, "host": host})
     write_status(folder, pid=pid)
     return folder
+
+
+def write_outcome(folder):
+    write_json(folder / "outcome.json", replace(JobStatus("a", "completed"), exit_code=0).to_dict())
 
 
 def write_status(folder, **fields):
@@ -49,7 +51,7 @@ def backend_of(run_dir):
 
 def test_an_outcome_that_another_host_wrote_is_taken_when_it_shows_late(run_dir):
     folder = order_elsewhere(run_dir)
-    lock = take_lock(folder)
+    lock = lock_file(folder / "lock")
     backend, clock, said = backend_of(run_dir)
     assert backend.adopt(["a"]) == {"a"}
     os.close(lock)  # its shim ended, and the name of its outcome is not seen here yet
@@ -57,7 +59,7 @@ def test_an_outcome_that_another_host_wrote_is_taken_when_it_shows_late(run_dir)
         assert backend.poll()["a"].state == "running"
         clock.now += 20.0
     assert len(said) == 1 and said[0].startswith("a has ended on elsewhere: waiting up to 61 s for its outcome")
-    write_outcome(folder, ENDED)
+    write_outcome(folder)
     assert backend.poll()["a"].state == "completed"
 
 
@@ -68,7 +70,7 @@ def test_a_job_that_ended_elsewhere_before_the_takeover_is_waited_for_and_not_se
     backend.poll()
     clock.now += 59.0
     assert backend.poll()["a"].state == "running" and not (folder / "outcome.json").exists()
-    write_outcome(folder, ENDED)
+    write_outcome(folder)
     assert backend.poll()["a"].state == "completed"
 
 
@@ -134,7 +136,7 @@ def test_a_job_that_slurm_ran_may_show_its_files_late(run_dir, tmp_path, monkeyp
         assert backend.poll()["a"].state == "pending"
         clock.now += 20.0
     assert len(said) == 1 and said[0].startswith("a has ended in Slurm: waiting up to 61 s")
-    write_outcome(run_dir.job_dir("a"), ENDED)
+    write_outcome(run_dir.job_dir("a"))
     assert backend.poll()["a"].state == "completed"
 
 
@@ -146,16 +148,15 @@ def test_a_job_that_slurm_never_began_is_not_waited_for(run_dir, tmp_path, monke
 
 
 def test_a_record_that_another_host_replaces_while_it_is_read_is_read_at_the_next_look(run_dir, monkeypatch):
-    folder = order_elsewhere(run_dir)
+    order_elsewhere(run_dir)
 
     def replaced(*_):
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("memfit.jobs._folder.read_json", replaced)
-        assert read_record("a", folder / "status.json") is None
-    assert read_record("a", folder / "status.json").state == "running"
-    assert read_json(folder / "status.json")["state"] == "running"
+        patch.setattr("memfit.rundir.read_own", replaced)
+        assert read_status(run_dir, "a").state == "pending"
+    assert read_status(run_dir, "a").state == "running"
 
 
 def test_events_are_read_to_their_end_although_the_size_of_their_file_is_an_old_one(run_dir, monkeypatch):

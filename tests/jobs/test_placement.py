@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.jobs import Job
-from memfit.jobs._placement import device_env
+from memfit.jobs import Job, device_env
 from memfit.memory import Device
 from memfit.units import GIB
 
@@ -18,7 +17,7 @@ OWN = str(Path(sys.executable).parent / "python")
 @pytest.fixture(autouse=True)
 def _torch(monkeypatch):
     """This environment's torch is 2.13."""
-    monkeypatch.setattr("memfit.jobs._placement.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
 
 
 def env_of(job, env=None, **sizes):
@@ -47,5 +46,5 @@ def test_a_command_is_capped_where_its_torch_is_known(command, is_capped):
 
 
 def test_a_torch_that_would_refuse_the_setting_is_not_told(monkeypatch):
-    monkeypatch.setattr("memfit.jobs._placement.metadata.version", lambda name: "2.9.1+cu128")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.1+cu128")
     assert env_of(Job("a", target="math:sqrt"), GPU_0=40) == {"CUDA_VISIBLE_DEVICES": "GPU-0"}

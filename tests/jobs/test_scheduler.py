@@ -48,27 +48,24 @@ class World:
     single ones. Other options go to the policy.
     """
 
-    def __init__(self, tmp_path, scripts, limit=1000, *, known=None, told=None, gpus=None, claims=None, each=None, jobs=None,
-                 source=None, say=None, is_shared=True, neighbour=0, reserve=0, cap=None, **policy):  # fmt: skip
+    def __init__(self, tmp_path, scripts, limit=1000, *, known=None, claims=None, **options):
+        told, each, jobs = (options.pop(name, {}) for name in ("told", "each", "jobs"))
+        self.gpus, self.cap = options.pop("gpus", ()), options.pop("cap", None)
+        self.neighbour, reserve = options.pop("neighbour", 0), options.pop("reserve", 0)
+        self.events, self.backend, self.limit, self.claims = [], FakeBackend(scripts), limit, claims
+        self.gpu_name, self.in_use_seen = "GPU", 0
+        say = options.pop("say", lambda kind, **fields: self.events.append((kind, fields)))
+        source, is_shared = options.pop("source", None), options.pop("is_shared", True)
         (tmp_path / "proc").mkdir(parents=True, exist_ok=True)
         (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 1048576 kB\n")
         self.budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
-        self.backend, self.limit, self.neighbour, self.cap, self.claims = (
-            FakeBackend(scripts),
-            limit,
-            neighbour,
-            cap,
-            claims,
-        )
-        self.gpus, self.gpu_name, self.in_use_seen, self.events, self.caps, self.alive = gpus or [], "GPU", 0, [], [], 0
-        self.made = [Job(name, command=("true",), **{**(each or {}), **(jobs or {}).get(name, {})}) for name in scripts]
-        policy = Policy(**{"slack": 0.0, **policy})
+        self.made = [Job(name, command=("true",), **{**each, **jobs.get(name, {})}) for name in scripts]
+        policy = Policy(**{"slack": 0.0, **options})
         clock = self.backend.clock
         self.admission = LocalAdmission(self.read, policy=policy, claims=claims, now=clock, is_shared=is_shared)
         for kind, size in known.items() if isinstance(known, dict) else [("", known)] if known else ():
             params = {"kind": kind} if kind else {}
             self.admission.forecast.learn(Job("known", command=("true",), params=params), Footprint(size))
-        say = say or (lambda kind, **fields: self.events.append((kind, fields)))
         self.scheduler = Scheduler(source or ListSource(self.made), self.backend, self.admission, say=say)
         if told:
             poll = self.backend.poll
@@ -638,7 +635,7 @@ def test_a_gpu_whose_reading_saw_what_a_job_gave_back_is_no_fuller_than_it_is(wo
     st.integers(100, 300),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_jobs_do_the_budget_holds_and_every_job_that_fits_completes(tmp_path_factory, jobs, limit, hinted):
     scripts = {f"j{number}": FakeJob(tuple(sizes)) for number, (sizes, _) in enumerate(jobs)}
     own = {f"j{number}": {"params": {"kind": str(kind)}} for number, (_, kind) in enumerate(jobs)}

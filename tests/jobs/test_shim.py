@@ -1,5 +1,6 @@
 """The shim: it starts by itself and runs a job once, whoever dies."""
 
+import fcntl
 import json
 import os
 import signal
@@ -12,9 +13,7 @@ import pytest
 
 from jobs.contract import python, submit, wait_for_end, wait_until
 from memfit.errors import UsageError
-from memfit.jobs import Job, LocalBackend, read_status
-from memfit.jobs._processes import remove_segments
-from memfit.jobs._shim import Unsupervised
+from memfit.jobs import Job, LocalBackend, Unsupervised, read_status, remove_segments
 from memfit.memory import GroupState, JobGroup, Walls, is_locked
 from memfit.rundir import RunDir
 
@@ -136,11 +135,15 @@ def test_an_outcome_that_is_written_while_a_supervisor_comes_is_kept(run_dir, mo
     first = LocalBackend(run_dir)
     submit(first, job)
 
-    def look_until_the_end(folder):
-        wait_for_end(first, "brief")  # its shim ends while the lock is looked at
-        return False
+    flock = fcntl.flock
 
-    monkeypatch.setattr("memfit.jobs._local.is_held", look_until_the_end)
+    def look_until_the_end(descriptor, kind):
+        if kind & fcntl.LOCK_SH:
+            monkeypatch.undo()
+            wait_for_end(first, "brief")  # its shim ends while the lock is looked at
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", look_until_the_end)
     LocalBackend(run_dir)
     assert read_status(run_dir, "brief").state == "completed"
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission, read_status, stop
-from memfit.jobs._shim import run_element
+from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission, read_status, run_element, stop
 from memfit.rundir import RunDir
 
 NO_ANSWER = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -77,8 +76,8 @@ def test_thousands_of_jobs_cost_the_controller_a_few_calls_a_minute(tools, run_d
     calls = tools(sbatch="echo 7", squeue=f"cat {tmp_path}/listed", sacct="true")
     now = [0.0]
     backend = SlurmBackend(run_dir, now=lambda: now[0])
-    submit(backend, *(f"job_{number}" for number in range(3_000)))
-    assert calls().count("sbatch") == 3
+    submit(backend, *(f"job_{number}" for number in range(1_001)))
+    assert calls().count("sbatch") == 2
     seen = []
     for _ in range(30):
         backend.poll()

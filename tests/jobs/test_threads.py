@@ -9,6 +9,7 @@ from memfit.errors import UsageError
 from memfit.jobs import limit_threads
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torch_and_numpy_have_the_threads_that_were_set_before_their_import():
     code = "from memfit.jobs import limit_threads; limit_threads(1); import torch; print(torch.get_num_threads())"

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from memfit.errors import UsageError
-from memfit.memory._budget import Budget, default_reserve_of
-from memfit.memory._host import Swap, host_by_psutil, limit
+from memfit.memory import Budget
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 #: Per tree the binding limit, as ``tests/recorded/README.md`` says; ``benchmarks/budgets.py`` reads it too.
@@ -192,11 +191,14 @@ def test_a_folder_without_meminfo_is_refused(tmp_path):
     ],
 )
 def test_the_default_reserve_is_a_share_within_bounds_and_leaves_small_limits_usable(
-    limit_bytes, swap_bytes, reserve_bytes
+    tmp_path, limit_bytes, swap_bytes, reserve_bytes
 ):
-    found, arithmetic = default_reserve_of(limit("x", "y", limit_bytes, 0, "host"), Swap(0, 0, swap_bytes, ""))
-    assert found == reserve_bytes
-    assert arithmetic.startswith("2 %" if swap_bytes else "4 %")
+    (tmp_path / "proc").mkdir()
+    sizes = {"MemTotal": limit_bytes, "MemAvailable": limit_bytes, "SwapTotal": GIB, "SwapFree": swap_bytes}
+    (tmp_path / "proc/meminfo").write_text("".join(f"{name}: {size >> 10} kB\n" for name, size in sizes.items()))
+    budget = Budget.read(root=tmp_path, env={})
+    assert budget.reserve_bytes == reserve_bytes >> 10 << 10 or abs(budget.reserve_bytes - reserve_bytes) < 1024
+    assert budget.reserve_note.startswith("2 %" if swap_bytes else "4 %")
 
 
 def test_the_promise_names_the_permission_that_holds():
@@ -236,10 +238,18 @@ def test_the_json_form_holds_every_limit_and_the_binding_one():
     assert len(found["limits"]) == 4
 
 
-def test_without_proc_the_total_is_the_machines():
-    host = host_by_psutil()
-    assert host.total_bytes == psutil.virtual_memory().total
-    assert [one.scope for one in host.limits] == ["host"]
+def test_without_proc_the_total_is_the_machines(monkeypatch):
+    opened = os.open
+
+    def absent(path, *options, **more):
+        if str(path) == "/proc/meminfo":
+            raise FileNotFoundError(path)
+        return opened(path, *options, **more)
+
+    total = psutil.virtual_memory().total  # it reads that file too
+    monkeypatch.setattr(os, "open", absent)
+    [host] = [one for one in Budget.read().limits if one.scope == "host"]
+    assert (host.limit_bytes, host.source) == (total, f"psutil on {sys.platform}")
 
 
 def test_on_this_machine_the_headroom_is_no_more_than_the_host_has():

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.memory import Budget
-from memfit.memory._devices import device_reader, read_devices, select_visible
+from memfit.memory import Budget, device_reader, read_devices, select_visible
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 GIB = 1 << 30

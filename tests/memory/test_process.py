@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.memory._process import (
-    ProcReader,
-    Sharing,
-    Tree,
-    parse_counters,
-    parse_rollup,
-    parse_stat,
-)
+from memfit.memory import ProcReader, Sharing, Tree, parse_counters, parse_rollup, parse_stat
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads this machine's /proc")
 MIB = 1 << 20

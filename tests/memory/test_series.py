@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.memory import Sample, SeriesWriter, _series, read_series
+from memfit.memory import Sample, SeriesWriter, read_series
 
 
 def sample(index: int, phase: str = "train") -> Sample:
@@ -17,8 +17,8 @@ def sample(index: int, phase: str = "train") -> Sample:
     return Sample(1e9 + index, index, 2 + index, 3 + index, 2**60 + index, 5 + index, phase, device, 6 + index)
 
 
-def write(path, samples):
-    series = SeriesWriter(path)
+def write(path, samples, **options):
+    series = SeriesWriter(path, **options)
     for taken in samples:
         series.append(taken)
     series.close()
@@ -68,11 +68,10 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line_and_continued(
             assert read_series(cut) == [*rows, sample(50)]
 
 
-def test_a_long_series_is_thinned_and_keeps_its_highest_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(_series, "MAX_LINES", 16)
+def test_a_long_series_is_thinned_and_keeps_its_highest_peak(tmp_path):
     path = tmp_path / "memory.jsonl"
     samples = [Sample(float(n), 1, 10, 0, 10, 10, "train", peak_bytes=5000 if n == 403 else n) for n in range(1001)]
-    write(path, samples)
+    write(path, samples, max_lines=16)
     found = read_series(path)
     assert 4 <= len(found) <= 16
     assert max(taken.peak_bytes for taken in found) == 5000

@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from jobs.contract import is_alive, wait_until
-from memfit.memory import JobGroup, Walls, oom_kills_above, sweep_groups, systemd_scope_command, why_no_walls
-from memfit.memory._cgroup import locate
-from memfit.memory._jobgroup import NO_WALL_BYTES
-from memfit.memory._walls import Base, find_base
+from memfit.memory import (
+    NO_WALL_BYTES,
+    Base,
+    JobGroup,
+    Walls,
+    find_base,
+    locate,
+    oom_kills_above,
+    sweep_groups,
+    systemd_scope_command,
+    why_no_walls,
+)
 
 MIB = 1 << 20
 

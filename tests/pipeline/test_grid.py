@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.errors import UsageError
-from memfit.pipeline import expand, fill
+from memfit.errors import ConfigError, UsageError
+from memfit.pipeline import chosen_units, expand, fill
 
 
 def values(text):
@@ -138,3 +138,36 @@ def test_half_a_range_is_refused_and_its_text_can_be_quoted() -> None:
     with pytest.raises(UsageError, match="no range of whole numbers"):
         expand(["train", "{lr}"], ["lr=1..x"])
     assert expand(["train", "{lr}"], ['lr="1..x"'])[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("all", [0, 1, 2]),
+        ("2", [1]),
+        ("2-3", [1, 2]),
+        ("3,1", [0, 2]),
+        ("1-2, 2", [0, 1]),
+        ("big", [2]),
+        ("1 - 1", [0]),
+    ],
+)
+def test_units_are_chosen_by_number_range_or_name(text, places):
+    assert chosen_units(text, ["1", "2", "big"]) == places
+
+
+@pytest.mark.parametrize("text", ["0", "4", "3-2", "a", "2-9", "1-", "", "1,,2"])
+def test_a_choice_that_names_no_unit_is_refused(text):
+    with pytest.raises(ConfigError, match="names no unit"):
+        chosen_units(text, ["1", "2", "big"])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"), [("2-9", False), ("name", False), ("9-2", True), ("0", True), ("", True)]
+)
+def test_before_the_units_are_known_only_the_form_of_a_choice_is_checked(text, is_refused):
+    if is_refused:
+        with pytest.raises(ConfigError, match="names no unit"):
+            chosen_units(text, None)
+    else:
+        chosen_units(text, None)

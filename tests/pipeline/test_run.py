@@ -149,27 +149,10 @@ def test_stop_on_failure_starts_no_later_fold(tiny):
     }  # fmt: skip
 
 
-def test_a_fold_killed_by_a_stranger_is_told_and_only_it_runs_again(tiny):
-    config = tiny(die_fold=3)
-    result = memfit.run(config)
-    assert result.exit_code == 4
-    assert "SIGKILL" in result.statuses["fold_3"].cause
-    again = memfit.run(config)
-    assert again.path == result.path
-    assert {job: status.attempt for job, status in folds_of(again).items()} == {
-        "fold_1": 1, "fold_2": 1, "fold_3": 2,
-    }  # fmt: skip
-
-
 def test_an_unknown_parameter_of_the_workload_is_refused_before_anything_is_made(tiny, tmp_path):
     with pytest.raises(ConfigError, match="num_epoch"):
         memfit.run(tiny(num_epoch=3))
     assert not (tmp_path / "runs").exists()
-
-
-def test_an_unknown_variable_is_refused(tiny):
-    with pytest.raises(ConfigError, match="MEMFIT_MAX_PARALEL"):
-        memfit.run(tiny(), env={"MEMFIT_MAX_PARALEL": "2"})
 
 
 def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitter(tiny):
@@ -189,11 +172,6 @@ def test_a_choice_without_meaning_is_refused_before_anything_is_made(tiny, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_declared_size_that_cannot_fit_is_refused(tiny):
-    with pytest.raises(DoesNotFitError, match=r"fold_\d needs 900"):
-        memfit.run(tiny("memory: {job: 900TiB}"))
-
-
 def test_a_users_limit_bounds_how_many_run_at_once(tiny):
     config = tiny("memory: {limit: 500MiB, reserve: 50MiB}", hold_mib=120, epoch_seconds=0.8)
     result = memfit.run(config)
@@ -202,12 +180,6 @@ def test_a_users_limit_bounds_how_many_run_at_once(tiny):
     assert decided["limited_by"] == "memory"
     assert decided["num_parallel"] in (1, 2)
     assert max(e["num_running"] for e in RunDir(result.path).events() if e["kind"] == "admit") < 3
-
-
-@pytest.mark.parametrize("text", ["0", "6", "3-2", "a", "2-9", "1-", ""])
-def test_a_choice_that_names_no_unit_is_refused(text, tiny):
-    with pytest.raises(ConfigError, match="names no unit"):
-        memfit.run(tiny(n_splits=2, num_epochs=1), overrides=[f"units={text}"])
 
 
 def test_a_second_supervisor_is_refused_while_the_first_runs(tiny):

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from memfit.jobs._child import call_in_child as call_in_child
     from memfit.jobs._child import load_target as load_target
     from memfit.jobs._child import raise_error_of as raise_error_of
+    from memfit.jobs._death import Counters as Counters
+    from memfit.jobs._death import Death as Death
+    from memfit.jobs._death import explain_death as explain_death
+    from memfit.jobs._death import memory_place as memory_place
     from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._job import ENDED as ENDED
@@ -34,7 +38,13 @@ if TYPE_CHECKING:
     from memfit.jobs._job import show_state as show_state
     from memfit.jobs._local import LocalBackend as LocalBackend
     from memfit.jobs._local import child_env as child_env
+    from memfit.jobs._monitor import Monitor as Monitor
+    from memfit.jobs._monitor import phase_of_log as phase_of_log
+    from memfit.jobs._placement import device_env as device_env
+    from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._scheduler import Scheduler as Scheduler
+    from memfit.jobs._shim import Unsupervised as Unsupervised
+    from memfit.jobs._shim import run_element as run_element
     from memfit.jobs._slurm import SHIM_BYTES as SHIM_BYTES
     from memfit.jobs._slurm import SlurmBackend as SlurmBackend
     from memfit.jobs._slurm import SlurmOptions as SlurmOptions

@@ -102,7 +102,7 @@ class Death:
     is_asked: bool = False
 
 
-def explain(death: Death) -> tuple[State, str, EndedBy]:
+def explain_death(death: Death) -> tuple[State, str, EndedBy]:
     """Return the job's final state, its cause in words, and who ended it."""
     state, cause = _explain(death)
     if state == "preempted" and not death.is_asked:
@@ -143,7 +143,7 @@ def _explain(death: Death) -> tuple[State, str]:
     return "failed", ": ".join([how, *(line[:200] for line in said)])
 
 
-def place_of(death: Death) -> str:
+def memory_place(death: Death) -> str:
     """Return where the memory ran out of a job that ran out of memory: ``host`` or ``device``."""
     if death.error and death.error.get("memory") and death.error["type"] == "OutOfMemoryError":
         return "device"

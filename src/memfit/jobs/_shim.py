@@ -25,7 +25,7 @@ from typing import Any
 
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
-from memfit.jobs._death import Counters, Death, explain, place_of
+from memfit.jobs._death import Counters, Death, explain_death, memory_place
 from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock, write_outcome
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
@@ -284,9 +284,9 @@ class Shim:
         cause = ""
         if returncode != 0 or self.job["target"] is not None:
             death = self._death(monitor, before, returncode, stopped_by)
-            state, cause, ended_by = explain(death)
+            state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
-            evidence |= {"oom_kills": counters, "place": place_of(death)}
+            evidence |= {"oom_kills": counters, "place": memory_place(death)}
         notes = [
             f"{len(left)} process(es) that it left running were ended" if left else "",
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",

@@ -12,8 +12,6 @@ from memfit.errors import DamagedError
 from memfit.memory._meter import Sample
 from memfit.rundir import fits, parse_json, read_own
 
-#: A file with this many lines is thinned to half of them: about 2 MB, however long the job runs.
-MAX_LINES = 8192
 _SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
 _SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict.fromkeys(_SIZES, int)
 
@@ -21,8 +19,8 @@ _SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict
 class SeriesWriter:
     """Appends samples to a file: one at each change of the phase, and one in each second.
 
-    Each line is written at once and holds the highest ``peak_bytes`` since the line before. A file of ``MAX_LINES``
-    lines keeps every second one, and from then on the time between two lines is twice as long.
+    Each line is written at once and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines``
+    (about 2 MB) keeps every second one, and from then on the time between two lines is twice as long.
 
     Args:
         path: The file, for example ``jobs/fold_1/memory.jsonl``. One that is there is continued.
@@ -37,7 +35,8 @@ class SeriesWriter:
         'train'
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_lines: int = 8192) -> None:
+        self._max_lines = max_lines
         self._path, self._seconds, self._next, self._peak = path, 1.0, 0.0, 0
         self._waiting: Sample | None = None
         self._phase: str | None = None
@@ -56,7 +55,7 @@ class SeriesWriter:
         self._waiting = replace(sample, peak_bytes=self._peak)
         if sample.phase != self._phase or sample.time >= self._next:
             self._write()
-        if self._num_lines >= MAX_LINES:
+        if self._num_lines >= self._max_lines:
             self._thin()
 
     def close(self) -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from memfit.pipeline._contract import Stage as Stage
     from memfit.pipeline._contract import Stop as Stop
     from memfit.pipeline._contract import Workload as Workload
-    from memfit.pipeline._graph import Choice as Choice
     from memfit.pipeline._graph import Graph as Graph
+    from memfit.pipeline._grid import Choice as Choice
+    from memfit.pipeline._grid import chosen_units as chosen_units
     from memfit.pipeline._grid import expand as expand
     from memfit.pipeline._grid import fill as fill
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files

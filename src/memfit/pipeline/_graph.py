@@ -5,26 +5,23 @@ A unit's key follows from the results it needs. So a stage that ran again with t
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.errors import ConfigError, MemfitError, UsageError, nearest
+from memfit.errors import ConfigError, MemfitError, UsageError
 from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
+from memfit.pipeline._grid import chosen_units, label_of
 from memfit.pipeline._manifest import find_manifest, key_of, remove_result
+from memfit.pipeline._order import Order
 from memfit.pipeline._proofs import HOST, Proofs
 from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
 from memfit.rundir import RunDir, refresh
 from memfit.units import format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from memfit.pipeline._order import Order
 
 #: The states of a unit after which the units that wait for it may start.
 PASSED = frozenset({"kept", "reused", "completed", "passed"})
@@ -33,31 +30,6 @@ _ENDED_BADLY = {
     "failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"
 }  # fmt: skip
 _WORD_SECONDS = 5.0
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which stages and units of a workload to run.
-
-    Attributes:
-        until: The last stage; None for all.
-        anew: The stage that runs again, valid or not, with all stages that read it.
-        skip: Stages that count as passed.
-        units: Which units, such as ``2-5`` or ``1,3``; ``all``.
-        check_files: Read all files of the results that are kept, also those that were read before.
-        combinations: The units of a plain function: the values of its parameters, one mapping for each job.
-    """
-
-    until: str | None = None
-    anew: str | None = None
-    skip: tuple[str, ...] = ()
-    units: str = "all"
-    check_files: bool = False
-    combinations: tuple[Mapping[str, str], ...] = ()
-
-
-ALL = Choice()
 
 
 class Graph:
@@ -79,6 +51,7 @@ class Graph:
         say: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
         self.run, self.choice, self._is_plan = run, order.choice, make_job is None
+        self.waits_for, self._gates = order.waits_for, order.gates
         self.stages = {stage.name: stage for stage in order.stages}
         self._make_job, self._say, self._prefix = make_job, say, prefix
         self._index = index or Index()
@@ -95,48 +68,11 @@ class Graph:
             self._index.proofs = Proofs(run, self._index.runs, anew=self.choice.check_files)
         self._changed: list[Unit] = []
         self._has_begun, self._why_given_up = False, ""
-        self.asked, self._anew = self._chosen()
+        self.asked, self._anew = order.chosen()
         self._results = Results(run, self._index, order.common, self._anew, self._is_plan)
         for name, stage in self.stages.items():
             if name in self.asked and (stage.units is not None or not stage.each):
                 self._units(name)
-
-    def _chosen(self) -> tuple[set[str], frozenset[str]]:
-        """Return the stages that are asked for, and those that run again whether valid or not."""
-        choice = self.choice
-        for name in filter(None, [choice.until, choice.anew, *choice.skip]):
-            if name not in self.stages:
-                raise UsageError(
-                    f"there is no stage '{name}'.",
-                    rule=f"the stages are {', '.join(self.stages)}.",
-                    remedy=nearest(name, list(self.stages)),
-                )
-        last = choice.until
-        asked = [last] if last else list(self.stages)
-        for name in asked:  # it grows as it is read
-            asked += [one for one in self.waits_for(name) if one not in asked]
-        for name in choice.skip:
-            users = [other for other, stage in self.stages.items() if name in stage.needs and other in asked]
-            if users:
-                raise UsageError(
-                    f"stage {name} cannot be skipped: {', '.join(users)} read{'s' if len(users) == 1 else ''} it.",
-                    rule="a stage can be skipped when others only wait for it, as for a gate.",
-                    remedy=f"run up to it: --until {name}",
-                )
-        anew = {choice.anew} if choice.anew else set[str]()
-        for name, stage in self.stages.items():  # each comes after what it reads
-            if anew.intersection(stage.reads):
-                anew.add(name)
-        return set(asked), frozenset(anew)
-
-    def waits_for(self, name: str) -> list[str]:
-        """Return the stages that one waits for directly, the gates that hold it included."""
-        stage = self.stages[name]
-        return [*stage.reads, *stage.after, *self._gates(name)]
-
-    def _gates(self, name: str) -> list[str]:
-        skipped = self.choice.skip
-        return [gate for gate, stage in self.stages.items() if stage.holds == name and gate not in skipped]
 
     # The scheduler's side
 
@@ -475,45 +411,3 @@ class Graph:
         if state == "stopped":
             return f"{names} stops the run here: {why}"
         return f"{are}: {why}" if state in ("skipped", "passed") else ""
-
-
-def label_of(value: Any, number: int, variable: str | None) -> str:
-    """Name a unit by its number or text, or by the one under the variable's name.
-
-    >>> label_of({"fold": 3, "first": "2020"}, 1, "fold"), label_of("small", 1, "size"), label_of([1], 4, "pair")
-    ('3', 'small', '4')
-    >>> label_of({"fold": 3, "lr": 0.1}, 7, None)
-    '0007'
-    """
-    if isinstance(value, Mapping):
-        if variable is None:
-            return f"{number:04d}"
-        value = value.get(variable)
-    text = str(value) if isinstance(value, int | str) else ""
-    return text if _LABEL.fullmatch(text) else str(number)
-
-
-def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
-    """Return the places of the chosen units: by number from 1, by range, or by name; None for labels: check the form.
-
-    >>> chosen_units("all", ["1", "2"]), chosen_units("2-3", ["1", "2", "3"]), chosen_units("small", ["big", "small"])
-    ([0, 1], [1, 2], [1])
-    """
-    if text == "all":
-        return list(range(len(labels or ())))
-    chosen: set[int] = set()
-    for part in map(str.strip, text.split(",")):
-        numbers = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
-        if labels is not None and part in labels:
-            chosen.add(labels.index(part))
-        elif numbers and 1 <= first <= last <= (last if labels is None else len(labels)):
-            chosen |= set(range(first - 1, last))
-        elif numbers or labels is not None or not _LABEL.fullmatch(part):
-            known = "units are named or numbered from 1, and a range runs upward"
-            if labels is not None:
-                known = f"there are {len(labels)} units: {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}"
-            raise ConfigError(
-                f"'{part}' names no unit.", rule=f"{known}.", remedy="write for example --units 1, 2-5 or all"
-            )
-    return sorted(chosen)

@@ -1,4 +1,4 @@
-"""Read ``--param``, combine the parameters, and put them into a command's placeholders."""
+"""Which commands and units run: ``--param`` and ``--units``, and the values in a command's placeholders."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import re
 import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from memfit.errors import UsageError
+from memfit.errors import ConfigError, UsageError
 
 _MAX_COMMANDS = 100_000
 
@@ -27,6 +29,31 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
 _LIKE_A_RANGE = re.compile(r"[-+]?\.?\d[\d.eE+-]*?\.\..*")
 #: An unknown placeholder that is as similar to a parameter as this counts as a typing error.
 _ALIKE = 0.75
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which stages and units of a workload to run.
+
+    Attributes:
+        until: The last stage; None for all.
+        anew: The stage that runs again, valid or not, with all stages that read it.
+        skip: Stages that count as passed.
+        units: Which units, such as ``2-5`` or ``1,3``; ``all``.
+        check_files: Read all files of the results that are kept, also those that were read before.
+        combinations: The units of a plain function: the values of its parameters, one mapping for each job.
+    """
+
+    until: str | None = None
+    anew: str | None = None
+    skip: tuple[str, ...] = ()
+    units: str = "all"
+    check_files: bool = False
+    combinations: tuple[Mapping[str, str], ...] = ()
+
+
+ALL = Choice()
 
 
 def expand(
@@ -194,6 +221,48 @@ def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
             rule="a command names each of its parameters in braces, or all their values would run the same command.",
             remedy=f"write {{{unused}}} where it belongs, for example --{unused} {{{unused}}}, or leave it out",
         )
+
+
+def label_of(value: Any, number: int, variable: str | None) -> str:
+    """Name a unit by its number or text, or by the one under the variable's name.
+
+    >>> label_of({"fold": 3, "first": "2020"}, 1, "fold"), label_of("small", 1, "size"), label_of([1], 4, "pair")
+    ('3', 'small', '4')
+    >>> label_of({"fold": 3, "lr": 0.1}, 7, None)
+    '0007'
+    """
+    if isinstance(value, Mapping):
+        if variable is None:
+            return f"{number:04d}"
+        value = value.get(variable)
+    text = str(value) if isinstance(value, int | str) else ""
+    return text if _LABEL.fullmatch(text) else str(number)
+
+
+def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
+    """Return the places of the chosen units: by number from 1, by range, or by name; None for labels: check the form.
+
+    >>> chosen_units("all", ["1", "2"]), chosen_units("2-3", ["1", "2", "3"]), chosen_units("small", ["big", "small"])
+    ([0, 1], [1, 2], [1])
+    """
+    if text == "all":
+        return list(range(len(labels or ())))
+    chosen: set[int] = set()
+    for part in map(str.strip, text.split(",")):
+        numbers = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+        if labels is not None and part in labels:
+            chosen.add(labels.index(part))
+        elif numbers and 1 <= first <= last <= (last if labels is None else len(labels)):
+            chosen |= set(range(first - 1, last))
+        elif numbers or labels is not None or not _LABEL.fullmatch(part):
+            known = "units are named or numbered from 1, and a range runs upward"
+            if labels is not None:
+                known = f"there are {len(labels)} units: {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}"
+            raise ConfigError(
+                f"'{part}' names no unit.", rule=f"{known}.", remedy="write for example --units 1, 2-5 or all"
+            )
+    return sorted(chosen)
 
 
 def _bad(what: str, remedy: str, rule: str = "memfit reads all parameters before it starts a command.") -> UsageError:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from memfit.jobs import call_in_child
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._describe import StageSpec, describe_commands
-from memfit.pipeline._graph import ALL, Choice, Graph, chosen_units
-from memfit.pipeline._grid import PLACEHOLDER, fill, own_stdin
+from memfit.pipeline._grid import ALL, PLACEHOLDER, Choice, chosen_units, fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -60,10 +60,53 @@ class Order:
         """False for commands without a config."""
         return all(stage.keyed for stage in self.stages)
 
+    @cached_property
+    def by_name(self) -> dict[str, StageSpec]:
+        """The stages by their names, in order."""
+        return {stage.name: stage for stage in self.stages}
+
     @property
     def common(self) -> dict[str, Any]:
         """What every key depends on."""
         return {"seed": getattr(self.settings, "seed", 0), "threads": self.settings.threads_per_job}
+
+    def chosen(self) -> tuple[set[str], frozenset[str]]:
+        """Return the stages that are asked for, and those that run again whether valid or not."""
+        choice = self.choice
+        for name in filter(None, [choice.until, choice.anew, *choice.skip]):
+            if name not in self.by_name:
+                raise UsageError(
+                    f"there is no stage '{name}'.",
+                    rule=f"the stages are {', '.join(self.by_name)}.",
+                    remedy=nearest(name, list(self.by_name)),
+                )
+        last = choice.until
+        asked = [last] if last else list(self.by_name)
+        for name in asked:  # it grows as it is read
+            asked += [one for one in self.waits_for(name) if one not in asked]
+        for name in choice.skip:
+            users = [other for other, stage in self.by_name.items() if name in stage.needs and other in asked]
+            if users:
+                raise UsageError(
+                    f"stage {name} cannot be skipped: {', '.join(users)} read{'s' if len(users) == 1 else ''} it.",
+                    rule="a stage can be skipped when others only wait for it, as for a gate.",
+                    remedy=f"run up to it: --until {name}",
+                )
+        anew = {choice.anew} if choice.anew else set[str]()
+        for name, stage in self.by_name.items():  # each comes after what it reads
+            if anew.intersection(stage.reads):
+                anew.add(name)
+        return set(asked), frozenset(anew)
+
+    def waits_for(self, name: str) -> list[str]:
+        """Return the stages that one waits for directly, the gates that hold it included."""
+        stage = self.by_name[name]
+        return [*stage.reads, *stage.after, *self.gates(name)]
+
+    def gates(self, name: str) -> list[str]:
+        """Return the stages that hold one, but for those that are skipped."""
+        skipped = self.choice.skip
+        return [gate for gate, stage in self.by_name.items() if stage.holds == name and gate not in skipped]
 
     def topology(self, stage: str) -> StageSettings:
         """Return what a stage needs of the machine."""
@@ -135,7 +178,7 @@ def order_of_config(
         child_env,
     )
     if refused := described.get("refused"):
-        asked = Graph(order, RunDir(Path())).asked
+        asked, _ = order.chosen()
         for name in (stage.name for stage in stages if stage.name in asked and stage.name in refused):
             raise ConfigError(**refused[name])
     return order
@@ -235,8 +278,8 @@ def _name_of(command: Sequence[str]) -> str:
 
     >>> _name_of(["python3", "-u", "jobs/train.py", "--fold", "3"]), _name_of(["python", "-m", "a.b"])
     ('train', 'a.b')
-    >>> _name_of(["/b/x"])
-    'x'
+    >>> [_name_of(words) for words in (["python", "-c", "x"], ["bash", "go.sh", "1"], ["python", "train_{fold}.py"])]
+    ['python', 'go', 'train_-fold']
     """
     name = Path(command[0]).name
     if _INTERPRETER.fullmatch(name):

@@ -17,8 +17,8 @@ from memfit.errors import DamagedError
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._describe import StageSpec, list_units
-from memfit.pipeline._graph import ALL, PASSED, Choice, Graph
-from memfit.pipeline._grid import fill
+from memfit.pipeline._graph import PASSED, Graph
+from memfit.pipeline._grid import ALL, Choice, fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_config
 from memfit.pipeline._probe import ask_of_model

@@ -22,7 +22,8 @@ from memfit.jobs import JobStatus, call_in_child, limit_threads
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
-from memfit.pipeline._graph import Choice, Graph
+from memfit.pipeline._graph import Graph
+from memfit.pipeline._grid import Choice
 from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._stage import make_context, only, run_stage

@@ -17,8 +17,8 @@ from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_stat
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._graph import ALL, Choice, Graph
-from memfit.pipeline._grid import expand, fill, own_stdin
+from memfit.pipeline._graph import Graph
+from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
 from memfit.pipeline._results import Index, Unit

@@ -1,0 +1,87 @@
+"""What a job's watcher says of its memory, its phase and its limit."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from memfit.jobs import JobStatus, Monitor, phase_of_log
+from memfit.memory import GroupState, JobGroup
+from memfit.rundir import EventWriter, RunDir
+from memfit.units import MIB
+
+ORDER = {"phases": [], "num_devices": 0, "env": {}}
+
+
+def here(job_id):
+    """A job whose process is this one."""
+    return JobStatus(job_id, "running", pid=os.getpid())
+
+
+def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_holds(tmp_path):
+    job = {"phases": [], "num_devices": 2, "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}}
+    watch = Monitor(RunDir(tmp_path), job, JobStatus("fold_1", "running", pid=os.getpid()))
+    watch.observe()
+    writer = EventWriter(tmp_path / "events", "fold_1")
+    for held in (50, 30):
+        devices = [{"bytes": held, "peak_bytes": 90}, {"bytes": 0, "peak_bytes": 7}]
+        writer.write("phase", phase="train", devices=devices)
+    writer.write("phase", phase="train", devices="what else a job may write")
+    writer.close()
+    watch._looked = 0.0
+    watch.observe()
+    assert watch.status().device_used_bytes == {"GPU-a": 30, "GPU-b": 0}
+    assert watch.footprint().device_bytes == {"GPU-a": 90, "GPU-b": 7}
+
+
+def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
+    first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0)
+    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0)
+    monkeypatch.setattr(JobGroup, "state", lambda self: raised)
+    group = JobGroup(tmp_path, 1)
+    monitor = Monitor(RunDir(tmp_path), ORDER, here("grower"), group, first=first)
+    monitor.look_at_group()
+    assert monitor.known.wants_more
+    never_met = Monitor(RunDir(tmp_path), ORDER, here("grower"), group, first=replace(first, met_wall=1))
+    never_met.look_at_group()
+    assert not never_met.known.wants_more
+
+
+def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
+    watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
+    for phase in ("train", "validate"):
+        watch._enter(phase)
+        assert not watch.settled
+    watch._enter("checkpoint")
+    assert watch.settled
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("Loading checkpoint shards", "load"),
+        ("Reading panel from disk", "load"),
+        ("Building the vocabulary", "build"),
+        ("Epoch 3/10", "train"),
+        ("step: 400 loss 0.12", "train"),
+        ("[train] iter 7", "train"),
+        ("Validation loss 0.3", "validate"),
+        ("evaluating on 300 samples", "validate"),
+        ("epoch 4 val_loss=0.2", "validate"),
+        ("Saved model to best.pt", "checkpoint"),
+        ("writing checkpoint at step 300", "checkpoint"),
+        ("stepping aside", None),
+        ("downloaded", None),
+        ("", None),
+    ],
+)
+def test_a_line_of_a_log_tells_the_phase_or_nothing(line, phase):
+    assert phase_of_log(line) == phase
+
+
+def test_the_last_telling_line_counts():
+    assert phase_of_log("Epoch 1\nvalidating\nsome other words\n") == "validate"
+
+
+def test_a_progress_bar_is_read_as_lines():
+    assert phase_of_log("Loading data\rEpoch 1: 10 %\rnothing") == "train"
