@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.memory import DEFAULT_SLACK, HOST, Budget, Device, Footprint, Lendable, reservation_bytes, rooms_of
+from memfit.memory import (
+    DEFAULT_SLACK,
+    HOST,
+    Budget,
+    Device,
+    Footprint,
+    Lendable,
+    bounds_of,
+    count_fitting,
+    keep_cache,
+    reservation_bytes,
+    rooms_of,
+    why_tight,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 SIZES = st.integers(0, 1 << 44)
@@ -71,3 +84,67 @@ def test_a_place_that_is_free_offers_no_more_than_it_has(tmp_path):
 )
 def test_the_sum_is_told_in_words_also_when_it_is_below_zero(lendable, text):
     assert lendable.explain() == f"{text} and not yet used"
+
+
+def fill(rooms, needed, num_devices, on_device):
+    """How many jobs of one size find a place when each takes the devices with the most room left."""
+    host, left, num = rooms[HOST].bytes, [room.bytes for place, room in rooms.items() if place != HOST], 0
+    while host >= needed:
+        left.sort(reverse=True)
+        if num_devices and (len(left) < num_devices or left[num_devices - 1] < on_device):
+            break
+        left = [size - on_device * (place < num_devices) for place, size in enumerate(left)]
+        host, num = host - needed, num + 1
+    return num
+
+
+SMALL = st.integers(-5, 40)
+
+
+@given(SMALL, st.lists(SMALL, max_size=4), st.integers(1, 12), st.integers(0, 3), st.integers(1, 12))
+def test_as_many_jobs_fit_as_find_a_place_one_by_one(host, devices, needed, num_devices, on_device):
+    rooms = {HOST: Lendable(host, 0, 0)} | {f"GPU-{n}": Lendable(size, 0, 0) for n, size in enumerate(devices)}
+    assert count_fitting(rooms, needed, num_devices, on_device) == fill(rooms, needed, num_devices, on_device)
+
+
+@pytest.mark.parametrize(
+    ("host", "devices", "job", "fitting"),
+    [
+        (100, [], (30,), 3),
+        (89, [], (30,), 2),
+        (90, [], (30,), 3),
+        (-1, [], (30,), 0),
+        (100, [], (10, 1, 5), 0),
+        (100, [50], (10, 1, 25), 2),
+        (100, [50], (10, 2, 25), 0),
+        (100, [90, 20], (10, 2, 10), 2),  # the second device decides, whatever the first has
+        (100, [90, 20, 20], (10, 2, 10), 4),
+        (15, [90, 90], (10, 1, 10), 1),  # the host decides
+    ],
+)
+def test_the_host_and_each_device_bound_how_many_fit(host, devices, job, fitting):
+    rooms = {HOST: Lendable(host, 0, 0)} | {f"GPU-{n}": Lendable(size, 0, 0) for n, size in enumerate(devices)}
+    assert count_fitting(rooms, *job) == fitting
+
+
+@pytest.mark.parametrize(("mapped", "kept"), [(0, 1), (3, 3), (24, 24), (25, 25), (80, 25)])
+def test_room_for_mapped_files_is_kept_up_to_a_quarter_of_the_limit(tmp_path, mapped, kept):
+    budget = budget_of(tmp_path)
+    room = keep_cache(budget, rooms_of(budget)[HOST], mapped * GIB)
+    assert room.reserve_bytes == kept * GIB
+
+
+@pytest.mark.parametrize(
+    ("upper", "limit", "is_tight"),
+    [(95, 100, False), (96, 100, True), (100, 100, True), (101, 100, False), (0, 0, True)],
+)
+def test_a_peak_that_leaves_less_than_a_twentieth_is_tight(upper, limit, is_tight):
+    assert bool(why_tight(upper, limit)) == is_tight
+
+
+def test_the_limits_at_one_place_are_shown_apart(tmp_path):
+    budget = budget_of(tmp_path, ("group", 50, 10), ("job", 20, 15), device=60)
+    found = bounds_of(budget, unused={HOST: 2 * GIB}, others={HOST: 3 * GIB}, reserve_bytes=0)
+    assert [(place, is_shared, room.bytes // GIB) for place, is_shared, room in found] == [
+        (HOST, True, 5), (HOST, False, 13), (HOST, True, 95), ("GPU-0", True, 59),
+    ]  # fmt: skip

@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from memfit.errors import ConfigError, UsageError
-from memfit.estimation._events import find_peaks
-from memfit.estimation._trace import trace
+from memfit.estimation import estimate_step
 from memfit.pipeline import estimate_workload
 from memfit.training import find_longest
 from memfit_workloads.ranker.params import RankerParams
@@ -63,7 +62,7 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
             step = probe.step(context, params)
             return lambda: step(batch)
 
-        return max(one.num_bytes for one in find_peaks(trace(make, cuda=False, real_data=True)).values())
+        return estimate_step(make).to_dict()["device"]["allocated_bytes"]["value"]
 
     longest = find_longest(loader)
     others = [peak_of(batch) for batch in itertools.islice(loader, 4)]

@@ -83,6 +83,7 @@ def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gp
     assert any(event["on"] == "device" for event in events("wait"))
 
 
+@pytest.mark.long
 def test_what_the_first_job_took_of_its_gpu_decides_how_many_share_one(gpus):
     make(gpus, 1, {"GPU-0": 2})
     finish(start("--num-gpus", "1", "--param", "n=1..3", job=("{n}", "2x4"), verb="run"))
@@ -93,6 +94,7 @@ def test_what_the_first_job_took_of_its_gpu_decides_how_many_share_one(gpus):
     assert second["began"] > first["began"] + 3 and third["began"] < second["ended"]
 
 
+@pytest.mark.long
 def test_a_reservation_grows_with_a_job_that_outgrows_it_where_there_is_room(gpus):
     make(gpus, 1)
     finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "2.5x2")))
@@ -118,6 +120,7 @@ def test_a_job_whose_torch_refuses_more_comes_again_with_more(gpus):
         (("--num-gpus", "3"), "it needs 3 GPUs and 2 are here"),
     ],
 )
+@pytest.mark.long
 def test_a_job_that_can_never_fit_is_refused_with_the_arithmetic(gpus, words, reason):
     make(gpus, 2, {"GPU-0": 5, "GPU-1": 2})
     assert reason in " ".join(finish(start(*words, job=("a", "1x1")), exit_code=3).split())

@@ -8,7 +8,7 @@ from jobs.contract import ProcessContract, wait_for, wait_for_end
 from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission
 from memfit.rundir import RunDir
 
-pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from memfit.diagnosis import diagnose
 
-pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 PROGRAM = Path(__file__).parents[1] / "diagnosis/deaths/training.py"
 COLUMNS = (
     "JobID,JobName,State,ExitCode,DerivedExitCode,ReqMem,MaxRSS,NTasks,NNodes,AllocTRES,Elapsed,Start,End,NodeList"

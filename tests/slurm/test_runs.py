@@ -94,6 +94,7 @@ def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_ki
         assert max(one.peak_bytes for one in read_series(run.job_dir(f"cmd_{n:04d}") / "memory.jsonl")) >= 10 << 20
 
 
+@pytest.mark.long
 def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(start, tmp_path):
     command = ("--", sys.executable, "job.py", "1", "100", "1")
     code, out = finish(start("run", "--backend", "slurm", "--memory", "60MiB", "--name", "small", *command))
@@ -106,6 +107,7 @@ def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(s
     assert sizes[0] == 76 and sizes[-1] >= 116
 
 
+@pytest.mark.long
 def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "60")
     options = ("--backend", "slurm", "--set", "slurm.partition=low", "--memory", "60MiB", "--name", "low")
@@ -120,6 +122,7 @@ def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     assert (first["state"], first["ended_by"]) == ("preempted", "platform")
 
 
+@pytest.mark.long
 def test_a_command_on_two_nodes_is_one_job_that_restarts_as_one_with_more(start, tmp_path):
     code = """
 import os, sys, time
@@ -144,6 +147,7 @@ print("rank", rank, "is done")
     assert read_json(job / "outcome.json")["peak_bytes"] < 60 << 20
 
 
+@pytest.mark.long
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
     options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")
@@ -158,6 +162,7 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     assert len(list(tmp_path.glob("result_*"))) == 12
 
 
+@pytest.mark.long
 def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
     (tmp_path / "rank.py").write_text(
         JOB.replace("sys.argv[1]", "os.environ['SLURM_NODEID']").replace("sys.argv", "[0, 0, 10, 20]")
@@ -175,6 +180,7 @@ def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
     assert starts(tmp_path) == {"0": 2, "1": 2} and len(list(tmp_path.glob("result_*"))) == 2
 
 
+@pytest.mark.long
 def test_a_study_is_stopped_by_ctrl_c_goes_on_and_is_the_same_as_unbroken(start, tmp_path):
     pytest.importorskip("optuna")
     code = """
@@ -202,6 +208,7 @@ print("loss", (float(sys.argv[1]) - 0.3) ** 2)
     assert broken == whole and {state for state, *_ in whole} == {"completed"} and len(whole) == 6
 
 
+@pytest.mark.long
 def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path):
     (tmp_path / "job.py").write_text(JOB.replace("def save(*_):", "def save(*_):\n    time.sleep(3)"))
     command = [sys.executable, "job.py", "1", "10", "30"]
@@ -223,6 +230,7 @@ def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path)
     assert cluster.wait(number) == ["COMPLETED"]
 
 
+@pytest.mark.long
 def test_a_run_in_a_folder_with_quotes_and_patterns_completes_and_a_line_break_is_refused(start, tmp_path):
     folder = tmp_path / "q 'x\" %j #1 $(touch planted) é"
     words = ("run", "--backend", "slurm", "--memory", "60MiB", "--name", "odd", "--runs-dir")
@@ -235,12 +243,14 @@ def test_a_run_in_a_folder_with_quotes_and_patterns_completes_and_a_line_break_i
     assert not [*tmp_path.rglob("planted")]
 
 
+@pytest.mark.long
 def test_a_function_is_not_given_several_nodes(start, tmp_path):
     (tmp_path / "work.py").write_text("def train(n: int = 1):\n    return {'n': n}\n")
     code, out = finish(start("run", "work:train", "--backend", "slurm", "--set", "slurm.nodes=2"))
     assert code == 2 and "on several nodes a command starts once on each" in out
 
 
+@pytest.mark.long
 def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     code, out = finish(start("run", "--backend", "slurm", "--set", "slurm.partition=nowhere", "--", "true"))
     assert code == 2 and "no partition nowhere" in out
@@ -250,6 +260,7 @@ def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     assert code == 2 and "slurm.extra" in out
 
 
+@pytest.mark.long
 def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, torch.distributed as dist\n"
