@@ -20,9 +20,9 @@ if __name__ == "__main__":
 
             sys.exit(_shim.run_element(Path(run_dir), Path(file)))
         case ["shim", folder, "--node"]:
-            from memfit.jobs import _nodes
+            from memfit.jobs import _shim
 
-            sys.exit(_nodes.run_node(Path(folder)))
+            sys.exit(_shim.run_node(Path(folder)))
         case ["child", folder]:
             from memfit.jobs import _child
 

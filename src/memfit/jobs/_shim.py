@@ -5,6 +5,9 @@ lives. It imports the standard library only.
 
 The file ``stop_requested`` in that folder asks the job to checkpoint and end within a grace; with the word ``now``, it
 ends the job at once. A SIGTERM to the shim does the same as the file, but then the platform asked.
+
+A job on several nodes of Slurm has a shim on each, and one that starts them, follows them and ends as they do. A node's
+shim sees the folder ``nodes_<attempt>`` of the job as a run of its own with one job for each node.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +31,16 @@ from typing import Any
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._death import Counters, Death, explain_death, memory_place
-from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock, write_outcome
+from memfit.jobs._folder import (
+    JOB,
+    OUTCOME,
+    STATUS,
+    STOP_REQUESTED,
+    ask_to_stop,
+    read_record,
+    take_lock,
+    write_outcome,
+)
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
 from memfit.jobs._processes import (
@@ -40,7 +54,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic
+from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -51,6 +65,10 @@ _LEFT_BYTES = MIB
 #: After so long without a supervisor a job may take what the run has, and is ended. The jobs of a run end at different
 #: times, so that the others get what the first gives back.
 ALONE_SECONDS, STARVED_SECONDS = 5.0, 60.0
+#: Which end is told of all: a node that was short of memory ends the others.
+_FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
+#: A port for torchrun's rendezvous, by the job's number.
+_PORTS = range(20000, 40000)
 
 
 class Unsupervised:
@@ -147,9 +165,7 @@ def _run(job_dir: Path) -> JobStatus:
             rule="a shim runs the job that this file describes.",
             remedy="have the supervisor start the job: memfit resume RUN",
         )
-    stop, kind = Stop(job_dir), Shim
-    if job.get("num_nodes", 1) > 1:
-        from memfit.jobs._nodes import NodesShim as kind
+    stop, kind = Stop(job_dir), NodesShim if job.get("num_nodes", 1) > 1 else Shim
     become_subreaper()
     status = kind(job, job_dir, stop).run()
     write_outcome(job_dir, status)
@@ -347,6 +363,96 @@ class Shim:
             starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )
+
+
+# One job on several nodes of Slurm
+
+
+def run_node(folder: Path) -> int:
+    """Run the part of a job that is for this node; return its exit code."""
+    return main(folder / "jobs" / f"node_{os.environ['SLURM_NODEID']}")
+
+
+def make_nodes(job_dir: Path, order: Mapping[str, Any]) -> Path:
+    """Write the orders of the nodes' shims; return their folder."""
+    folder = job_dir / f"nodes_{order['attempt']}"
+    (folder / "events").mkdir(parents=True, exist_ok=True)
+    number = int(os.environ["SLURM_JOB_ID"])
+    # torchrun takes these for its arguments. Source: torch.distributed.run, the action "env" of its parser.
+    rendezvous = {
+        "PET_NNODES": str(order["num_nodes"]),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ID": str(number),
+        "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{_PORTS[number % len(_PORTS)]}",
+        "PET_MAX_RESTARTS": "0",
+    }
+    for index in range(order["num_nodes"]):
+        path = folder / "jobs" / f"node_{index}"
+        path.mkdir(parents=True, exist_ok=True)
+        own = {"id": path.name, "num_nodes": 1, "env": rendezvous | order["env"]}
+        write_masked(path / JOB, {**order, **own}, durable=False)
+    return folder
+
+
+class NodesShim(Shim):
+    """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most."""
+
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop) -> None:
+        self.folder = make_nodes(job_dir, job)
+        step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"]
+        shim = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node"]
+        super().__init__({**job, "command": [*step, *shim]}, job_dir, stop)
+
+    def run(self) -> JobStatus:
+        status = super().run()
+        ends = {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
+        known = {name: end for name, end in ends.items() if end is not None}
+        for name in sorted(known):
+            for log in ("out.log", "err.log"):
+                path = self.folder / "jobs" / name / log
+                with contextlib.suppress(OSError), open_own(path) as own, open(self.job_dir / log, "ab") as file:
+                    shutil.copyfileobj(own, file)
+        if not known:
+            return status
+        worst = min(known, key=lambda name: (_FIRST.index(known[name].state), name))
+        end = known[worst]
+        status = self._merged(status)
+        if end.state == "completed" or self.stop.since is not None:
+            return status
+        node = f"{end.node or worst}: {end.cause}"
+        return replace(status, state=end.state, cause=node, ended_by=end.ended_by, evidence=end.evidence)
+
+    def _files(self, name: str) -> list[Path]:
+        return sorted(self.folder.glob(f"jobs/*/{name}"))
+
+    def _merged(self, status: JobStatus) -> JobStatus:
+        """Return the job's status with the memory of the node that takes most."""
+        files = [*self._files(STATUS), *self._files(OUTCOME)]
+        nodes = [one for path in files if (one := read_record(status.job_id, path)) is not None]
+        if not nodes:
+            return status
+        most = max(nodes, key=lambda one: one.peak_bytes)
+        return replace(
+            status,
+            used_bytes=max(one.used_bytes for one in nodes),
+            peak_bytes=most.peak_bytes,
+            footprint=most.footprint,
+            node=f"{self.job['num_nodes']} nodes",
+        )
+
+    def _write(self, status: JobStatus) -> None:
+        super()._write(self._merged(status))
+
+    def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
+        """Ask the nodes' shims to stop, and end ``srun`` only after them."""
+        if self.stop.since is None:
+            return None
+        is_over = self.stop.is_over(self.grace_seconds)
+        word = "SIGKILL" if is_over else "SIGTERM"
+        if word != sent:
+            for path in self._files(JOB):
+                ask_to_stop(path.parent, now=is_over)
+        return word
 
 
 def _read_error(path: Path) -> dict[str, Any] | None:

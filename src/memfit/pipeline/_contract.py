@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from memfit.errors import UsageError
 from memfit.jobs import load_target
+from memfit.pipeline import _manifest
 from memfit.rundir import record
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ class Output:
     @functools.cached_property
     def facts(self) -> Mapping[str, Any]:
         """The content of the manifest."""
-        from memfit.pipeline._manifest import read_manifest
-
-        return read_manifest(self.manifest)
+        return _manifest.read_manifest(self.manifest)
 
     @property
     def unit(self) -> Any:
@@ -103,9 +102,7 @@ class Output:
         return self._load(name, "path")  # type: ignore[no-any-return]
 
     def _load(self, name: str, kind: str) -> Any:
-        from memfit.pipeline import _artefacts
-
-        return _artefacts.load_output(self.manifest, self.facts, name, kind)
+        return _manifest.load_output(self.manifest, self.facts, name, kind)
 
 
 @dataclass
@@ -176,18 +173,14 @@ class Context:
         A table becomes a Feather file, arrays one ``.npy`` file each, a mapping or list JSON. A panel stays in
         ``panels_dir``. A file or folder of your own stays where it is in ``dir``, and is copied from elsewhere.
         """
-        from memfit.pipeline import _artefacts
-
-        path = self.saved[name] = _artefacts.save_output(self.dir, name, value)
+        path = self.saved[name] = _manifest.save_output(self.dir, name, value)
         return path
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return what an earlier attempt saved under this name; else save what ``make`` returns, and return that."""
-        from memfit.pipeline import _artefacts
-
-        found = _artefacts.find_output(self.dir, name)
+        found = _manifest.find_output(self.dir, name)
         self.saved[name] = found or self.save(name, make())
-        return _artefacts.load_path(self.saved[name])  # type: ignore[no-any-return]
+        return _manifest.load_path(self.saved[name])  # type: ignore[no-any-return]
 
     def report(self, name: str, value: float, step: int) -> None:
         """Write a number to the run's events while the stage works; ``memfit watch`` shows it."""
