@@ -89,22 +89,21 @@ def test_a_zombie_is_not_alive():
     child.wait()
 
 
-def test_the_walk_goes_down_through_children(tmp_path):
-    lay(tmp_path, 10, children="11 12 ")
-    lay(tmp_path, 11, parent=10, children="13 ")
-    lay(tmp_path, 12, parent=10)
-    lay(tmp_path, 13, parent=11)
-    lay(tmp_path, 99)
-    assert set(Tree(10, ProcReader(tmp_path)).refresh(scan=False)) == {10, 11, 12, 13}
-
-
-def test_a_child_that_a_thread_forked_is_found_by_the_scan(tmp_path):
-    lay(tmp_path, 10)
-    lay(tmp_path, 12, parent=11)
-    lay(tmp_path, 11, parent=10)
-    tree = Tree(10, ProcReader(tmp_path))
-    assert set(tree.refresh(scan=False)) == {10}
-    assert set(tree.refresh(scan=True)) == {10, 11, 12}
+@pytest.mark.parametrize(
+    ("processes", "scan", "found"),
+    [
+        ({10: {"children": "11 12 "}, 11: {"parent": 10, "children": "13 "}, 12: {"parent": 10}, 13: {"parent": 11}, 99: {}},
+         False, {10, 11, 12, 13}),
+        ({10: {}, 12: {"parent": 11}, 11: {"parent": 10}}, False, {10}),  # a thread forked it
+        ({10: {}, 12: {"parent": 11}, 11: {"parent": 10}}, True, {10, 11, 12}),
+        ({10: {"session": 10}, 15: {"session": 10}, 16: {}}, True, {10, 15}),  # an orphan of its session
+        ({10: {"session": 7}, 7: {"session": 7}, 15: {"parent": 7, "session": 7}}, True, {10}),  # it does not lead it
+    ],
+)  # fmt: skip
+def test_the_walk_finds_what_descends_from_a_process(tmp_path, processes, scan, found):
+    for pid, options in processes.items():
+        lay(tmp_path, pid, **options)
+    assert set(Tree(10, ProcReader(tmp_path)).refresh(scan=scan)) == found
 
 
 def test_one_seen_once_is_kept_when_its_parents_are_gone(tmp_path):
@@ -115,20 +114,6 @@ def test_one_seen_once_is_kept_when_its_parents_are_gone(tmp_path):
     (gone / "stat").unlink()
     lay(tmp_path, 11, parent=1)
     assert set(tree.refresh(scan=True)) == {11}
-
-
-def test_an_orphan_is_adopted_by_its_session_and_a_stranger_is_not(tmp_path):
-    lay(tmp_path, 10, session=10)
-    lay(tmp_path, 15, parent=1, session=10)
-    lay(tmp_path, 16, parent=1, session=1)
-    assert set(Tree(10, ProcReader(tmp_path)).refresh(scan=True)) == {10, 15}
-
-
-def test_the_session_of_a_root_that_does_not_lead_it_adopts_nobody(tmp_path):
-    lay(tmp_path, 10, session=7)
-    lay(tmp_path, 7, session=7)
-    lay(tmp_path, 15, parent=7, session=7)
-    assert set(Tree(10, ProcReader(tmp_path)).refresh(scan=True)) == {10}
 
 
 def test_a_number_used_again_is_another_process(tmp_path):

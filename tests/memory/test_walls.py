@@ -413,60 +413,47 @@ def scope(tmp_path):
 OWN = "/user.slice/user@1000.service/app.slice/run.scope"
 
 
-def test_a_scope_of_ones_own_is_the_base_and_its_processes_must_move(scope):
-    scope.process(101, 100)
-    scope.process(102, 101)
-    scope.group(OWN, procs=[100, 101, 102], controllers="memory")
-    base = scope.base()
-    assert (base.version, base.group.path, base.enables, base.moves) == (2, OWN, True, (100, 101, 102))
-
-
-def test_nothing_moves_where_the_controller_is_enabled_for_children_already(scope):
-    scope.group(OWN, controllers="memory", enabled="memory")
-    assert scope.base() == Base(2, scope.base().group)
-
-
-def test_a_group_with_processes_of_others_is_left_for_the_one_above(scope):
-    scope.process(50, 1)
-    scope.group(OWN, procs=[50, 100], controllers="memory")
-    base = scope.base()
-    assert (base.group.path, base.enables, base.moves) == (OWN.rpartition("/")[0], False, ())
+ABOVE = OWN.rpartition("/")[0]
+FREE = {"memory_max": "max", "memory_high": "max", "cpu_max": "max 100000", "cpuset_cpus": ""}
+MINE, STRANGERS = [100, 101, 102], [50, 100]
 
 
 @pytest.mark.parametrize(
-    "limit",
-    [{"memory_max": "1073741824"}, {"memory_high": "1073741824"}, {"cpu_max": "50000 100000"}, {"cpuset_cpus": "0"}],
+    ("procs", "knobs", "base"),
+    [
+        (MINE, {}, (OWN, True, (100, 101, 102))),  # its processes move out of the way
+        ([], {"enabled": "memory"}, (OWN, False, ())),  # enabled for children already
+        (MINE[:1], {"memory_max": "1073741824"}, (OWN, True, (100,))),  # its own limit holds for what is below it
+        (STRANGERS, {}, (ABOVE, False, ())),  # left for the one above
+        (STRANGERS, FREE, (ABOVE, False, ())),
+        (MINE[:1], {"controllers": "pids"}, (ABOVE, False, ())),
+    ],
 )
+def test_the_nearest_group_that_may_hold_groups_is_the_base(scope, procs, knobs, base):
+    for pid, parent in ((101, 100), (102, 101), (50, 1)):
+        scope.process(pid, parent)
+    scope.group(OWN, **{"procs": procs, "controllers": "memory", **knobs})
+    found = scope.base()
+    assert (found.version, found.group.path, found.enables, found.moves) == (2, *base)
+
+
+@pytest.mark.parametrize("limit", ["memory_max", "memory_high", "cpu_max", "cpuset_cpus"])
 def test_a_foreign_limit_is_never_escaped(scope, limit):
     scope.process(50, 1)
-    scope.group(OWN, procs=[50, 100], controllers="memory", **limit)
+    text = {"cpu_max": "50000 100000", "cpuset_cpus": "0"}.get(limit, "1073741824")
+    scope.group(OWN, procs=STRANGERS, controllers="memory", **{limit: text})
     reason = scope.base()
     assert "holds processes of others (1)" in reason
-    assert f"{next(iter(limit)).replace('_', '.', 1)} must not be left" in reason
+    assert f"{limit.replace('_', '.', 1)} must not be left" in reason
 
 
-def test_knobs_without_a_limit_are_no_barrier(scope):
-    scope.process(50, 1)
-    free = {"memory_max": "max", "memory_high": "max", "cpu_max": "max 100000", "cpuset_cpus": ""}
-    scope.group(OWN, procs=[50, 100], controllers="memory", **free)
-    assert isinstance(scope.base(), Base)
-
-
-def test_a_limit_of_the_base_itself_holds_for_what_is_below_it(scope):
-    scope.group(OWN, procs=[100], controllers="memory", memory_max="1073741824")
-    assert scope.base().group.path == OWN
-
-
-def test_groups_that_only_root_may_write_are_no_base_and_the_reason_says_so(scope):
-    scope.deny("/", "/user.slice", "/user.slice/user@1000.service", OWN.rpartition("/")[0], OWN)
+def test_where_no_group_can_be_made_the_reason_says_so(scope):
+    scope.deny("/", "/user.slice", "/user.slice/user@1000.service", ABOVE, OWN)
     assert scope.base() == f"cgroup v2 {OWN} cannot be written by this user"
-
-
-def test_a_group_without_the_memory_controller_is_no_base(scope):
-    scope.group(OWN, procs=[100], controllers="pids")
-    assert scope.base().group.path == OWN.rpartition("/")[0]
-    scope.group(OWN.rpartition("/")[0], procs=[50], controllers="memory", enabled="pids")
+    scope.deny("/", "/user.slice")
     scope.process(50, 1)
+    scope.group(OWN, procs=[100], controllers="pids")
+    scope.group(ABOVE, procs=[50], controllers="memory", enabled="pids")
     scope.group("/user.slice/user@1000.service", procs=[50], enabled="cpu")
     assert scope.base() == f"cgroup v2 {OWN} has no memory controller"
 

@@ -83,26 +83,6 @@ def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gp
     assert any(event["on"] == "device" for event in events("wait"))
 
 
-@pytest.mark.long
-def test_what_the_first_job_took_of_its_gpu_decides_how_many_share_one(gpus):
-    make(gpus, 1, {"GPU-0": 2})
-    finish(start("--num-gpus", "1", "--param", "n=1..3", job=("{n}", "2x4"), verb="run"))
-    first, second, third = notes(gpus)
-    admitted = [event["devices"]["GPU-0"] for event in events("admit")]
-    assert admitted[0] == 10 * GIB - 2 * GIB - (256 << 20)  # its size is not known: nobody else is to be there
-    assert [round(size / GIB, 3) for size in admitted[1:]] == [2.2, 2.2]
-    assert second["began"] > first["began"] + 3 and third["began"] < second["ended"]
-
-
-@pytest.mark.long
-def test_a_reservation_grows_with_a_job_that_outgrows_it_where_there_is_room(gpus):
-    make(gpus, 1)
-    finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "2.5x2")))
-    [grown] = events("grow_device")[:1]
-    assert (grown["from_bytes"], grown["place"]) == (2 * GIB, "GPU-0")
-    assert grown["to_bytes"] >= 2.5 * GIB
-
-
 def test_a_job_whose_torch_refuses_more_comes_again_with_more(gpus):
     make(gpus, 1)
     finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "8x1")))

@@ -270,40 +270,43 @@ def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_rig
 
 
 BAD = """
-import memfit
 from memfit.pipeline import Stage, Workload
+import memfit
 
-class Params(memfit.config.Settings):
-    folds: int = 2
-
-def nothing(context, params):
-    return {}
-
-BAD = Workload(Params, (%s,))
+BAD = Workload(memfit.config.Settings, (Stage("a", lambda context, params: {}, reads=("rate",)),))
 """
+
+
+def test_a_stage_that_reads_no_setting_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text(BAD)
+    with pytest.raises(ConfigError, match="stage 'a' reads 'rate', which is no setting"):
+        memfit.run({"experiment": "bad", "target": "bad:BAD"})
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ('Stage("a", nothing, needs=("b",)), Stage("b", nothing, needs=("a",))', "in a circle: .* -> "),
-        ('Stage("a", nothing, needs=("c",))', "stage 'a' names the stage 'c', which there is not"),
-        ('Stage("a", nothing, reads=("rate",))', "stage 'a' reads 'rate', which is no setting"),
-        ('Stage("a", nothing, each="x of y")', "stage 'a' has each='x of y'"),
-        ('Stage("a b", nothing)', "stage 'a b' has a bad name"),
+        ({"a": {"needs": ["b"]}, "b": {"needs": ["a"]}}, "in a circle: .* -> "),
+        ({"a": {"needs": ["c"]}}, "stage 'a' names the stage 'c', which there is not"),
+        ({"a": {"each": "x of y"}}, "stage 'a' has each='x of y'"),
+        ({"a b": {}}, "stage 'a b' has a bad name"),
         (
-            'Stage("fold", nothing, each="fold in params.folds"), Stage("mean", nothing, needs=("fold",)), '
-            'Stage("gate", nothing, needs=("mean",), holds="fold")',
+            {
+                "fold": {"each": "fold in params.folds"},
+                "mean": {"needs": ["fold"]},
+                "gate": {"needs": ["mean"], "holds": "fold"},
+            },
             "stage 'gate' holds 'fold' and waits for 'mean', which needs all units of it",
         ),
-        ('Stage("a", nothing), Stage("b", nothing, holds="a")', "stage 'b' holds 'a', which has no units"),
+        ({"a": {}, "b": {"holds": "a"}}, "stage 'b' holds 'a', which has no units"),
     ],
 )
 def test_stages_that_cannot_work_are_refused_in_words(stages, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("bad.py").write_text(BAD % stages)
+    stages = {name: {"run": "true", **own} for name, own in stages.items()}
     with pytest.raises(ConfigError, match=message):
-        memfit.run({"experiment": "bad", "target": "bad:BAD"})
+        memfit.run({"experiment": "bad", "stages": stages, "params": {"folds": 2}})
     assert not Path("runs").exists()
 
 
