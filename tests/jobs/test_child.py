@@ -56,11 +56,6 @@ def test_a_job_is_either_a_function_or_a_command(options):
         Job("x", **options)
 
 
-def test_a_local_function_cannot_be_a_job():
-    with pytest.raises(UsageError, match="cannot be imported"):
-        Job.of("x", lambda: None)
-
-
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
 def test_a_job_id_that_cannot_be_a_folder_is_refused(name):
     with pytest.raises(UsageError, match="cannot name a job"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -54,8 +54,7 @@ class Job:
     Example:
         >>> Job("hello", command=("echo", "hello")).command
         ('echo', 'hello')
-        >>> import math
-        >>> Job.of("root", math.sqrt).target
+        >>> Job("root", target="math:sqrt", arguments={"x": 9}).target
         'math:sqrt'
     """
 
@@ -105,17 +104,6 @@ class Job:
                 rule="a job runs with at least 1 thread.",
                 remedy="set threads_per_job to 1 or more",
             )
-
-    @classmethod
-    def of(cls, id: str, function: Callable[..., Any], **arguments: Any) -> Job:
-        """Return a job that calls a function by its import path, in a new interpreter."""
-        if "<" in function.__qualname__ or function.__module__ == "__main__":
-            raise UsageError(
-                f"job {id}: {function.__qualname__} cannot be imported by a new interpreter.",
-                rule="a job's function lives at the top level of a module other than __main__.",
-                remedy="move it into a module, and pass that",
-            )
-        return cls(id, target=f"{function.__module__}:{function.__qualname__}", arguments=arguments)
 
 
 @dataclass(frozen=True)
