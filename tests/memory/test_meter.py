@@ -299,11 +299,11 @@ class FakeReader(ProcReader):
         return list(self.processes)
 
 
-def made_up(**root: int) -> tuple[TreeMeter, FakeReader, FakeClock]:
+def made_up(group=None, devices=None, **root: int) -> tuple[TreeMeter, FakeReader, FakeClock]:
     clock, cpu = FakeClock(), FakeClock()
     reader = FakeReader(clock, cpu)
     reader.set(10, **root)
-    return TreeMeter(10, clock=clock, cpu=cpu, reader=reader), reader, clock
+    return TreeMeter(10, clock=clock, cpu=cpu, reader=reader, group=group, devices=devices), reader, clock
 
 
 def test_sweeps_wait_99_times_as_long_as_the_last_one_took():
@@ -332,67 +332,47 @@ def test_the_scan_of_all_processes_is_paid_for_too():
     assert 2 <= len(scans) <= 4
 
 
-def test_a_rise_of_the_mark_counts_without_the_file_pages():
-    meter, reader, _ = made_up(anonymous=50, file=300, mark=900)
-    assert meter.sample().peak_bytes == 50 * MIB, "what was before the measurement is not part of it"
-    reader.set(10, anonymous=50, file=300, mark=900)
-    assert meter.sample().peak_bytes == 50 * MIB
-    reader.set(10, anonymous=60, file=320, mark=950)
-    sample = meter.sample()
-    assert (sample.private_bytes, sample.peak_bytes) == (60 * MIB, (950 - 320) * MIB)
+#: What processes hold at each sample, as in ``FakeReader.set``, and the peak since the one before, in MiB.
+SPIKES = {
+    "a rise of the mark counts without the file pages": [
+        ({10: {"anonymous": 50, "file": 300, "mark": 900}}, 50),  # what was before the measurement is not part of it
+        ({10: {"anonymous": 50, "file": 300, "mark": 900}}, 50),
+        ({10: {"anonymous": 60, "file": 320, "mark": 950}}, 950 - 320)],
+    "pages of a file that was mapped in between are none": [
+        ({10: {"anonymous": 50, "file": 10}}, 50), ({10: {"anonymous": 50, "file": 400}}, 50)],
+    "of a file that was unmapped in between the mark less its pages counts": [
+        ({10: {"anonymous": 50, "file": 1100}}, 50), ({10: {"anonymous": 50, "file": 20, "mark": 1160}}, 1160 - 1100)],
+    "it adds to what the others hold": [
+        ({10: {"anonymous": 100}, 11: {"parent": 10, "anonymous": 40}}, 140),
+        ({11: {"parent": 10, "anonymous": 40, "mark": 240}}, 100 + 40 + 195)],
+    "a forked child's inherited mark is none, and a new program's own is one": [
+        ({10: {"anonymous": 100, "mark": 900}}, 100),
+        ({11: {"parent": 10, "anonymous": 100, "mark": 900, "image": 10}}, 100),
+        ({11: {"parent": 10, "anonymous": 20, "mark": 75, "image": 11}}, 170)],
+}  # fmt: skip
 
 
-def test_pages_of_a_file_that_were_mapped_between_two_samples_are_no_spike():
-    meter, reader, _ = made_up(anonymous=50, file=10)
-    meter.sample()
-    reader.set(10, anonymous=50, file=400)
-    assert meter.sample().peak_bytes == 50 * MIB
+@pytest.mark.parametrize("samples", SPIKES.values(), ids=SPIKES)
+def test_a_spike_between_two_samples_shows_in_the_peak(samples):
+    meter, reader, _ = made_up()
+    for processes, peak in samples:
+        for pid, options in processes.items():
+            reader.set(pid, **options)
+        sample = meter.sample()
+        assert sample.peak_bytes == peak * MIB
+        assert sample.private_bytes <= sample.peak_bytes
 
 
-def test_a_large_file_that_was_unmapped_between_two_samples_is_no_spike():
-    meter, reader, _ = made_up(anonymous=50, file=1100)
-    meter.sample()
-    reader.set(10, anonymous=50, file=20, mark=1160)
-    assert meter.sample().peak_bytes == 60 * MIB, "1160 less the 1100 that were mapped"
-
-
-def test_a_spike_adds_to_what_the_other_processes_hold():
-    meter, reader, _ = made_up(anonymous=100)
-    reader.set(11, parent=10, anonymous=40)
-    meter.sample()
-    reader.set(11, parent=10, anonymous=40, mark=240)
-    assert meter.sample().peak_bytes == (100 + 40 + 195) * MIB
-
-
-def test_a_new_programs_own_spike_counts_and_a_forked_childs_inherited_mark_does_not():
-    meter, reader, _ = made_up(anonymous=100, mark=900)
-    meter.sample()
-    reader.set(11, parent=10, anonymous=100, mark=900, image=10)
-    assert meter.sample().peak_bytes == 100 * MIB
-    reader.set(11, parent=10, anonymous=20, mark=75, image=11)
-    sample = meter.sample()
-    assert (sample.private_bytes, sample.peak_bytes) == (120 * MIB, 170 * MIB)
-
-
-def test_a_spike_around_a_late_mark_counts_for_both_phases():
+@pytest.mark.parametrize(("exact", "peaks"), [(False, (250, 250)), (True, (250, 50))])
+def test_a_spike_around_a_mark_counts_for_both_phases_unless_the_mark_is_exact(exact, peaks):
     meter, reader, _ = made_up(anonymous=50)
-    meter.enter_phase("train")
+    meter.enter_phase("train", exact=exact)
     meter.sample()
     reader.set(10, anonymous=50, mark=255)
-    meter.enter_phase("validate")
+    meter.enter_phase("validate", exact=exact)
     meter.sample()
     phases = meter.footprint().phases
-    assert phases["train"].private_bytes == phases["validate"].private_bytes == 250 * MIB
-
-
-def test_a_spike_before_an_exact_mark_counts_for_the_phase_that_ends():
-    meter, reader, _ = made_up(anonymous=50)
-    meter.enter_phase("train", exact=True)
-    meter.sample()
-    reader.set(10, anonymous=50, mark=255)
-    meter.enter_phase("validate", exact=True)
-    phases = meter.footprint().phases
-    assert (phases["train"].private_bytes, phases["validate"].private_bytes) == (250 * MIB, 50 * MIB)
+    assert (phases["train"].private_bytes >> 20, phases["validate"].private_bytes >> 20) == peaks
 
 
 def test_a_phase_whose_mark_is_read_after_the_end_has_the_last_level():
@@ -419,12 +399,8 @@ def test_processes_that_vanish_between_two_reads_are_passed_over():
 
 
 def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
-    used = {"GPU-a": 300}
-    clock, cpu = FakeClock(), FakeClock()
-    reader = FakeReader(clock, cpu)
-    reader.set(10)
-    asked = []
-    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, devices=lambda pids: asked.append(pids) or dict(used))
+    used, asked = {"GPU-a": 300}, []
+    meter, _, _ = made_up(devices=lambda pids: asked.append(pids) or dict(used))
     meter.enter_phase("train")
     used["GPU-a"] = 200
     assert meter.sample().device_bytes == {"GPU-a": 200}
@@ -436,10 +412,7 @@ def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
 
 @pytest.mark.parametrize(("version", "name"), [(1, "memory.max_usage_in_bytes"), (2, "memory.peak")])
 def test_the_cgroups_own_peak_is_a_part(tmp_path, version, name):
-    clock, cpu = FakeClock(), FakeClock()
-    reader = FakeReader(clock, cpu)
-    reader.set(10)
-    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, group=JobGroup(tmp_path, version))
+    meter, _, _ = made_up(JobGroup(tmp_path, version))
     meter.sample()
     assert "charged_peak" not in meter.footprint().parts
     (tmp_path / name).write_text(f"{77 * MIB}\n")
@@ -450,10 +423,7 @@ def test_the_cgroups_own_peak_is_a_part(tmp_path, version, name):
 
 def test_shared_memory_that_is_written_and_then_mapped_counts_once(tmp_path):
     """The floor knows a file in /dev/shm from its birth; mapped and read, it also raises the process's mark."""
-    clock, cpu = FakeClock(), FakeClock()
-    reader = FakeReader(clock, cpu)
-    reader.set(10, anonymous=5)
-    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, group=JobGroup(tmp_path, 1))
+    meter, reader, _ = made_up(JobGroup(tmp_path, 1), anonymous=5)
     meter.floor_bytes = 105 * MIB
     (tmp_path / "memory.max_usage_in_bytes").write_text(f"{107 * MIB}\n")
     meter.sample()
