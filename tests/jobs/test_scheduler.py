@@ -253,25 +253,6 @@ def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
     assert "c" not in backend.submitted
 
 
-def test_a_bug_in_the_first_job_to_end_starts_no_more_and_lets_those_that_run_end(tmp_path):
-    scripts = {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 6), "c": FakeJob()}
-    scheduler, backend, _, events = make(tmp_path, scripts, limit=100, on_failure="first", max_parallel=2)
-    scheduler.admission.forecast.learn(like({}), Footprint(1))
-    assert {name: status.state for name, status in scheduler.run().items()} == {"a": "failed", "b": "completed"}
-    assert (backend.submitted, backend.cancelled) == (["a", "b"], [])
-    assert [fields["reason"] for fields in of_kind(events, "stop")] == [
-        "a, the first to end, failed by an error of its own"
-    ]
-
-
-@pytest.mark.parametrize("first", ["completed", "out_of_memory", "timeout", "node_fail", "preempted"])
-def test_what_is_no_bug_in_the_first_job_to_end_lets_the_others_start(tmp_path, first):
-    scripts = {"a": FakeJob(state=first), "b": FakeJob(state="failed"), "c": FakeJob()}
-    scheduler, _, _, _ = make(tmp_path, scripts, limit=1000, on_failure="first", max_parallel=1, retries=0)
-    found = {name: status.state for name, status in scheduler.run().items()}
-    assert found == {"a": first, "b": "failed", "c": "completed"}
-
-
 def test_continue_on_failure_runs_the_others_and_reports_all(tmp_path):
     scripts = {"a": FakeJob(state="failed"), "b": FakeJob(state="out_of_memory"), "c": FakeJob()}
     scheduler, _, _, events = make(tmp_path, scripts, limit=1000, retries=0)
@@ -1096,34 +1077,6 @@ def test_a_source_hears_of_every_job_that_is_given_up_when_the_run_stops(tmp_pat
     asked = "the run was asked to stop"
     assert sorted(source.heard) == [("a", "preempted", "as asked"), ("b", "pending", asked), ("c", "pending", asked)]
     assert list(statuses) == ["a"] == backend.submitted
-
-
-def test_a_bug_in_the_first_job_of_a_stage_leaves_the_jobs_of_other_stages_alone(tmp_path):
-    source = Chain(of_stage("fold", "a", "b") + of_stage("other", "c", "d"))
-    scripts = {"a": FakeJob(state="failed"), "b": FakeJob(), "c": FakeJob(), "d": FakeJob(state="failed")}
-    options = {"limit": 1000, "source": source, "max_parallel": 1, "on_failure": "first"}
-    scheduler, backend, _, events = make(tmp_path, scripts, **options)
-    scheduler.run()
-    assert backend.submitted == ["a", "c", "d"]
-    reason = "a, the first to end, failed by an error of its own"
-    assert ("b", "pending", reason) in source.heard
-    assert [fields["reason"] for fields in of_kind(events, "stop")] == [reason]
-
-
-def test_jobs_of_a_stage_whose_first_job_failed_are_not_started_when_they_come_later(tmp_path):
-    source = Chain(of_stage("trial", "a"), of_stage("trial", "b"))
-    scripts = {"a": FakeJob(state="failed"), "b": FakeJob()}
-    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, source=source, on_failure="first")
-    scheduler.run()
-    assert backend.submitted == ["a"]
-    assert [state for _, state, _ in source.heard] == ["failed", "pending"]
-
-
-def test_a_stage_of_which_a_job_completed_before_goes_on_after_a_bug(tmp_path):
-    scripts = {"a": FakeJob(state="failed"), "b": FakeJob()}
-    proven = {"on_failure": "first", "proven_stages": frozenset({""})}
-    scheduler, _, _, _ = make(tmp_path, scripts, limit=1000, max_parallel=1, **proven)
-    assert {name: status.state for name, status in scheduler.run().items()} == {"a": "failed", "b": "completed"}
 
 
 def test_jobs_speak_for_those_of_their_own_stage_alone(tmp_path):

@@ -69,8 +69,8 @@ class Flags(Output):
     on_failure: Annotated[
         Text,
         Option(
-            help="After a failure: stop all jobs, or continue. first: stop if the first job that ends has failed.",
-            metavar="stop|first|continue",
+            help="After a failure: stop all jobs at their next checkpoint, or continue.",
+            metavar="stop|continue",
         ),
         "on_failure",
     ] = None

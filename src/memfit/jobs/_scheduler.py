@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -67,7 +66,6 @@ class Scheduler:
         self._waiting: list[Reservation] = []
         self._running = admission.running
         self._stop_level = 0
-        self._tried_stages, self._failed_stages = set(self.policy.proven_stages), dict[str, str]()
         self._refused, self._started_stages = dict[str, DoesNotFitError](), set[str]()
         self._why_waiting = ""
         self._lacking_since: float | None = None
@@ -115,8 +113,6 @@ class Scheduler:
             return
         found = [Reservation(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
         self._waiting += found
-        for stage, reason in self._failed_stages.items():
-            self._clear_waiting(reason, stage)
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
             need = self.admission.need(entry, HOST)
@@ -194,24 +190,16 @@ class Scheduler:
         is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
         if is_short and entry.verdict is None:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
-        status, stage = entry.status, entry.job.stage
         self._say_end(entry, why_final=why_final)
-        if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
+        has_failed = entry.status.state not in ("completed", "preempted", "cancelled")
+        if has_failed and self.policy.on_failure == "stop":
             self._obey(1)
-        is_own_fault = status.state == "failed" and status.exit_code != -signal.SIGKILL
-        if is_own_fault and self.policy.on_failure == "first" and stage not in self._tried_stages:
-            reason = f"{entry.job.id}, the first to end, failed by an error of its own"
-            self._failed_stages[stage] = reason
-            if self._clear_waiting(reason, stage):
-                text = f"No more jobs start: {reason}. --on-failure continue starts them"
-                self.say("stop", level=0, num_running=len(self._running), reason=reason, text=text)
-        self._tried_stages.add(stage)
 
     def _obey(self, level: int) -> None:
         if level <= self._stop_level:
             return
         self._stop_level = level
-        self._clear_waiting("the run was asked to stop")
+        self._clear_waiting()
         num = len(self._running)
         jobs = f"{num} running job{'' if num == 1 else 's'}"
         text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
@@ -220,16 +208,14 @@ class Scheduler:
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
 
-    def _clear_waiting(self, reason: str, stage: str | None = None) -> bool:
-        """Give up the queued jobs, all or those of one stage; return whether there were any."""
-        given_up = [entry for entry in self._waiting if stage in (None, entry.job.stage)]
-        self._waiting = [entry for entry in self._waiting if entry not in given_up]
+    def _clear_waiting(self) -> None:
+        """Give up the queued jobs."""
+        given_up, self._waiting = self._waiting, []
         for entry in given_up:
-            status = JobStatus(entry.job.id, "pending", cause=reason, attempt=0)
+            status = JobStatus(entry.job.id, "pending", cause="the run was asked to stop", attempt=0)
             if entry.job.id in self.statuses:  # it was to be restarted
                 status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
             self.source.ended(status)
-        return bool(given_up)
 
     def _admit(self, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""

@@ -27,7 +27,6 @@ _NOT_IN_IMAGES = (
     "**/.env",
     "**/.env.*",
     "**/.git",
-    "**/*.private.json",
     "runs",
     "panels",
     "**/.venv",
