@@ -95,9 +95,9 @@ def test_a_third_of_the_trained_space_does_not_fit_and_two_fifths_of_the_other(b
 @pytest.mark.slow
 def test_what_is_refused_by_arithmetic_never_runs_out_of_memory(benchmark):
     told = benchmark("tune_told")
-    refused = told.by_memfit(True, 1.0, seed=0, num_trials=15)
+    refused = told.by_memfit(1.0, seed=0, num_trials=15)
     assert refused.num_out_of_memory == 0 < refused.num_refused
-    assert told.by_memfit(False, None, seed=0, num_trials=15).num_out_of_memory > 0
+    assert told.by_memfit(None, seed=0, num_trials=15).num_out_of_memory > 0
     assert told.plain("FAIL", "random", 0, 15).num_refused == 0
 
 

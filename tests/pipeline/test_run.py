@@ -133,12 +133,12 @@ def test_the_resolved_config_is_itself_a_valid_input(tiny):
 
 
 def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
-    result = memfit.run(tiny(fail_fold=1))
+    result = memfit.run(tiny(fail_fold=3))
     assert (result.state, result.exit_code) == ("failed", 4)
-    assert result.statuses["fold_1"].state == "failed"
-    assert "a planted bug" in result.statuses["fold_1"].cause
-    assert sorted(result.metrics) == ["fold_2", "fold_3", "prepare"]
-    assert "a planted bug" in (result.path / "jobs/fold_1/err.log").read_text()
+    assert result.statuses["fold_3"].state == "failed"
+    assert "a planted bug" in result.statuses["fold_3"].cause
+    assert sorted(result.metrics) == ["fold_1", "fold_2", "prepare"]
+    assert "a planted bug" in (result.path / "jobs/fold_3/err.log").read_text()
 
 
 def test_stop_on_failure_starts_no_later_fold(tiny):

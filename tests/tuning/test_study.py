@@ -17,8 +17,7 @@ from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
-from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune
-from memfit.tuning._record import write_trial
+from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune, write_trial
 from tuning.studies import SPACE, config_of, lay_out
 from tuning.study_workload import MIB
 
@@ -282,19 +281,6 @@ def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(st
 
 
 # Other ends
-
-
-def test_a_trial_that_hangs_is_ended_at_its_time_limit(study, monkeypatch):
-    path = study({"num_epochs": 1}, {"timeout_factor": 1.1, "num_slots": 1})
-    tune(path, overrides=["tune.n_trials=1"])
-    Path("hold").touch()
-    monkeypatch.setattr("memfit.tuning._sweep._LEAST_TIMEOUT_SECONDS", 0.5)
-    result = tune(path, overrides=["tune.n_trials=2"])
-    trial = trials_of(result)[1]
-    assert (result.exit_code, trial.state, trial.value) == (0, "timeout", None)
-    assert "were allowed (tune.timeout_factor)" in trial.cause
-    assert read_status(RunDir(result.path), "trial_0001.fold_1").state == "timeout"
-    assert running_jobs(RunDir(result.path)) == []
 
 
 def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeypatch):

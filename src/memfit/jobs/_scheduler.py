@@ -31,7 +31,6 @@ _SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
 _PASSED_ENOUGH = 2
-#: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
 #: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
 _MOST_PREEMPTED = {True: 1, False: 3}
 #: What else a cluster does to a job that is no fault of it, by whether the jobs share one host.
@@ -199,7 +198,13 @@ class Scheduler:
         if level <= self._stop_level:
             return
         self._stop_level = level
-        self._clear_waiting()
+        given_up, self._waiting = self._waiting, []
+        for entry in given_up:
+            cause = "the run was asked to stop"
+            status = JobStatus(entry.job.id, "pending", cause=cause, attempt=0)
+            if entry.job.id in self.statuses:  # it was to be restarted
+                status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
+            self.source.ended(status)
         num = len(self._running)
         jobs = f"{num} running job{'' if num == 1 else 's'}"
         text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
@@ -207,15 +212,6 @@ class Scheduler:
         self.say("stop", level=level, num_running=num, text=text)
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
-
-    def _clear_waiting(self) -> None:
-        """Give up the queued jobs."""
-        given_up, self._waiting = self._waiting, []
-        for entry in given_up:
-            status = JobStatus(entry.job.id, "pending", cause="the run was asked to stop", attempt=0)
-            if entry.job.id in self.statuses:  # it was to be restarted
-                status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
-            self.source.ended(status)
 
     def _admit(self, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""
