@@ -53,6 +53,7 @@ _EPILOGS = {
 _DROPPED = {
     "bench": "memfit.data.measure_loader(make_loader).text in Python; docs/loading.md shows it",
     "map": "memfit run --param fold=1..5 -- COMMAND",
+    "--compare": "memfit compare A B, or write each run's page",
     "--data-path": "--set params.NAME=PATH",
     "--export": "Study.open(run).export(path) in Python; docs/tune.md shows it",
     "--num-slots": "--set tune.num_slots=N",

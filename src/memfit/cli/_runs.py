@@ -135,7 +135,9 @@ def _print_run(one: Overview, log: Console) -> None:
 def stop(
     target: Annotated[
         str,
-        typer.Argument(help="A run (folder, name or experiment) or a job (RUN/cmd_0003 or its id).", metavar="RUN|JOB"),
+        typer.Argument(
+            help="A run (folder, name or experiment), or a job of it: demo/cmd_0003.", metavar="RUN|RUN/JOB"
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Kill it now, without a checkpoint.")] = False,
 ) -> None:
@@ -143,7 +145,7 @@ def stop(
 
     \b
     memfit stop runs/demo
-    memfit stop cmd_0003 --now
+    memfit stop runs/demo/cmd_0003 --now
 
     Queued jobs do not start. A job that is not done after the run's --grace seconds is killed. memfit resume continues
     the run.
