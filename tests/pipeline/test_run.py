@@ -149,6 +149,24 @@ def test_stop_on_failure_starts_no_later_fold(tiny):
     }  # fmt: skip
 
 
+def test_a_bug_in_the_first_fold_ends_the_run_unless_it_is_to_continue(tiny):
+    first = memfit.run(tiny(fail_fold=1))
+    assert (first.state, first.exit_code) == ("failed", 4)
+    assert {job: status.state for job, status in folds_of(first).items()} == {
+        "fold_1": "failed", "fold_2": "pending", "fold_3": "pending",
+    }  # fmt: skip
+    again = memfit.run(tiny(fail_fold=1), overrides=["on_failure=continue"])
+    assert (again.path, sorted(again.metrics)) == (first.path, ["fold_2", "fold_3", "prepare"])
+
+
+def test_a_bug_that_some_folds_do_not_have_ends_no_run(tiny):
+    memfit.run(tiny(fail_fold=2), overrides=["units=1"])
+    result = memfit.run(tiny(fail_fold=2))
+    assert {job: status.state for job, status in folds_of(result).items()} == {
+        "fold_1": "completed", "fold_2": "failed", "fold_3": "completed",
+    }  # fmt: skip
+
+
 def test_a_fold_killed_by_a_stranger_is_told_and_only_it_runs_again(tiny):
     config = tiny(die_fold=3)
     result = memfit.run(config)

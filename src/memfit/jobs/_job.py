@@ -18,7 +18,7 @@ State = Literal[
 ]
 STATES: tuple[State, ...] = get_args(State)
 EndedBy = Literal["", "job", "user", "platform"]
-OnFailure = Literal["stop", "continue"]
+OnFailure = Literal["stop", "first", "continue"]
 ENDED: frozenset[State] = frozenset(STATES) - {"pending", "running"}
 
 
@@ -48,7 +48,7 @@ class Job:
             is charged there and not to the jobs that read it.
         mapped_bytes: The size of the tables and arrays of earlier stages that it may map. Side by side, jobs leave room
             for them in the page cache.
-        stage: The name of its stage. Jobs of one stage share forecasts.
+        stage: The name of its stage. Jobs of one stage share forecasts and ``on_failure: first``.
         unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
 
     Example:
@@ -321,10 +321,12 @@ class Policy:
 
     Attributes:
         max_parallel: The most jobs at once; None for as many as fit.
-        on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on.
+        on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on. ``first`` starts no more jobs of
+            a stage if the first one that ends failed by an error of its own.
         slack: The share that is reserved on top of a measured footprint.
         force: Admit without asking whether it fits, and without measuring one job first.
         retries: How often a job is restarted when it ran out of memory, its watcher died or it was preempted.
+        proven_stages: Stages of which a job completed in an earlier run: ``first`` means ``continue`` for them.
         largest_first: Start the largest of the waiting jobs that fit, unless two have passed the oldest. If false,
             start the oldest that fits.
         refuse_tight: Refuse a job whose declared peak leaves less than 5 % of what it gets alone (`why_tight`).
@@ -335,6 +337,7 @@ class Policy:
     slack: float = DEFAULT_SLACK
     force: bool = False
     retries: int = 2
+    proven_stages: frozenset[str] = frozenset()
     largest_first: bool = False
     refuse_tight: bool = False
 

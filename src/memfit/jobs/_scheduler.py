@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -31,6 +32,7 @@ _SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
 _PASSED_ENOUGH = 2
+#: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
 #: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
 _MOST_PREEMPTED = {True: 1, False: 3}
 #: What else a cluster does to a job that is no fault of it, by whether the jobs share one host.
@@ -65,6 +67,7 @@ class Scheduler:
         self._waiting: list[Reservation] = []
         self._running = admission.running
         self._stop_level = 0
+        self._tried_stages, self._failed_stages = set(self.policy.proven_stages), dict[str, str]()
         self._refused, self._started_stages = dict[str, DoesNotFitError](), set[str]()
         self._why_waiting = ""
         self._lacking_since: float | None = None
@@ -112,6 +115,8 @@ class Scheduler:
             return
         found = [Reservation(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
         self._waiting += found
+        for stage, reason in self._failed_stages.items():
+            self._clear_waiting(reason, stage)
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
             need = self.admission.need(entry, HOST)
@@ -189,22 +194,24 @@ class Scheduler:
         is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
         if is_short and entry.verdict is None:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
+        status, stage = entry.status, entry.job.stage
         self._say_end(entry, why_final=why_final)
-        has_failed = entry.status.state not in ("completed", "preempted", "cancelled")
-        if has_failed and self.policy.on_failure == "stop":
+        if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
             self._obey(1)
+        is_own_fault = status.state == "failed" and status.exit_code != -signal.SIGKILL
+        if is_own_fault and self.policy.on_failure == "first" and stage not in self._tried_stages:
+            reason = f"{entry.job.id}, the first to end, failed by an error of its own"
+            self._failed_stages[stage] = reason
+            if self._clear_waiting(reason, stage):
+                text = f"No more jobs start: {reason}. --on-failure continue starts them"
+                self.say("stop", level=0, num_running=len(self._running), reason=reason, text=text)
+        self._tried_stages.add(stage)
 
     def _obey(self, level: int) -> None:
         if level <= self._stop_level:
             return
         self._stop_level = level
-        given_up, self._waiting = self._waiting, []
-        for entry in given_up:
-            cause = "the run was asked to stop"
-            status = JobStatus(entry.job.id, "pending", cause=cause, attempt=0)
-            if entry.job.id in self.statuses:  # it was to be restarted
-                status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
-            self.source.ended(status)
+        self._clear_waiting("the run was asked to stop")
         num = len(self._running)
         jobs = f"{num} running job{'' if num == 1 else 's'}"
         text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
@@ -212,6 +219,17 @@ class Scheduler:
         self.say("stop", level=level, num_running=num, text=text)
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
+
+    def _clear_waiting(self, reason: str, stage: str | None = None) -> bool:
+        """Give up the queued jobs, all or those of one stage; return whether there were any."""
+        given_up = [entry for entry in self._waiting if stage in (None, entry.job.stage)]
+        self._waiting = [entry for entry in self._waiting if entry not in given_up]
+        for entry in given_up:
+            status = JobStatus(entry.job.id, "pending", cause=reason, attempt=0)
+            if entry.job.id in self.statuses:  # it was to be restarted
+                status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
+            self.source.ended(status)
+        return bool(given_up)
 
     def _admit(self, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""

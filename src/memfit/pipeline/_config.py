@@ -83,7 +83,8 @@ class CommandSettings(Settings):
         experiment: Names the folder below ``runs_dir``.
         max_parallel: ``auto`` for as many jobs at once as fit, or the most.
         accept_tight: Also run a job whose declared peak leaves less than 5 % of what it gets alone.
-        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
+        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint. With
+            ``first``, start no more if the first job that ends has failed by an error of its own.
         retries: How often to restart a job that ran out of memory, or that something outside of memfit ended.
         threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
         grace_seconds: How long a job may take to stop.
@@ -150,6 +151,7 @@ class RunConfig(CommandSettings):
     Attributes:
         target: A function or a workload as ``module:NAME``; empty where the stages are commands.
         stages: Per stage its command, where there is no target, and what it needs of the machine.
+        on_failure: As for commands; the default differs, because the units of a stage share their bugs.
         seed: All random numbers follow from it.
         units: Which units to run: ``all``, or numbers, ranges and names such as ``2-5``.
         skip: Stages that count as passed.
@@ -161,6 +163,7 @@ class RunConfig(CommandSettings):
     experiment: _Name
     target: str = ""
     stages: dict[str, StageSettings] = Field(default_factory=dict)
+    on_failure: OnFailure = "first"
     seed: Annotated[int, Field(ge=0)] = 0
     units: str = "all"
     skip: list[str] = Field(default_factory=list)

@@ -55,6 +55,7 @@ from memfit.memory import (
     why_no_walls,
 )
 from memfit.pipeline._config import CommandSettings, RunConfig
+from memfit.pipeline._graph import PASSED
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir, refresh, write_json
@@ -145,6 +146,7 @@ class Supervisor:
             slack=self.settings.memory.slack,
             force=self.force,
             retries=self.settings.retries,
+            proven_stages=frozenset(unit.stage.name for unit in graph.all_units if unit.state in PASSED),
             largest_first=largest_first,
             # A search's declared sizes are the least that its trials take.
             refuse_tight=not (self.settings.accept_tight or largest_first),
