@@ -20,6 +20,7 @@ from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number, or_dash
+from memfit.reports._run_view import job_name
 from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
@@ -276,20 +277,17 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 parts.append((*times, seen.colours[phase]))
         note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(_name(job), parts, note, is_bad=job["state"] in BAD))
+        bars.append(Bar(job_name(job["job"], job["params"]), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
     below = f"{seen.run.path}/"
     rows = [
-        (_name(job), job["state"], job["log"].removeprefix(below), str(job["attempt"])) for job in seen.summary["jobs"]
+        (job_name(job["job"], job["params"]), job["state"], job["log"].removeprefix(below), str(job["attempt"]))
+        for job in seen.summary["jobs"]
     ]
     table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
     yield _folded("Attempts and logs", table)
-
-
-def _name(job: Mapping[str, Any]) -> str:
-    return " ".join([job["job"], *(f"{name}={value}" for name, value in job["params"].items())])
 
 
 def _forecasts(seen: _Seen) -> Iterator[str]:
@@ -305,7 +303,7 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
     for job in jobs:
         peak, reserved = job["peak_bytes"], job["reserved_bytes"]
         note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
-        bars.append(Bar(_name(job), [(0, peak, COLOURS[0])], note, reserved))
+        bars.append(Bar(job_name(job["job"], job["params"]), [(0, peak, COLOURS[0])], note, reserved))
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
     if (error := seen.summary["forecast_error"]) is not None:
@@ -318,8 +316,8 @@ def _deaths(seen: _Seen) -> Iterator[str]:
     for job in seen.summary["jobs"]:
         if job["state"] not in BAD:
             continue
-        cause = job["cause"] or "it left no result"
-        yield f'<p><span class="failed">{escape(_name(job))} {escape(job["state"])}</span>: {escape(cause)}</p>'
+        end = f"{job_name(job['job'], job['params'])} {job['state']}"
+        yield f'<p><span class="failed">{escape(end)}</span>: {escape(job["cause"] or "it left no result")}</p>'
         if job["diagnosis"]:
             yield f"<pre>{escape(job['diagnosis'])}</pre>"
         folder = escape(str(seen.run.job_dir(job["job"])))
