@@ -21,6 +21,7 @@ def example(tmp_path):
     return lambda name, to="killed": Path(shutil.copytree(EXAMPLES / name, tmp_path / to))
 
 
+@pytest.mark.long
 def test_digits_killed_in_two_epochs_gives_the_same_tensors_and_tables(example):
     settings = ("params.num_folds=2", "params.num_epochs=12")
     quiet = kills.run(example("digits", "quiet"), "config.yaml", *settings)
@@ -34,6 +35,7 @@ def test_digits_killed_in_two_epochs_gives_the_same_tensors_and_tables(example):
     assert max(kills.epochs(killed).values()) == 1
 
 
+@pytest.mark.long
 def test_commands_killed_after_stages_and_in_three_epochs_give_the_same_files(example):
     settings = ("params.num_epochs=60", "params.num_rows=3000", "max_parallel=1")
     quiet = kills.run(example("commands", "quiet"), "config.yaml", *settings)

@@ -299,9 +299,7 @@ def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeyp
     ("report", "said"),
     [
         ("value=10**400, step=1", "inf"),
-        ("value=-(10**4000), step=1", "-inf"),
         ("value=1e200, step=1", r"1e\+200"),
-        ("value=float('nan'), step=1", "nan"),
     ],
 )
 def test_a_report_that_is_no_number_of_sane_size_fails_its_trial_with_the_reason(tmp_path, monkeypatch, report, said):
