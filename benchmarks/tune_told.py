@@ -14,11 +14,10 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
-from memfit.pipeline import Order
-from memfit.pipeline._describe import StageSpec
-from memfit.tuning import Trial, TuneSettings
-from memfit.tuning._feasible import why_infeasible
-from memfit.tuning._optuna import distributions, draw, load_optuna
+import optuna
+
+from memfit.pipeline import Order, StageSpec
+from memfit.tuning import Trial, TuneSettings, distributions, draw, why_infeasible
 from memfit.units import GIB
 
 BATCH_SIZES, HIDDEN_SIZES, NUM_LAYERS = (2048, 4096, 8192), (256, 384, 512), (2, 3, 4)
@@ -71,7 +70,7 @@ class Told:
 
 def plain(state: str, sampler: str, seed: int, num_trials: int) -> Told:
     """Run a study of Optuna's that tells an out-of-memory as FAIL or as PRUNED."""
-    optuna = load_optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     of = {"TPE": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}[sampler]
     study, found = optuna.create_study(sampler=of(seed=seed), direction="minimize"), []
     space = distributions(settings_of(seed, num_trials))
@@ -91,12 +90,12 @@ def settings_of(seed: int, num_trials: int) -> TuneSettings:
     return TuneSettings.model_validate({**fixed, "space": SPACE, "seed": seed, "n_trials": num_trials})
 
 
-def by_memfit(refuses: bool, share: float | None, seed: int, num_trials: int) -> Told:
+def by_memfit(share: float | None, seed: int, num_trials: int) -> Told:
     """Run a study by memfit's draws and refusals, one trial after the other.
 
     Args:
-        refuses: Whether draws are refused at all.
-        share: What the workload's estimate says, as a share of the true peak; None if it gives none.
+        share: What the workload's estimate says, as a share of the true peak; None if it gives none, which refuses no
+            draw.
         seed: The study's seed.
         num_trials: How many trials.
     """
@@ -106,10 +105,7 @@ def by_memfit(refuses: bool, share: float | None, seed: int, num_trials: int) ->
         while len(trial.refused) < _MOST_DRAWS:
             params = draw(settings, seen, trial.refused, number)
             estimate = None if share is None else round(share * peak_bytes(params))
-            why = ""
-            if refuses:
-                limits = {"host": LIMIT_BYTES, "device": None}
-                why = why_infeasible(_order(estimate), replace(trial, params=params), seen, limits)
+            why = why_infeasible(_order(estimate), seen, {"host": LIMIT_BYTES, "device": None})
             if not why:
                 seen.append(_ended(replace(trial, params=params), estimate))
                 break
@@ -144,10 +140,9 @@ WAYS: Mapping[str, Callable[[int, int], Told]] = {
     "random draws": lambda seed, num: plain("FAIL", "random", seed, num),
     "told as FAIL": lambda seed, num: plain("FAIL", "TPE", seed, num),
     "told as PRUNED": lambda seed, num: plain("PRUNED", "TPE", seed, num),
-    "memfit, told as PRUNED": lambda seed, num: by_memfit(False, None, seed, num),
-    "memfit, refused by earlier trials": lambda seed, num: by_memfit(True, None, seed, num),
-    "memfit, arithmetic a fifth too low": lambda seed, num: by_memfit(True, 0.8, seed, num),
-    "memfit, refused by arithmetic": lambda seed, num: by_memfit(True, 1.0, seed, num),
+    "memfit, told as PRUNED": lambda seed, num: by_memfit(None, seed, num),
+    "memfit, arithmetic a fifth too low": lambda seed, num: by_memfit(0.8, seed, num),
+    "memfit, refused by arithmetic": lambda seed, num: by_memfit(1.0, seed, num),
 }
 
 

@@ -1,9 +1,12 @@
-"""One check of a place or of a command: its verdict, what was found, why it matters, and what to do."""
+"""One check of a place or of a command, with what to do about it; and a check that one of several things was given."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
+
+from memfit.errors import UsageError
 
 Verdict = Literal["ok", "warning", "problem"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -45,3 +48,23 @@ def worst_first(checks: list[Check]) -> list[Check]:
     ['b', 'a']
     """
     return sorted(checks, key=lambda one: -VERDICTS.index(one.verdict))
+
+
+def check_one_given(
+    given: Mapping[str, object], *, rule: str, remedy: str, none: str = "", error: type[UsageError] = UsageError
+) -> None:
+    """Refuse two of what excludes each other; with ``none``, which says what is missing, also no one of them.
+
+    Raises:
+        UsageError: Or another class of ``error``.
+
+    >>> check_one_given({"--a": "1", "--b": None}, rule="", remedy="")
+    >>> check_one_given({"--a": "1", "--b": 0}, rule="one counts.", remedy="leave one out")
+    Traceback (most recent call last):
+    memfit.errors.UsageError: --a and --b are both given.
+      rule: one counts.
+      do:   leave one out
+    """
+    found = [name for name, value in given.items() if value is not None and value is not False]
+    if len(found) > 1 or (none and not found):
+        raise error(f"{' and '.join(found[:2])} are both given." if found else f"{none}.", rule=rule, remedy=remedy)

@@ -41,6 +41,8 @@ _LAST_TIME = 221_845_392_000
 #: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
 _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
+#: The field of a file that holds the fields that are masked in it.
+_SECRETS = "secrets"
 #: What ``run.json`` must hold; a field that only some runs have may be absent.
 _HEADER = {
     "schema_version": int,
@@ -107,9 +109,9 @@ def refresh(folder: Path) -> bool:
     return folder.is_dir()
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace a JSON file atomically."""
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable, mode=mode)
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
@@ -212,42 +214,30 @@ def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) 
 
 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace a JSON file, its secrets masked; a file beside it, for its owner alone, holds what was masked."""
+    """Replace a JSON file, its secrets masked.
+
+    If there are any, its owner alone may read the file, and its field ``secrets`` holds the fields as they were.
+    """
     shown = mask_record(value)
     hidden = {name: one for name, one in value.items() if one != shown[name]}
     if hidden:
-        write_atomic(_private(path), json.dumps(hidden) + "\n", durable=durable, mode=0o600)
-        shown["masked"] = list(hidden)
-    write_json(path, shown, durable=durable)
+        write_json(path, shown | {_SECRETS: hidden}, durable=durable, mode=0o600)
+    else:
+        write_json(path, shown, durable=durable)
+
+
+def read_masked(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return a JSON file's object as it may be shown, as ``read_json`` does."""
+    value = read_json(path, shape)
+    if value is not None:
+        value.pop(_SECRETS, None)
+    return value
 
 
 def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """A JSON file's object with what was masked in it, or None when the file is not there.
-
-    Args:
-        path: The file.
-        shape: The type that each field must have with what was masked, as for ``fits``.
-
-    Raises:
-        UsageError: If the file with what was masked is not there.
-        DamagedError: As for ``read_json``.
-    """
-    value = read_json(path, {"masked": ([str], type(None))})
-    if value is None:
-        return None
-    names = value.pop("masked", None) or ()
-    private = (read_json(_private(path)) or {}) if names else {}
-    if private.keys() >= set(names):
-        return _checked(path, value | {name: private[name] for name in names}, shape or {})
-    raise UsageError(
-        f"{_private(path)} is not there.",
-        rule=f"it holds the arguments that are masked in {path.name}, and only their owner may read it.",
-        remedy="give the whole command again, with its secrets",
-    )
-
-
-def _private(path: Path) -> Path:
-    return path.with_suffix(".private.json")
+    """Return a JSON file's object with its secrets, as ``read_json`` does."""
+    value = read_json(path, {_SECRETS: (dict, type(None))})
+    return None if value is None else _checked(path, value | (value.pop(_SECRETS, None) or {}), shape or {})
 
 
 def damaged(path: Path | str, what: str) -> DamagedError:
@@ -492,7 +482,7 @@ class RunDir:
     @property
     def header(self) -> dict[str, Any]:
         """``run.json``."""
-        return read_json(self.path / "run.json", _HEADER) or {}
+        return read_masked(self.path / "run.json", _HEADER) or {}
 
     @property
     def state(self) -> str:

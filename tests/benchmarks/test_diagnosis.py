@@ -1,24 +1,15 @@
 """The benchmark of diagnoses: what it counts, and that a false alarm or a wrong figure is missed and not met."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "diagnosis.py"
 FIGURES = {"device_total_gib": None, "allocated_gib": None, "reserved_gib": None, "tried_gib": None}
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    specification = importlib.util.spec_from_file_location("benchmark_diagnosis", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # its dataclass looks there
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[specification.name]
+@pytest.fixture
+def main(benchmark):
+    return benchmark("diagnosis").main
 
 
 def excerpt(name, text, kind, *, phase="unknown", notes="", **figures):
@@ -41,65 +32,39 @@ def write(path, *excerpts):
     return str(path)
 
 
-def test_all_right_is_met_and_the_substrings_see_memory_in_a_room(benchmark, tmp_path, capsys):
-    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", ARRAY, ROOM, KILLED), "--json"]) == 0
+def test_all_right_is_met_and_the_substrings_see_memory_in_a_room(main, tmp_path, capsys):
+    assert main(["--corpus", write(tmp_path / "c.jsonl", ARRAY, ROOM, KILLED), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["kind"] == [2, 2]
-    assert found["ambiguous"] == [1, 1]
-    assert found["figures"] == [3, 3]
-    assert found["false_oom"] == [0, 1]
-    assert found["substrings_false_oom"] == [1, 1]
+    names = ("kind", "ambiguous", "figures", "false_oom", "substrings_false_oom")
+    assert [found[name] for name in names] == [[2, 2], [1, 1], [3, 3], [0, 1], [1, 1]]
 
 
-def test_a_false_alarm_is_missed_and_named(benchmark, tmp_path, capsys):
-    wrong = excerpt("wrong", ARRAY["text"], "none")
-    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", wrong)]) == 1
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (excerpt("wrong", ARRAY["text"], "none"), "MISSED false 'out of memory': 1 of 1"),
+        (excerpt("wrong", ARRAY["text"], "host_alloc", tried_gib=2.01), "MISSED figures"),
+    ],
+)
+def test_a_false_alarm_and_a_wrong_figure_are_missed_and_named(main, tmp_path, capsys, wrong, said):
+    assert main(["--corpus", write(tmp_path / "c.jsonl", wrong)]) == 1
     out = capsys.readouterr().out
-    assert "MISSED false 'out of memory': 1 of 1" in out
-    assert "not all right: wrong" in out
+    assert said in out and "not all right: wrong" in out
 
 
-def test_a_wrong_figure_is_missed(benchmark, tmp_path, capsys):
-    wrong = excerpt("wrong", ARRAY["text"], "host_alloc", tried_gib=2.01)
-    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", wrong)]) == 1
-    assert "MISSED figures" in capsys.readouterr().out
-
-
-def test_a_figure_counts_only_where_the_label_names_it(benchmark, tmp_path, capsys):
-    unnamed, partly = excerpt("unnamed", ARRAY["text"], "host_alloc"), excerpt("partly", ARRAY["text"], "host_alloc")
-    for name in FIGURES:
-        del unnamed["label"][name], partly["label"][name]
-    partly["label"]["tried_gib"] = 2.0
-    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", unnamed, partly), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["figures"], found["wrong"]) == ([1, 1], [])
-
-
-def test_a_line_that_says_what_is_wanted_counts_in_what_it_names(benchmark, tmp_path, capsys):
+def test_a_line_that_says_what_is_wanted_counts_in_what_it_names(main, tmp_path, capsys):
+    full = {"name": "disk", "text": "RuntimeError: [ENOSPC] No space left on device", "want": {"cause": "disk_full"}}
     lines = [
         {"name": "array", "text": ARRAY["text"], "want": {"kind": "host_alloc", "tried_gib": 2.0}},
-        {
-            "name": "cause alone",
-            "text": "RuntimeError: [ENOSPC] No space left on device",
-            "want": {"cause": "disk_full"},
-        },
+        full,
         {"name": "wrong cause", "text": ROOM["text"], "want": {"kind": "none", "cause": "disk_full"}},
     ]
-    assert benchmark.main(["--corpus", write(tmp_path / "c.jsonl", *lines), "--json"]) == 1
+    assert main(["--corpus", write(tmp_path / "c.jsonl", *lines), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [found[name] for name in ("kind", "cause", "figures", "phase")] == [[2, 2], [1, 2], [1, 1], [0, 0]]
     assert (found["wrong"], found["is_own"]) == (["wrong cause"], False)
 
 
-@pytest.mark.slow
-def test_without_a_corpus_the_messages_of_the_rules_are_scored_and_named(benchmark, capsys):
-    assert benchmark.main([]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("The messages that the rules were written with: ")
-    assert "tests/diagnosis/signatures.jsonl" in out and "MISSED" not in out
-
-
 def test_a_large_log_is_diagnosed_in_its_middle(benchmark, tmp_path):
-    found = benchmark.stream(0.01, tmp_path)
-    assert found["kind"] == "gpu"
+    assert benchmark("diagnosis").stream(0.01, tmp_path)["kind"] == "gpu"
     assert list(tmp_path.iterdir()) == []

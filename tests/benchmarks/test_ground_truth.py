@@ -14,23 +14,15 @@ from ground_truth import (  # noqa: E402
     Outcome,
     Row,
     estimate_one,
-    find_interval,
     find_specs,
     main,
     print_ladder,
     print_summary,
-    read_table,
 )
 
 
 def _outcome(name: str, measured: float, value: float, upper: float, grade: str = "A") -> Outcome:
     return Outcome(Row(name, grade, "active", measured), value, upper)
-
-
-def test_grade_and_metric_are_read_from_the_notes(tmp_path: Path) -> None:
-    table = tmp_path / "table.csv"
-    table.write_text('id,peak_gib,notes\nX-1,25.5,"grade=B; metric=reserved(so said)"\nX-2,1.0,grade=C; nothing more\n')
-    assert read_table(table) == [Row("X-1", "B", "reserved", 25.5), Row("X-2", "C", "allocated", 1.0)]
 
 
 def test_a_row_over_its_bound_is_a_missed_target() -> None:
@@ -55,12 +47,6 @@ def test_a_table_of_which_nothing_is_rebuilt_fails(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["ground_truth.py", "--table", str(table)])
     assert main() == 1
     assert "MISSED: no row was rebuilt" in capsys.readouterr().out
-
-
-def test_none_of_ten_still_leaves_room_for_three() -> None:
-    low, high = find_interval(0, 10)
-    assert low == 0
-    assert high == pytest.approx(0.3085, abs=1e-4)
 
 
 def test_every_program_is_of_a_known_metric_and_says_what_it_assumes() -> None:

@@ -1,9 +1,5 @@
 """What the benchmark of the ranker compares by, without a run."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,17 +8,10 @@ from memfit.rundir import write_json
 from memfit.training import save_checkpoint
 from stages_here import digest_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "ranker.py"
 
-
-@pytest.fixture(scope="module")
-def ranker():
-    spec = importlib.util.spec_from_file_location("bench_ranker", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture
+def ranker(benchmark):
+    return benchmark("ranker")
 
 
 def write_series(run, job, rows):

@@ -106,7 +106,7 @@ def test_a_size_that_cannot_fit_gives_3_and_starts_nothing(memfit, tmp_path):
     [
         ([], "was given nothing to run"),
         (["--"], "was given nothing to run"),
-        (["config.yaml", "--", "ls"], "was given both a config (config.yaml) and a command"),
+        (["config.yaml", "--", "ls"], "a config (config.yaml) and a command are both given"),
         (["--units", "1-2", "--", "ls"], "has no stages to choose (--units)"),
         (["--", "nonesuch"], "there is no program 'nonesuch'"),
     ],

@@ -57,17 +57,13 @@ def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     assert out.count(said) == 1
 
 
-def test_interrupting_a_watcher_leaves_the_run_as_it_is(tmp_path):
+def test_interrupting_a_watcher_leaves_the_run_and_without_a_supervisor_its_jobs_are_watched_to_their_end(tmp_path):
     with running(tmp_path, folds="1", at_once=1) as (process, run):
         watcher, _ = watch(tmp_path, "demo")
         os.kill(watcher.pid, signal.SIGINT)
         out, _ = watcher.communicate(timeout=60)
         assert (watcher.returncode, out) == (130, "the run goes on\n")
         assert process.poll() is None and running_jobs(run) == ["cmd_0001"]
-
-
-def test_a_run_without_a_supervisor_is_watched_until_its_jobs_have_ended(tmp_path):
-    with running(tmp_path, folds="1", at_once=1) as (process, run):
         die(process)
         watcher, _ = watch(tmp_path, run.path)
         told = watcher.stdout.readline()

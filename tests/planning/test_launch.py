@@ -258,22 +258,6 @@ def test_a_container_needs_the_memory_of_memfit_too():
     assert "112.0 MiB for memfit" in launch.memory_why and launch.memory_bytes == 256 * MIB
 
 
-@pytest.mark.slow
-def test_the_verb_prints_the_file_and_the_figures(tmp_path):
-    def memfit(*words):
-        command = [sys.executable, "-m", "memfit", "launch", str(EXAMPLES / "recipes.yaml"), *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    found = json.loads(memfit("--format", "compose", "--json").stdout)
-    assert services(found["text"])["recipes"]["mem_limit"].endswith("g")
-    assert found["figures"]["memory_why"].startswith("1 x 28.00 GiB")
-    assert not [*tmp_path.iterdir()]
-    large = memfit("--format", "compose", "--set", "memory.rank=900TiB")
-    assert large.returncode == 0 and "this host has" in large.stderr
-    refused = memfit("--format", "env", "--submit")
-    assert (refused.returncode, refused.stdout) == (2, "")
-
-
 def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_tight():
     memory = {"node": "100GiB", "slack": 0.02}
     with pytest.raises(DoesNotFitError, match=r"trajectory is tight: 100\.11 GiB of 103\.00 GiB leave 2\.8%") as caught:
@@ -283,36 +267,6 @@ def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_ti
     assert made(memory=memory, accept_tight=True).memory_bytes == 103 * GIB
     measured = Measured(100 * GIB, 0, None, "run_1")
     assert made(NODES | {"memory": {"slack": 0.02}}, measured).memory_bytes == 103 * GIB
-
-
-@pytest.mark.slow
-def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(tmp_path):
-    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 64GiB, slack: 0}\nimage: python\n')
-
-    def memfit(*words):
-        command = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--format", "compose", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    refused = memfit()
-    assert (refused.returncode, refused.stdout) == (3, "")
-    assert "a is tight: 64.1" in refused.stderr  # with what memfit takes in a container
-    assert memfit("--accept-tight").returncode == memfit("--set", "memory.slack=0.25").returncode == 0
-
-
-@pytest.mark.slow
-def test_a_run_that_was_measured_stands_for_the_memory(tmp_path):
-    (tmp_path / "job.yaml").write_text('name: trial\ncommand: ["true"]\nimage: python\n')
-    code = "block = bytearray(300 << 20); import time; time.sleep(1)"
-
-    def memfit(*words):
-        command = [sys.executable, "-m", "memfit", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    assert memfit("run", "--name", "trial", "--", sys.executable, "-c", code).returncode == 0
-    words = ("launch", "job.yaml", "--format", "compose", "--json", "--set", "memory.slack=0")
-    found = json.loads(memfit(*words, "--measured", "trial").stdout)["figures"]
-    assert 300 * MIB < found["memory_bytes"] <= 512 * MIB and "measured in 'run_" in found["memory_why"]
-    assert "memory of the training is not known" in memfit(*words).stderr
 
 
 @pytest.mark.slow

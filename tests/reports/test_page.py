@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.memory import Sample, SeriesWriter
 from memfit.reports import write_page
 from memfit.rundir import RunDir
 
@@ -79,59 +80,19 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "attempt 2" not in said
 
 
-def test_the_page_tells_which_attempt_of_a_job_it_shows(tmp_path: Path) -> None:
-    code = "import pathlib; p = pathlib.Path('seen'); p.exists() or (p.touch(), 1 / 0)"
-    words = ("run", "--json", "--", sys.executable, "-c", code)
-    assert memfit(*words, cwd=tmp_path).returncode == 1
-    found = memfit(*words, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    path = json.loads(found.stdout)["run"]
-    assert memfit("report", path, cwd=tmp_path).returncode == 0
-    assert "attempt 2" in " ".join(_Page((Path(path) / "report.html").read_text()).text)
-
-
-def test_the_page_has_each_jobs_memory_at_its_epochs_and_out_of_memories(tmp_path: Path) -> None:
-    code = "import memfit.rundir as r, time\nfor e in (1, 2):\n time.sleep(0.4); r.record('epoch', epoch=e, num_epochs=2)\n"
-    code += "r.record('oom', memory='host'); time.sleep(0.4)"
-    found = memfit("run", "--json", "--", sys.executable, "-c", code, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    path = json.loads(found.stdout)["run"]
-    assert memfit("report", path, cwd=tmp_path).returncode == 0
-    said = _Page((Path(path) / "report.html").read_text()).text
-    moments = [one for one in said if one in ("start", "epoch 1", "epoch 2", "out of memory", "end")]
-    assert moments == ["start", "epoch 1", "epoch 2", "out of memory", "end"]
-
-
-def test_two_runs_share_one_scale_and_say_what_changed(run: Path, tmp_path: Path) -> None:
-    found = memfit("run", "--json", "--retries", "1", "--", sys.executable, "-c", "print(1)", cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    out, other = tmp_path / "both.html", tmp_path / json.loads(found.stdout)["run"]
-    found = memfit("report", str(run), "--compare", str(other), "--out", str(out), cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    page = _Page(out.read_text())
-    said = " ".join(page.text)
-    assert page.tags.count("svg") == 6
-    assert "settings.retries" in said, "what changed"
-    assert "settings.grace_seconds" not in said, "what did not"
-    assert len(out.read_bytes()) < 300_000
-
-
-def test_the_page_of_two_runs_shows_what_changed_of_their_configs_and_no_secret(tmp_path: Path) -> None:
-    both = []
-    for number in ("1", "2"):
-        made = RunDir.create(tmp_path, "demo", number * 64)
-        (made.path / "config.yaml").write_text(f"params: {{lr: 0.{number}, api_key: abcdefgh{number}}}")
-        both.append(made)
-    text = write_page(both[0], tmp_path / "both.html", both[1]).read_text()
-    assert _Page(text).text[_Page(text).text.index("params.lr") :][:3] == ["params.lr", "0.1", "0.2"]
-    assert "abcdefgh" not in text
+def test_the_page_tells_which_attempt_of_a_job_it_shows(finished) -> None:
+    series = SeriesWriter(finished.path / "jobs" / "fold_1" / "memory.jsonl")
+    for at in (20.0, 1600.0):
+        series.append(Sample(finished.start + at, 1, 1 << 20, 0, 1 << 20, 1 << 20, "train"))
+    series.close()
+    finished.job("fold_1", at=10, seconds=3512, attempt=2)
+    said = " ".join(_Page(write_page(finished.run, finished.path / "report.html").read_text()).text)
+    assert said.count("attempt 2") == 1 and "Study" not in said
 
 
 def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
     empty = RunDir.create(tmp_path, "demo", "0" * 64)
-    found = memfit("report", str(empty.path), cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert "No job has left a sample" in (empty.path / "report.html").read_text()
+    assert "No job has left a sample" in write_page(empty, tmp_path / "report.html").read_text()
 
 
 def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
@@ -183,27 +144,9 @@ def test_the_page_of_a_study_draws_its_objective_and_lists_its_trials(study, rep
     assert page.text[region : region + 3] == ["layers", "8", "2"], "what was refused, and what was accepted"
 
 
-def test_two_studies_are_compared_by_their_best_trials(study, tmp_path: Path) -> None:
-    run = study.begin()
-    study.trial(0, value=0.0341)
-    other = RunDir.create(tmp_path, "other", "1" * 64)
-    for name in ("run.json", "study.json", "trials"):
-        path = study.path / name
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, other.path / name)
-    (other.path / "trials" / "trial_0000.json").unlink()
-    page = _Page(write_page(run, study.path / "report.html", other).read_text())
-    said = " ".join(page.text)
-    assert f"Study of demo/{run.path.name}" in said and f"Study of other/{other.path.name}" in said
-    assert "best rank_ic 0.0341 - " in said, "the other has none"
-
-
 def test_a_trial_that_is_far_off_does_not_flatten_the_chart(study) -> None:
     run = study.begin(direction="minimize")
     for number, value in enumerate([0.5, 0.4, 0.45, 1e6]):
         study.trial(number, value=value)
     page = _Page(write_page(run, study.path / "report.html").read_text())
     assert "far off" in page.text and "0.40" in page.text
-
-
-def test_the_page_of_another_run_has_no_study(finished) -> None:
-    assert "Study" not in _Page(write_page(finished.run, finished.path / "report.html").read_text()).text

@@ -29,15 +29,30 @@ def training(made):
     return made
 
 
-def test_the_time_left_is_the_epochs_left_at_the_mean_rate_so_far(training):
-    step(training, 100, 1, 1, num_epochs=4)
-    step(training, 199, 1, 100, num_epochs=4)
-    assert view_of(training, 199).row("fold_1").eta_seconds == pytest.approx(300)
-    # Validation between the epochs is part of the rate: 50 seconds of it for each epoch from here on.
-    step(training, 250, 2, 1, num_epochs=4)
-    eta = view_of(training, 250).row("fold_1").eta_seconds
-    assert eta == pytest.approx(2.99 * 150)
-    assert view_of(training, 260).row("fold_1").eta_seconds == pytest.approx(eta - 10)
+@pytest.mark.parametrize(
+    ("steps", "now", "done", "eta"),
+    [
+        # Each step: when, its epoch, its number of 100, the number of epochs.
+        ([(100, 1, 1, 4), (199, 1, 100, 4)], 199, 1, 300),
+        # Validation between the epochs is part of the rate: 50 seconds of it for each epoch from here on.
+        ([(100, 1, 1, 4), (199, 1, 100, 4), (250, 2, 1, 4)], 250, 1.01, 2.99 * 150),
+        ([(100, 1, 1, 4), (199, 1, 100, 4), (250, 2, 1, 4)], 260, 1.01, 2.99 * 150 - 10),
+        ([(100, 1, 1, None), (199, 1, 100, None)], 199, 1, None),
+        # A clock that jumps.
+        ([(100, 1, 1, 2), (50, 1, 50, 2)], -100, 0.01, None),
+        ([(100, 1, 1, 2), (50, 1, 50, 2), (200, 1, 90, 2)], 1e6, 0.9, 0),
+        # Steps that are done again start the rate anew.
+        ([(0, 2, 1, 2), (10, 2, 50, 2), (1000, 1, 1, 2), (1010, 1, 51, 2)], 1010, 0.51, 29.8),
+    ],
+)
+def test_the_time_left_is_the_epochs_left_at_the_mean_rate_so_far(training, steps, now, done, eta):
+    for at, epoch, number, num_epochs in steps:
+        step(training, at, epoch, number, num_epochs=num_epochs)
+    row = view_of(training, now).row("fold_1")
+    assert (row.epochs_done, row.eta_seconds) == (pytest.approx(done), eta if eta is None else pytest.approx(eta))
+    assert row.seconds == max(0, now)
+    training.job("fold_1", "failed", seconds=10)
+    assert view_of(training, now).row("fold_1").eta_seconds is None
 
 
 def test_epochs_alone_give_a_time_left_too(training):
@@ -48,22 +63,6 @@ def test_epochs_alone_give_a_time_left_too(training):
     assert (row.eta_seconds, row.epochs_done, row.num_epochs) == (25, 2, 5)
 
 
-def test_no_time_left_is_said_while_the_number_of_epochs_is_unknown(training):
-    step(training, 100, 1, 1)
-    step(training, 199, 1, 100)
-    assert view_of(training, 199).row("fold_1").eta_seconds is None
-
-
-def test_a_clock_that_jumps_gives_no_negative_time(training):
-    step(training, 100, 1, 1, num_epochs=2)
-    step(training, 50, 1, 50, num_epochs=2)
-    row = view_of(training, -100).row("fold_1")
-    assert row.seconds == 0
-    assert row.eta_seconds is None
-    step(training, 200, 1, 90, num_epochs=2)
-    assert view_of(training, 1e6).row("fold_1").eta_seconds == 0
-
-
 def test_after_a_resume_the_time_between_the_attempts_does_not_count(training):
     step(training, 0, 1, 1, num_epochs=2)
     step(training, 99, 1, 100, num_epochs=2)
@@ -72,23 +71,6 @@ def test_after_a_resume_the_time_between_the_attempts_does_not_count(training):
     step(training, 5100, 2, 1, num_epochs=2)
     step(training, 5110, 2, 11, num_epochs=2)
     assert view_of(training, 5110).row("fold_1").eta_seconds == pytest.approx(89)
-
-
-def test_steps_that_are_done_again_start_the_rate_anew(training):
-    step(training, 0, 2, 1, num_epochs=2)
-    step(training, 10, 2, 50, num_epochs=2)
-    step(training, 1000, 1, 1, num_epochs=2)
-    step(training, 1010, 1, 51, num_epochs=2)
-    row = view_of(training, 1010).row("fold_1")
-    assert row.epochs_done == pytest.approx(0.51)
-    assert row.eta_seconds == pytest.approx(29.8)
-
-
-def test_an_ended_fold_has_no_time_left(training):
-    step(training, 0, 1, 1, num_epochs=2)
-    step(training, 10, 1, 50, num_epochs=2)
-    training.job("fold_1", "failed", seconds=10)
-    assert view_of(training, 20).row("fold_1").eta_seconds is None
 
 
 def test_a_reader_that_looks_in_between_sees_what_a_reader_at_the_end_sees(training):

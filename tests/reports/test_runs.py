@@ -31,18 +31,19 @@ def find(tmp_path, name, **more):
     return find_target(name, claims=tmp_path / "claims", **more)
 
 
-def test_a_run_is_meant_by_its_folder_its_name_the_beginning_of_it_or_its_experiment(host, tmp_path):
+def test_a_run_is_meant_by_its_folder_its_name_or_its_experiment_and_nothing_shorter(host, tmp_path):
     old = host("first", "run_20261120_090000_aaaaaaaa")
     new = host("first", "run_20261121_090000_bbbbbbbb")
     other = host("second", "run_20261122_090000_cccccccc")
     for name, run in (
-        (str(old.path), old), ("runs/first/run_20261120_090000_aaaaaaaa/", old), (new.path.name, new),
-        ("run_20261120", old), ("first", new), ("second", other),
+        (str(old.path), old), ("runs/first/run_20261120_090000_aaaaaaaa/", old), (old.path.name, old),
+        ("first", new), ("runs/first", new), ("second", other),
     ):  # fmt: skip
         found = find(tmp_path, name)
         assert (found.run.path, found.job_id) == (run.path, None), name
-    with pytest.raises(UsageError, match="means 3 runs"):
-        find(tmp_path, "run_2026112")
+    for name in ("run_20261120", "fir"):
+        with pytest.raises(UsageError, match="names no run"):
+            find(tmp_path, name)
 
 
 def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
@@ -50,7 +51,6 @@ def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
     host("first", "run_20261121_090000_bbbbbbbb")
     claims = Claims(live.path, folder=tmp_path / "claims")
     assert find(tmp_path, "first").run.path == live.path
-    assert find(tmp_path, "run_2026").run.path == live.path
     assert find_run(claims=tmp_path / "claims").path == live.path
     here = find_run(claims=tmp_path / "claims", root=tmp_path / "runs", writes=True)
     assert here.path.name == "run_20261121_090000_bbbbbbbb"
@@ -60,24 +60,19 @@ def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
     assert find_run(claims=tmp_path / "claims").path.name == "run_20261121_090000_bbbbbbbb"
 
 
-def test_a_job_is_meant_by_its_run_and_id_its_folder_or_its_id_in_the_only_live_run(host, tmp_path):
+def test_a_job_is_meant_by_its_run_and_id_or_its_folder(host, tmp_path):
     run = host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001", "cmd_0002")
     for name in ("first/cmd_0002", f"{run.path.name}/cmd_0002", f"{run.path}/cmd_0002", f"{run.path}/jobs/cmd_0002"):
         found = find(tmp_path, name)
         assert (found.run.path, found.job_id) == (run.path, "cmd_0002"), name
-    with pytest.raises(UsageError, match="names no run"):  # the run does not live
+    claims = Claims(run.path, folder=tmp_path / "claims")
+    with pytest.raises(UsageError, match="names no run"):
         find(tmp_path, "cmd_0002")
-    one = Claims(run.path, folder=tmp_path / "claims")
-    assert find(tmp_path, "cmd_0002").job_id == "cmd_0002"
-    two = Claims(host("second", "run_20261121_090000_bbbbbbbb", "cmd_0002").path, folder=tmp_path / "claims")
-    with pytest.raises(UsageError, match="means 2 runs"):
-        find(tmp_path, "cmd_0002")
-    one.close()
-    two.close()
+    claims.close()
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-@pytest.mark.parametrize("name", ["frst", "first/cmd_0003", "run_2027", "", "/", ".", "..", "first/.."])
+@pytest.mark.parametrize("name", ["frst", "first/cmd_0003", "", "/", ".", "..", "first/..", "first/."])
 def test_an_unknown_name_is_refused_with_the_nearest_known(host, tmp_path, name, is_live):
     run = host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001")
     if is_live:  # the only one: an empty word, as of a shell variable that is not set, does not stop it

@@ -190,7 +190,7 @@ time.sleep(3)
 print("loss", (float(sys.argv[1]) - 0.3) ** 2)
 """
     (tmp_path / "trial.py").write_text(code)
-    options = ("--set", "backend=slurm", "--set", "slurm.memory=60MiB", "--n-trials", "6", "--num-slots", "3")
+    options = ("--set", "backend=slurm", "--set", "slurm.memory=60MiB", "--n-trials", "6", "--set", "tune.num_slots=3")
     searched = ("--param", "x=0.0..1.0", "--objective", "loss", "--minimize")
     command = (*options, *searched, "--", sys.executable, "trial.py", "{x}")
     first = start("tune", "--study-name", "broken", *command)

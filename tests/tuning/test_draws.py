@@ -1,19 +1,26 @@
 """Draws, refusals and exports of a study, from records alone: no job runs here."""
 
 import json
-import random
+import re
 import warnings
 
 import pytest
 
-from memfit.errors import ConfigError
-from memfit.pipeline import Order, RunConfig
-from memfit.pipeline._describe import StageSpec
+from memfit.errors import ConfigError, UsageError
+from memfit.pipeline import Order, RunConfig, StageSpec
 from memfit.rundir import RunDir, write_json
-from memfit.tuning import Study, Trial, TuneSettings, read_trials
-from memfit.tuning._feasible import why_infeasible
-from memfit.tuning._optuna import draw, is_to_prune, make_study
-from memfit.tuning._record import write_trial
+from memfit.tuning import (
+    Study,
+    Trial,
+    TuneSettings,
+    draw,
+    is_to_prune,
+    make_study,
+    read_param,
+    read_trials,
+    why_infeasible,
+    write_trial,
+)
 from tuning.studies import KIND, SPACE, config_of
 
 GIB = 1 << 30
@@ -137,62 +144,15 @@ def test_a_bad_section_is_refused_in_three_parts_that_name_it(study, more, said)
 
 
 LIMITS = {"host": 16 * GIB, "device": None}
-LAWS = {
-    "a line over one setting": lambda one: 1 + 0.8 * one["params.width"],
-    "a product of two settings": lambda one: 1 + 0.01 * one["params.width"] * one["params.batch"],
-    "no setting": lambda one: 9.0,
-}
-
-
-def refusals(law, seed, limits=LIMITS):
-    """Draw 24 trials whose peaks follow a law; return whether each is refused, beside whether it fits."""
-    drawn, seen, found = random.Random(seed), [], []
-    order = Order(RunConfig(experiment="x"), [StageSpec("fold")])
-    for number in range(24):
-        params = {
-            "params.lr": 10 ** drawn.uniform(-5, -0.3),
-            "params.width": drawn.randint(1, 32),
-            "params.batch": drawn.choice([8, 16, 32, 64]),
-        }
-        size = law(params) * GIB * drawn.uniform(0.97, 1.03)
-        fits, trial = size <= 16 * GIB, Trial(f"trial_{number:04d}", number, "running", params)
-        why = why_infeasible(order, trial, seen, limits)
-        found.append((bool(why), fits))
-        if not why:
-            state, peaks = "completed" if fits else "out_of_memory", {"fold": int(min(size, 16 * GIB))}
-            seen.append(Trial(trial.name, number, state, params, measured={"peaks": peaks}))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAWS)
-def test_no_trial_that_fits_is_refused_by_the_line_through_earlier_peaks(name):
-    found = [one for seed in range(15) for one in refusals(LAWS[name], seed)]
-    assert not [one for one in found if one == (True, True)]
-    assert sum(fits for _, fits in found) > 150
-
-
-def test_a_trial_too_large_by_the_line_is_refused_with_the_arithmetic():
-    found = [one for seed in range(3) for one in refusals(LAWS["a line over one setting"], seed)]
-    assert sum(refused for refused, _ in found) >= 8
-    seen = [
-        Trial(f"t{n}", n, "completed", {"params.width": n}, measured={"peaks": {"fold": n * GIB}}) for n in range(1, 9)
-    ]
-    order, large = Order(RunConfig(experiment="x"), [StageSpec("fold")]), Trial("t", 9, "running", {"params.width": 20})
-    assert why_infeasible(order, large, seen, LIMITS) == (
-        "fold takes 19.00 GiB or more, by the line through 8 earlier trials; the host has 16.00 GiB"
-    )
-    assert why_infeasible(order, Trial("t", 9, "running", {"params.width": 16}), seen, LIMITS) == ""
-    assert why_infeasible(order, large, seen, {"host": None, "device": None}) == ""
 
 
 def test_an_out_of_memory_refuses_what_is_estimated_at_more_unless_one_that_large_completed():
     def of(name, state, gib):
         return Trial(name, 0, state, {}, measured={"estimates": {"fold": gib * GIB}, "failed_stage": "fold"})
 
-    def why(gib, *seen):
+    def why(gib, *seen, limits=LIMITS):
         order = Order(RunConfig(experiment="x"), [StageSpec("fold", memory_bytes=gib * GIB)])
-        return why_infeasible(order, Trial("new", 9, "running"), seen, LIMITS)
+        return why_infeasible(order, seen, limits)
 
     ran_out = of("trial_0003", "out_of_memory", 10)
     assert why(12, ran_out) == (
@@ -203,6 +163,31 @@ def test_an_out_of_memory_refuses_what_is_estimated_at_more_unless_one_that_larg
     # An estimate far below the limit does not say why it ran out.
     assert why(3, of("trial_0003", "out_of_memory", 2)) == ""
     assert why(17) == "fold takes at least 17.00 GiB by its estimate; the host has 16.00 GiB"
+    assert why(16) == why(17, limits={"host": None, "device": None}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("lr=1e-5..1e-3:log", {"low": 1e-5, "high": 1e-3, "log": True}),
+        ("lr=0.1..0.9", {"low": 0.1, "high": 0.9}),
+        ("layers=-2..4", {"low": -2, "high": 4}),
+        ("layers=1..7..2", {"choices": [1, 3, 5, 7]}),
+        ('opt="a,b", sgd,0050,true,1e-3', {"choices": ["a,b", "sgd", "0050", True, 0.001]}),
+        ("lr=1..2,5", "cannot be searched"),
+        ("a.b=1,2", "cannot be searched"),
+        ("lr=0.1..b", "is no range of whole numbers"),
+        ("lr=1,", "has an empty value"),
+        ('lr="1', "is not closed"),
+        ("lr", "--param lr is not name=values"),
+    ],
+)
+def test_a_searched_parameter_is_read_as_run_reads_it_and_a_range_may_be_of_real_numbers(text, found):
+    if isinstance(found, str):
+        with pytest.raises(UsageError, match=re.escape(found)):
+            read_param(text)
+    else:
+        assert read_param(text) == {"name": f"params.{text.partition('=')[0]}", **found}
 
 
 # Exports

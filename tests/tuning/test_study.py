@@ -17,8 +17,7 @@ from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
-from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune
-from memfit.tuning._record import write_trial
+from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune, write_trial
 from tuning.studies import SPACE, config_of, lay_out
 from tuning.study_workload import MIB
 
@@ -284,19 +283,6 @@ def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(st
 # Other ends
 
 
-def test_a_trial_that_hangs_is_ended_at_its_time_limit(study, monkeypatch):
-    path = study({"num_epochs": 1}, {"timeout_factor": 1.1, "num_slots": 1})
-    tune(path, overrides=["tune.n_trials=1"])
-    Path("hold").touch()
-    monkeypatch.setattr("memfit.tuning._sweep._LEAST_TIMEOUT_SECONDS", 0.5)
-    result = tune(path, overrides=["tune.n_trials=2"])
-    trial = trials_of(result)[1]
-    assert (result.exit_code, trial.state, trial.value) == (0, "timeout", None)
-    assert "were allowed (tune.timeout_factor)" in trial.cause
-    assert read_status(RunDir(result.path), "trial_0001.fold_1").state == "timeout"
-    assert running_jobs(RunDir(result.path)) == []
-
-
 def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "import sys; print('a warm-up'); print('loss: %.3f' % (float(sys.argv[1]) ** 2))"
@@ -313,9 +299,7 @@ def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeyp
     ("report", "said"),
     [
         ("value=10**400, step=1", "inf"),
-        ("value=-(10**4000), step=1", "-inf"),
         ("value=1e200, step=1", r"1e\+200"),
-        ("value=float('nan'), step=1", "nan"),
     ],
 )
 def test_a_report_that_is_no_number_of_sane_size_fails_its_trial_with_the_reason(tmp_path, monkeypatch, report, said):

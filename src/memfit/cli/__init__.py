@@ -43,10 +43,21 @@ _VERBS = {
 }
 
 
+#: What the help of a verb ends with.
+_EPILOGS = {
+    "run": "\b\nSettings for --set or a config; docs/commands.md lists all:\n"
+    "  params.NAME=1  seed=7  units=1-3  max_parallel=4  threads_per_job=2  memory.limit=16GiB\n"
+    "  memory.slack=0.2  memory.job=2GiB  notify.url_variable=NOTIFY_URL  track.to=[tensorboard]"
+}
 #: Verbs and flags that are no more, and what to type.
 _DROPPED = {
     "bench": "memfit.data.measure_loader(make_loader).text in Python; docs/loading.md shows it",
     "map": "memfit run --param fold=1..5 -- COMMAND",
+    "--compare": "memfit compare A B, or write each run's page",
+    "--data-path": "--set params.NAME=PATH",
+    "--export": "Study.open(run).export(path) in Python; docs/tune.md shows it",
+    "--num-slots": "--set tune.num_slots=N",
+    "--output-dir": "--set runs_dir=FOLDER",
     "--stage": "--from STAGE --until STAGE",
     "--threads": "--set threads_per_job=N",
     "--no-tight-malloc": "--set memory.tight_malloc=false",
@@ -85,7 +96,8 @@ class _Verbs(TyperGroup):
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
-            one.command(cmd_name, options_metavar=usage, short_help=text)(verb)
+            width, end = {"max_content_width": 100}, _EPILOGS.get(cmd_name)
+            one.command(cmd_name, options_metavar=usage, short_help=text, epilog=end, context_settings=width)(verb)
             return typer.main.get_command(one)
         group = typer.main.get_command(verb)
         group.name, group.short_help = cmd_name, text

@@ -18,9 +18,6 @@ def report(
             help="A run's folder, name or experiment; the newest below runs/ when left out.", show_default=False
         ),
     ] = None,
-    compare: Annotated[
-        str | None, typer.Option("--compare", metavar="RUN", help="A second run to show beside it.", show_default=False)
-    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The file; by default report.html in the run's folder.")
     ] = None,
@@ -31,11 +28,10 @@ def report(
 
     \b
     memfit report
-    memfit report runs/demo/run_20261123_055829_c581066b --compare runs/demo/run_20261122_101500_c581066b
+    memfit report runs/demo --out demo.html
 
     Exit codes: 0 done, 2 no such run.
     """
     found = find_run(run, writes=True)
-    other = find_run(compare) if compare is not None else None
-    path = write_page(found, out or found.path / "report.html", other)
+    path = write_page(found, out or found.path / "report.html")
     console().say(f"wrote {path}")

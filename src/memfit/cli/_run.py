@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer import Option
 
+from memfit.checks import check_one_given
 from memfit.cli._settings import Flags, Output, Text, with_flags
 from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
@@ -43,7 +44,7 @@ class RunFlags(Flags):
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     check_files: Annotated[
-        bool, Option("--check-files", help="Read all files of kept results; what is damaged runs again.")
+        bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
     ] = False
 
 
@@ -52,7 +53,7 @@ def run(
     context: typer.Context,
     source: Annotated[
         str | None,
-        typer.Argument(help="A YAML config, or a function: module:name.", metavar="CONFIG", show_default=False),
+        typer.Argument(metavar="CONFIG|MODULE:FUNCTION", hidden=True, show_default=False),
     ] = None,
     *,
     flags: RunFlags,
@@ -64,24 +65,19 @@ def run(
     memfit run --param fold=1..5 -- python train.py --fold {fold}
     memfit run config.yaml
 
-    memfit measures the first job and runs as many others at once as fit. The same command continues
-    the newest run if that is not done.
-
-    Values of --param are ranges (1..5, 1..9..2), lists (1e-3,1e-4), or both; write name="a,b" for a value with a comma.
-    {name} is replaced anywhere in the command.
-
-    Ctrl-C stops the jobs at a checkpoint; a second Ctrl-C kills them.
+    memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
+    that is not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
     stopped, 130 interrupted. A single command that failed gives its own code.
     """
     command: tuple[str, ...] | None = context.obj
-    if bool(command) == (source is not None):
-        raise UsageError(
-            f"memfit run was given {f'both a config ({source}) and a command' if command else 'nothing to run'}.",
-            rule="it runs either a config or a function, or the command behind --.",
-            remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
-        )
+    check_one_given(
+        {f"a config ({source})": source, "a command": command or None},
+        none="memfit run was given nothing to run",
+        rule="it runs either a config or a function, or the command behind --.",
+        remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
+    )
     if command:
         _check_no_stages(flags)
         start_commands(context, command, flags)

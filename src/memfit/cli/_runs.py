@@ -39,9 +39,7 @@ def watch(
         str | None,
         typer.Argument(help="A run's folder, name or experiment; by default the newest run.", show_default=False),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also show the memory of each epoch, by part and by phase.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also show the memory of each epoch, by phase.")] = False,
 ) -> None:
     """Show a run while it goes on: its jobs, their phases and their memory.
 
@@ -135,7 +133,9 @@ def _print_run(one: Overview, log: Console) -> None:
 def stop(
     target: Annotated[
         str,
-        typer.Argument(help="A run (folder, name or experiment) or a job (RUN/cmd_0003 or its id).", metavar="RUN|JOB"),
+        typer.Argument(
+            help="A run (folder, name or experiment), or a job of it: demo/cmd_0003.", metavar="RUN|RUN/JOB"
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Kill it now, without a checkpoint.")] = False,
 ) -> None:
@@ -143,7 +143,7 @@ def stop(
 
     \b
     memfit stop runs/demo
-    memfit stop cmd_0003 --now
+    memfit stop runs/demo/cmd_0003 --now
 
     Queued jobs do not start. A job that is not done after the run's --grace seconds is killed. memfit resume continues
     the run.

@@ -18,7 +18,7 @@ from memfit.errors import ConfigError
 Text = str | None
 Set = Annotated[
     list[str] | None,
-    Option("--set", help="Change a setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
+    Option("--set", help="Change a setting, such as memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
 AcceptTight = Annotated[bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory.")]
 
@@ -28,7 +28,7 @@ class Output:
     """How a run is shown."""
 
     quiet: Annotated[bool, Option("--quiet", "-q", help="Print only failures and the summary.")] = False
-    verbose: Annotated[bool, Option("--verbose", help="Say more: waits, forecasts, OOM kills, memory of epochs.")] = (
+    verbose: Annotated[bool, Option("--verbose", help="Also show waits, forecasts, OOM kills, memory of epochs.")] = (
         False
     )
     as_json: AsJson = False
@@ -40,16 +40,16 @@ class Flags(Output):
 
     param: Annotated[
         list[str] | None,
-        Option(help="Values of a parameter: fold=1..5 or lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
+        Option(help='Values of {fold} in the command: fold=1..5, fold=1,3 or fold="a,b".', metavar="NAME=VALUES"),
     ] = None
     param_file: Annotated[Path | None, Option(help="A CSV file: each row is a combination.", metavar="CSV")] = None
     plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many fit.")] = False
     max_parallel: Annotated[
-        Text, Option(help="Run at most N jobs at once; auto: as many as fit.", metavar="auto|N"), "max_parallel"
+        Text, Option(help="Run at most N jobs at once, or as many as fit.", metavar="auto|N"), "max_parallel"
     ] = None
     memory: Annotated[
         Text,
-        Option(help="Expected peak of one job, until it is measured; '{name}' is a parameter.", metavar="SIZE"),
+        Option(help="Expected peak of one job until it is measured; {name}: a parameter.", metavar="SIZE"),
         "memory.job",
     ] = None
     num_gpus: Annotated[Text, Option(help="GPUs of each job. It sees no others.", metavar="N"), "memory.num_gpus"] = (
@@ -64,20 +64,18 @@ class Flags(Output):
     limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
     reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE"), "memory.reserve"] = None
     retries: Annotated[
-        Text, Option(help="How often a job that was killed or ran out of memory is restarted.", metavar="N"), "retries"
+        Text, Option(help="Restarts of a job that was killed or ran out of memory.", metavar="N"), "retries"
     ] = None
     on_failure: Annotated[
         Text,
         Option(help="After a failure: stop all jobs, or continue.", metavar="stop|continue"),
         "on_failure",
     ] = None
-    name: Annotated[
-        Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME"), "experiment"
-    ] = None
+    name: Annotated[Text, Option(help="The experiment, a folder below the runs.", metavar="NAME"), "experiment"] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
     grace: Annotated[
         Text,
-        Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS"),
+        Option(help="Time to save a checkpoint before a stopped job is killed.", metavar="SECONDS"),
         "grace_seconds",
     ] = None
     accept_tight: AcceptTight = False

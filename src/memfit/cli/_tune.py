@@ -6,19 +6,19 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Option
 
+from memfit.checks import check_one_given
 from memfit.cli._run import follow
 from memfit.cli._settings import Output, Set, Text, with_flags
 from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
 from memfit.reports import find_run, print_study, summarize_study
 from memfit.rundir import RunDir
-from memfit.tuning import Study, TuneResult, of_command
+from memfit.tuning import TuneResult, of_command
 from memfit.tuning import tune as search
 
 
@@ -30,9 +30,7 @@ class TuneFlags(Output):
     max_epochs: Annotated[
         int | None, Option(help="Epochs of each trial: sets what tune.epochs names.", metavar="N", min=1)
     ] = None
-    data_path: Annotated[Path | None, Option(help="The data: sets what tune.data_path names.", metavar="PATH")] = None
     study_name: Annotated[Text, Option(help="The study's name, a folder below the runs.", metavar="NAME")] = None
-    output_dir: Annotated[Path | None, Option(help="The folder of all runs.", metavar="FOLDER")] = None
     param: Annotated[
         list[str] | None,
         Option(help="For a command: lr=1e-5..1e-3:log, layers=2..4 or batch=32,64. Repeatable.", metavar="NAME=VALUES"),
@@ -41,24 +39,17 @@ class TuneFlags(Output):
         Text, Option(help="For a command: the number to improve, from its last line or reports.", metavar="NAME")
     ] = None
     minimize: Annotated[bool, Option("--minimize", help="For a command: less is better.")] = False
-    num_slots: Annotated[int | None, Option(help="The most trials at once.", metavar="N", min=1)] = None
     limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
     set_: Set = None
     new: Annotated[bool, Option("--new", help="Start a new study; do not continue the newest.")] = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
     status: Annotated[Text, Option(help="Show a study, running or ended; start nothing.", metavar="STUDY")] = None
-    export: Annotated[
-        Text, Option(help="Write a study as an Optuna journal, for optuna-dashboard.", metavar="STUDY")
-    ] = None
-    to: Annotated[Path | None, Option(help="The file that --export writes.", metavar="FILE")] = None
 
     def overrides(self) -> list[Any]:
         """Return the flags that set a setting, as overrides."""
         given = {
             ("--n-trials", "tune.n_trials"): self.n_trials,
-            ("--num-slots", "tune.num_slots"): self.num_slots,
             ("--study-name", "experiment"): self.study_name,
-            ("--output-dir", "runs_dir"): None if self.output_dir is None else str(self.output_dir),
             ("--limit", "memory.limit"): self.limit,
         }
         found = [(flag, f"{name}={json.dumps(value)}") for (flag, name), value in given.items() if value is not None]
@@ -98,23 +89,23 @@ def tune(
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 no trial completed, 75 stopped, 130 interrupted.
     """
-    if flags.status or flags.export:
-        _look(flags)
+    if flags.status:
+        run = find_run(flags.status)
+        answer(summarize_study(run), flags.as_json, partial(print_study, run))
         return
     command: tuple[str, ...] | None = context.obj
-    if bool(command) == (source is not None):
-        raise UsageError(
-            f"memfit tune was given {'both a config and a command' if command else 'nothing to search'}.",
-            rule="it searches the settings of a config, or the parameters of a command behind --.",
-            remedy="write memfit tune config.yaml, or memfit tune --param lr=0.1,0.01 --objective loss -- COMMAND {lr}",
-        )
-    named = {"epochs": flags.max_epochs, "data_path": flags.data_path and str(flags.data_path)}
+    check_one_given(
+        {f"a config ({source})": source, "a command": command or None},
+        none="memfit tune was given nothing to search",
+        rule="it searches the settings of a config, or the parameters of a command behind --.",
+        remedy="write memfit tune config.yaml, or memfit tune --param lr=0.1,0.01 --objective loss -- COMMAND {lr}",
+    )
     what: Any = source if source is not None else _of_command(command or (), flags)
     start = partial(
         search,
         what,
         overrides=flags.overrides(),
-        named={name: value for name, value in named.items() if value is not None},
+        max_epochs=flags.max_epochs,
         new=flags.new,
         force=flags.force,
     )
@@ -131,16 +122,6 @@ def _of_command(command: tuple[str, ...], flags: TuneFlags) -> dict[str, Any]:
     direction = "minimize" if flags.minimize else "maximize"
     tuned = {"objective": f"trial.{flags.objective}", "direction": direction}
     return of_command(command, flags.param, flags.study_name or "tune", tuned)
-
-
-def _look(flags: TuneFlags) -> None:
-    """Show or export a study that is there."""
-    study = Study.open(find_run(flags.status or flags.export))
-    if flags.export:
-        path = study.export(flags.to or study.run.path / "optuna.journal")
-        answer({"path": str(path)}, flags.as_json, lambda log: log.say(f"{path}: open it with optuna-dashboard {path}"))
-        return
-    answer(summarize_study(study.run), flags.as_json, partial(print_study, study.run))
 
 
 def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from memfit.errors import DamagedError
 from memfit.jobs._job import STATES, EndedBy, Job, JobStatus
 from memfit.memory import is_locked, lock_file
-from memfit.rundir import FOOTPRINT, RunDir, read_json, write_atomic, write_masked
+from memfit.rundir import FOOTPRINT, RunDir, read_json, read_masked, write_atomic, write_masked
 
 LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
@@ -90,7 +90,7 @@ def ask_to_stop(folder: Path, *, now: bool) -> None:
 def read_order(folder: Path) -> dict[str, Any]:
     """Return ``job.json``; nothing when it is not there or damaged."""
     with suppress(DamagedError):
-        return read_json(folder / JOB, _JOB_SHAPE) or {}
+        return read_masked(folder / JOB, _JOB_SHAPE) or {}
     return {}
 
 

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from memfit.pipeline._contract import Stage as Stage
     from memfit.pipeline._contract import Stop as Stop
     from memfit.pipeline._contract import Workload as Workload
+    from memfit.pipeline._describe import StageSpec as StageSpec
     from memfit.pipeline._graph import Graph as Graph
     from memfit.pipeline._grid import Choice as Choice
+    from memfit.pipeline._grid import check_placeholders as check_placeholders
     from memfit.pipeline._grid import chosen_units as chosen_units
     from memfit.pipeline._grid import expand as expand
+    from memfit.pipeline._grid import expand_range as expand_range
     from memfit.pipeline._grid import fill as fill
+    from memfit.pipeline._grid import parse_param as parse_param
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import order_of_config as order_of_config

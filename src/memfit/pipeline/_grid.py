@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,19 +74,14 @@ def expand(
     [{'fold': '1', 'lr': '1e-4'}, {'fold': '2', 'lr': '1e-3'}]
     """
     axes: list[list[dict[str, str]]] = [] if param_file is None else [_rows(param_file)]
-    for text in params:
-        name, equals, given = text.partition("=")
-        if not equals or not name:
-            raise _bad(f"--param {text} is not name=values", "write for example --param fold=1..5")
-        if not _NAME.fullmatch(name):
-            raise _bad(f"--param {text}: {name!r} cannot name a parameter", "rename it, for example fold", _NAME_RULE)
-        axes.append([{name: value} for value in _values(name, given)])
+    for name, given in map(parse_param, params):
+        axes.append([{name: value} for value in given])
     names = [name for axis in axes for name in axis[0]]
     for name in names:
         if names.count(name) > 1:
             raise _bad(f"the parameter {name} is given twice", f"give all values of {name} in one place")
     if command is not None:
-        _check_placeholders(command, names)
+        check_placeholders(command, names)
     number = math.prod(len(axis) for axis in axes)
     if number > _MAX_COMMANDS:
         sizes = " x ".join(str(len(axis)) for axis in axes)
@@ -138,29 +133,8 @@ def own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
     return f"/proc/{os.getpid()}/fd/0" if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else None
 
 
-def _values(name: str, text: str) -> list[str]:
-    """Return the values of a parameter: ``1..3``, ``1..9..2``, ``a,b`` and ``"a,b",c``, in any mixture."""
-    values: list[str] = []
-    at, more = 0, True
-    while more:
-        part = _VALUE.match(text, at)
-        if part is None:
-            raise _bad(
-                f"--param {name}={text}: a quote at character {at + 1} is not closed, or stands inside a value",
-                'write quotes as in CSV: name="a,b","say ""hi"""',
-            )
-        plain = (part["plain"] or "").strip()
-        if part["quoted"] is not None:
-            values.append(part["quoted"].replace('""', '"'))
-        elif not plain:
-            raise _bad(f"--param {name}={text} has an empty value", f'write {name}="" for an empty text')
-        else:
-            values += _range(name, plain)
-        at, more = part.end(), part["end"] == ","
-    return values
-
-
-def _range(name: str, text: str) -> Iterable[str]:
+def expand_range(name: str, text: str) -> Sequence[str]:
+    """Return the whole numbers of a range such as ``1..3`` or ``1..9..2``; any other text stays as it is."""
     match = _RANGE.fullmatch(text)
     if match is None and _LIKE_A_RANGE.fullmatch(text):
         what = f"--param {name}={text} is no range of whole numbers"
@@ -177,6 +151,38 @@ def _range(name: str, text: str) -> Iterable[str]:
     padded = any(re.match(r"-?0\d", end) for end in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if padded else 0
     return [f"{value:0{width}d}" for value in range(first, last + 1, step)]
+
+
+def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_range) -> tuple[str, list[Any]]:
+    """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture.
+
+    Args:
+        text: What was given.
+        read: Takes the name and an unquoted value; returns the values that it stands for.
+    """
+    given, (name, equals, text) = text, text.partition("=")
+    if not equals or not name:
+        raise _bad(f"--param {given} is not name=values", "write for example --param fold=1..5")
+    if not _NAME.fullmatch(name):
+        raise _bad(f"--param {given}: {name!r} cannot name a parameter", "rename it, for example fold", _NAME_RULE)
+    values: list[Any] = []
+    at, more = 0, True
+    while more:
+        part = _VALUE.match(text, at)
+        if part is None:
+            raise _bad(
+                f"--param {name}={text}: a quote at character {at + 1} is not closed, or stands inside a value",
+                'write quotes as in CSV: name="a,b","say ""hi"""',
+            )
+        plain = (part["plain"] or "").strip()
+        if part["quoted"] is not None:
+            values.append(part["quoted"].replace('""', '"'))
+        elif not plain:
+            raise _bad(f"--param {name}={text} has an empty value", f'write {name}="" for an empty text')
+        else:
+            values += read(name, plain)
+        at, more = part.end(), part["end"] == ","
+    return name, values
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -207,7 +213,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
 
 
-def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
+def check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a parameter that the command does not use, and a placeholder that nearly names one."""
     found = dict.fromkeys(name for word in command for name in PLACEHOLDER.findall(word))
     by_lower = {name.lower(): name for name in names}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from memfit.checks import check_one_given
 from memfit.config import ByteSize, Settings, write_yaml
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.jobs import SHIM_BYTES, SlurmPlace, render_script
@@ -27,7 +28,6 @@ _NOT_IN_IMAGES = (
     "**/.env",
     "**/.env.*",
     "**/.git",
-    "**/*.private.json",
     "runs",
     "panels",
     "**/.venv",
@@ -381,18 +381,20 @@ def _check(config: LaunchConfig) -> None:
 
 def _private(config: LaunchConfig, measured: Measured | None) -> tuple[int, str]:
     """Return the peak of all ranks of a node, and how it follows."""
-    memory = config.memory
-    if memory.rank is not None and memory.node is None:
-        return memory.rank * config.ranks_per_node, f"{config.ranks_per_node} x {format_bytes(memory.rank)}"
-    if memory.node is not None and memory.rank is None:
-        return memory.node, f"{format_bytes(memory.node)} for all ranks of a node"
-    if memory.node is None and measured is not None:
-        return measured.node_bytes, f"{format_bytes(measured.node_bytes)} measured in {measured.where!r}"
-    raise ConfigError(
-        "memory.rank and memory.node are both given." if memory.node else "the memory of the training is not known.",
+    memory, sizes = config.memory, {"memory.rank": config.memory.rank, "memory.node": config.memory.node}
+    check_one_given(
+        sizes,
+        none="" if measured else "the memory of the training is not known",
         rule="a request follows from the peak of one rank, or of all ranks of a node.",
         remedy="run it once under memfit and give --measured RUN, or give --set memory.rank=8GiB",
+        error=ConfigError,
     )
+    if memory.rank is not None:
+        return memory.rank * config.ranks_per_node, f"{config.ranks_per_node} x {format_bytes(memory.rank)}"
+    if memory.node is not None:
+        return memory.node, f"{format_bytes(memory.node)} for all ranks of a node"
+    assert measured is not None  # checked above
+    return measured.node_bytes, f"{format_bytes(measured.node_bytes)} measured in {measured.where!r}"
 
 
 def _time(config: LaunchConfig, measured: Measured | None) -> tuple[str, str]:

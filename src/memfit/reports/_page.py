@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from bisect import bisect_right
@@ -15,16 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from memfit.config import differences
 from memfit.errors import DamagedError
 from memfit.jobs import show_state
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
-from memfit.reports._differences import read_settings
-from memfit.reports._epoch_memory import memory_rows
 from memfit.reports._numbers import format_number, or_dash
-from memfit.reports._run_view import is_understood
+from memfit.reports._run_view import job_name
 from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
@@ -40,7 +36,6 @@ _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
 #: Of more jobs, the first so many are in the table of logs.
 _MOST_TOLD = 200
-_MOST_MOMENTS = 600
 #: A longer table is folded.
 _MOST_LINES = 30
 
@@ -112,13 +107,10 @@ class _Seen:
         return [sum(values) for values in zip(*(layer.values for layer in self.layers), strict=True)]
 
 
-def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
-    """Write a run as an HTML page, with a second one beside it if there is one; return the file."""
-    runs = [run] if other is None else [run, other]
-    series = [_read(one) for one in runs]
-    colours = _colours(series)
-    seen = [_Seen(one, summarize(one), own, colours) for one, own in zip(runs, series, strict=True)]
-    write_atomic(path, mask(_page(seen), by_name=False))
+def write_page(run: RunDir, path: Path) -> Path:
+    """Write a run as an HTML page; return the file."""
+    series = _read(run)
+    write_atomic(path, mask(_page(_Seen(run, summarize(run), series, _colours(series))), by_name=False))
     return path
 
 
@@ -131,54 +123,39 @@ def _read(run: RunDir) -> dict[str, list[Sample]]:
     return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
 
 
-def _colours(series: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, str]:
+def _colours(series: Mapping[str, Sequence[Sample]]) -> dict[str, str]:
     """Return a colour for each phase; grey where a job marked none."""
-    found = {_phase(sample) for run in series for samples in run.values() for sample in samples} - {_OTHER}
+    found = {_phase(sample) for samples in series.values() for sample in samples} - {_OTHER}
     phases = sorted(found, key=lambda name: (name not in _PHASES, name))
     return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
 
 
-def _page(seen: Sequence[_Seen]) -> str:
-    title = " and ".join(one.name for one in seen)
-    body = [f"<h1>{escape(title)}</h1>"]
-    for one in seen:
-        words = [str(word) for word in one.run.header.get("template") or ()]
-        command = f"<pre>{escape(shlex.join(mask(words)))}</pre>" if words else ""
-        body.append(f'<p class="note">{escape(str(one.run.path))}</p>{command}')
-    body += map(_facts, seen)
-    for one in (one for one in seen if "study" in one.summary):
-        of = f" of {escape(one.name)}" if len(seen) > 1 else ""
-        body += [f"<h2>Study{of}</h2>", *_study(one.summary["study"])]
-    body += ["<h2>Memory over time</h2>", *_memory(seen)]
-    if len(seen) > 1:
-        body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
-    for one in seen:
-        of = f" of {escape(one.name)}" if len(seen) > 1 else ""
-        body += [f"<h2>Jobs{of}</h2>", *_jobs(one), *_moments(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
-        if deaths := list(_deaths(one)):
-            body += [f"<h2>What failed{of}</h2>", *deaths]
-        if len(seen) == 1 and (results := _metrics(one)):
-            body += ["<h2>Results</h2>", _table(("result", "value"), [*results.items()], num_words=1)]
+def _page(seen: _Seen) -> str:
+    name, words = escape(seen.name), [str(word) for word in seen.run.header.get("template") or ()]
+    body = [f'<h1>{name}</h1><p class="note">{escape(str(seen.run.path))}</p>']
+    body += [f"<pre>{escape(shlex.join(mask(words)))}</pre>"] if words else []
+    body.append(_facts(seen))
+    if (study := seen.summary.get("study")) is not None:
+        body += ["<h2>Study</h2>", *_study(study)]
+    body += ["<h2>Memory over time</h2>", *_memory(seen), "<h2>Jobs</h2>", *_jobs(seen)]
+    body += ["<h2>Forecast and peak</h2>", *_forecasts(seen)]
+    if deaths := list(_deaths(seen)):
+        body += ["<h2>What failed</h2>", *deaths]
+    if results := _metrics(seen):
+        body += ["<h2>Results</h2>", _table(("result", "value"), [*results.items()], num_words=1)]
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     body.append(f'<p class="note">Written by memfit report on {made}.</p>')
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     head += f"<style>{_CSS}{STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
 def _facts(seen: _Seen) -> str:
-    boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in _numbers(seen).items())
-    why = f'<p class="failed">{escape(seen.summary["why"])}</p>' if seen.summary["why"] else ""
-    return f'<div class="facts">{boxes}</div>{why}'
-
-
-def _numbers(seen: _Seen) -> dict[str, str]:
-    """Return the figures that matter most, by their names."""
+    """Return the figures that matter most, and why the run ended."""
     summary = seen.summary
-    counts = ", ".join(f"{number} {name}" for name, number in summary["counts"].items()) or "none started"
     facts = {
         "state": show_state(str(summary["state"])),
-        "jobs": counts,
+        "jobs": ", ".join(f"{number} {name}" for name, number in summary["counts"].items()) or "none started",
         "wall clock": format_duration(summary["wall_seconds"], short=True),
         "most jobs at once": str(summary["most_at_once"]),
         "peak of all jobs together": format_bytes(int(max(seen.totals, default=0))),
@@ -190,23 +167,9 @@ def _numbers(seen: _Seen) -> dict[str, str]:
         facts[f"best {study['number']}"] = or_dash(study["best"], lambda best: format_number(best["value"]))
     if summary["num_restarts"]:
         facts["restarts by memfit"] = str(summary["num_restarts"])
-    return facts
-
-
-def _changes(seen: Sequence[_Seen]) -> str:
-    """Return the settings that differ between the two runs."""
-    first, second = (read_settings(one.run) for one in seen)
-    changed = [[name, *map(json.dumps, values)] for name, *values in differences(first, second)]
-    if not changed:
-        return "<p>Both runs have the same settings.</p>"
-    return _table(["", *(one.name for one in seen)], changed, num_words=len(seen) + 1)
-
-
-def _comparison(seen: Sequence[_Seen]) -> str:
-    figures = [_numbers(one) | _metrics(one) for one in seen]
-    names = dict.fromkeys(name for one in figures for name in one)
-    rows = [[name, *(one.get(name, "-") for one in figures)] for name in names]
-    return _table(["", *(one.name for one in seen)], rows, num_words=1)
+    boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
+    why = f'<p class="failed">{escape(summary["why"])}</p>' if summary["why"] else ""
+    return f'<div class="facts">{boxes}</div>{why}'
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int, what: str = "figures") -> str:
@@ -260,24 +223,19 @@ def _metrics(seen: _Seen) -> dict[str, str]:
     }
 
 
-def _memory(seen: Sequence[_Seen]) -> Iterator[str]:
-    """Yield one chart of memory by phase for each run, on the same scale."""
-    most = max((size for one in seen for size in one.totals), default=0)
-    shown = dict.fromkeys((layer.name, layer.colour) for one in seen for layer in one.layers)
-    if not most:
+def _memory(seen: _Seen) -> Iterator[str]:
+    """Yield the chart of memory by phase."""
+    if not any(seen.totals):
         yield "<p>No job has left a sample of its memory.</p>"
         return
-    yield legend(list(shown))
-    seconds = max(one.seconds for one in seen)
-    for one in seen:
-        marks = [
-            (samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
-            for job in one.summary["jobs"]
-            if job["state"] in BAD and (samples := one.series.get(job["job"]))
-        ]
-        label = f"Private memory of all jobs of {one.name} over time, by phase"
-        frame = Frame(label, one.name if len(seen) > 1 else "")
-        yield draw_stack(one.layers, seconds, frame, limit=one.limit, marks=marks, most_bytes=most)
+    yield legend([(layer.name, layer.colour) for layer in seen.layers])
+    marks = [
+        (samples[-1].time - seen.start, f"{job['job']} {job['state']}: {job['cause']}")
+        for job in seen.summary["jobs"]
+        if job["state"] in BAD and (samples := seen.series.get(job["job"]))
+    ]
+    frame = Frame(f"Private memory of all jobs of {seen.name} over time, by phase")
+    yield draw_stack(seen.layers, seen.seconds, frame, limit=seen.limit, marks=marks)
     yield (
         '<p class="note">The private memory of all jobs together, by what each job was doing. Memory that several '
         "jobs share, such as a mapped panel, is not in it. A red cross is a job that failed.</p>"
@@ -292,32 +250,6 @@ def _attempts(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
             yield first, at - 1
             first = at
     yield first, len(samples) - 1
-
-
-def _moments(seen: _Seen) -> Iterator[str]:
-    """Yield a table of each job's memory at its start and end, after each epoch, and at each out-of-memory."""
-    told = {"epoch": "epoch {epoch}", "oom": "out of memory", "microbatch": "smaller microbatch"}
-    marks: dict[str, list[tuple[float, str]]] = {}
-    events = [event for event in seen.run.events() if is_understood(event)]
-    for event in events:
-        if event["kind"] in told and event.get("job") in seen.series:
-            moment = told[event["kind"]].format_map({"epoch": event.get("epoch", "")})
-            marks.setdefault(str(event["job"]), []).append((float(event["time"]), moment))
-    rows = []
-    for job in seen.summary["jobs"]:
-        samples = seen.series.get(job["job"], ())
-        times = [sample.time for sample in samples]
-        ends = [(times[0], "start"), (times[-1], "end")] if times else []
-        for time_, moment in sorted([*marks.get(job["job"], []), *ends]):
-            size = samples[max(0, bisect_right(times, time_) - 1)].private_bytes
-            rows.append((job["job"], moment, format_bytes(size)))
-    if rows:
-        table = _table(("job", "moment", "private memory"), rows[:_MOST_MOMENTS], num_words=2)
-        yield _folded("Memory at each moment", table)
-    epochs = [event for event in events if event["kind"] == "epoch" and event.get("job") in seen.series]
-    if parts := [row for event in epochs for row in memory_rows(event)]:
-        table = _table(("job", "epoch", "what", "where", "bytes"), parts[-_MOST_MOMENTS:], num_words=4)
-        yield _folded("Memory of each epoch, by part and by phase", table)
 
 
 def _phase(sample: Sample) -> str:
@@ -345,20 +277,17 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 parts.append((*times, seen.colours[phase]))
         note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(_name(job), parts, note, is_bad=job["state"] in BAD))
+        bars.append(Bar(job_name(job["job"], job["params"]), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
     below = f"{seen.run.path}/"
     rows = [
-        (_name(job), job["state"], job["log"].removeprefix(below), str(job["attempt"])) for job in seen.summary["jobs"]
+        (job_name(job["job"], job["params"]), job["state"], job["log"].removeprefix(below), str(job["attempt"]))
+        for job in seen.summary["jobs"]
     ]
     table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
     yield _folded("Attempts and logs", table)
-
-
-def _name(job: Mapping[str, Any]) -> str:
-    return " ".join([job["job"], *(f"{name}={value}" for name, value in job["params"].items())])
 
 
 def _forecasts(seen: _Seen) -> Iterator[str]:
@@ -374,7 +303,7 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
     for job in jobs:
         peak, reserved = job["peak_bytes"], job["reserved_bytes"]
         note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
-        bars.append(Bar(_name(job), [(0, peak, COLOURS[0])], note, reserved))
+        bars.append(Bar(job_name(job["job"], job["params"]), [(0, peak, COLOURS[0])], note, reserved))
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
     if (error := seen.summary["forecast_error"]) is not None:
@@ -387,8 +316,8 @@ def _deaths(seen: _Seen) -> Iterator[str]:
     for job in seen.summary["jobs"]:
         if job["state"] not in BAD:
             continue
-        cause = job["cause"] or "it left no result"
-        yield f'<p><span class="failed">{escape(_name(job))} {escape(job["state"])}</span>: {escape(cause)}</p>'
+        end = f"{job_name(job['job'], job['params'])} {job['state']}"
+        yield f'<p><span class="failed">{escape(end)}</span>: {escape(job["cause"] or "it left no result")}</p>'
         if job["diagnosis"]:
             yield f"<pre>{escape(job['diagnosis'])}</pre>"
         folder = escape(str(seen.run.job_dir(job["job"])))

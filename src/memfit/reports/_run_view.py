@@ -104,7 +104,7 @@ class JobRow:
     @property
     def name(self) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
-        return _name(self.status.job_id, self.params)
+        return job_name(self.status.job_id, self.params)
 
     @property
     def state(self) -> str:
@@ -305,7 +305,7 @@ class RunView:
 
     def name(self, job_id: str) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
-        return _name(job_id, self.params.get(job_id, {}))
+        return job_name(job_id, self.params.get(job_id, {}))
 
     @property
     def wall_seconds(self) -> float:
@@ -409,7 +409,8 @@ class RunView:
         return waiting + len(running), max([(waiting * mean + sum(left)) / at_once, *left])
 
 
-def _name(job_id: str, params: Mapping[str, str]) -> str:
+def job_name(job_id: str, params: Mapping[str, str]) -> str:
+    """Return a job's id and its parameters, such as ``cmd_0002 fold=2``."""
     return " ".join([job_id, *(f"{name}={value}" for name, value in params.items())])
 
 

@@ -140,80 +140,47 @@ def find_runs(name: str, root: Path = _ROOT) -> list[RunDir]:
 
 
 def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) -> Target:
-    """The run or job that a word means.
+    """Return the run or job that a word means.
 
-    A run is named by its folder, its name or the beginning of it, or its experiment or the folder of that; a job by
-    ``RUN/job``, by its folder, or by its id alone where only one live run has such a job.
+    A run is named by its folder, by its name, or by its experiment, which stands for the newest run that is alive, or
+    else for the newest below ``root``; a job by ``RUN/JOB`` or by its folder.
 
     Raises:
-        UsageError: If there is none, with the nearest name known, if several are meant, or if it belongs to another
-            user.
+        UsageError: If there is none, with the nearest name known, or if it belongs to another user.
     """
     name = name.rstrip("/") or name
-    if (found := _by_path(Path(name))) is not None:
-        return found
-    live = [overview.run for overview in list_runs(claims=claims)]
-    runs = list({run.path: run for run in [*live, *_below(root)]}.values())
-    if (run := _by_name(name, live, runs)) is not None:
+    runs = [*(one.run for one in list_runs(claims=claims)), *_below(root)]
+    if (run := _find(name, runs)) is not None:
         return Target(run)
     head, _, job_id = name.rpartition("/")
-    named = _by_name(head, live, runs)
-    candidates = ([named] if named else []) if head else live
-    if having := [run for run in candidates if _has_job(run, job_id)]:
-        return Target(_the_only(name, having), job_id)
+    named = _find(head.removesuffix("/jobs"), runs) if head else None
+    if named is not None and _has_job(named, job_id):
+        return Target(named, job_id)
     for path in root.glob("*/run_*"):
         if (head or name) in (path.name, path.parent.name):
             check_owner(path)
     known = [text for run in runs for text in (run.path.parent.name, run.path.name)]
-    jobs = [f"{head}/{job}" if head else job for run in candidates for job in RunView(run).ids]
-    near = nearest(name, dict.fromkeys([*known, *jobs]))
-    near = near if near.startswith("did") else nearest("", dict.fromkeys(run.path.parent.name for run in runs))
+    known += [f"{head}/{job}" for job in RunView(named).ids] if named else []
     raise UsageError(
-        f"'{name}' names no run and no job of a live run.",
-        rule="a run is named by its folder, its name or the beginning of it, or its experiment; a job by RUN/JOB.",
-        remedy=f"{near}; memfit ps --all lists the runs" if known else "see memfit ps",
+        f"'{name}' names no run and no job.",
+        rule="a run is named by its folder, its name or its experiment; a job by RUN/JOB.",
+        remedy=f"{nearest(name, dict.fromkeys(known))}; memfit ps --all lists the runs" if known else "see memfit ps",
     )
 
 
-def _by_path(path: Path) -> Target | None:
+def _find(name: str, runs: Sequence[RunDir]) -> RunDir | None:
+    """Return the run of this folder, or the first one of this name or experiment."""
+    path = Path(name)
     if (path / "run.json").exists():
-        return Target(RunDir.open(path))
-    if path.name and (runs := RunDir.all(path.parent, path.name)):
-        return Target(RunDir.open(runs[0].path))
-    run = path.parent.parent if path.parent.name == "jobs" else path.parent
-    if path.name and (run / "run.json").exists() and _has_job(opened := RunDir.open(run), path.name):
-        return Target(opened, path.name)
-    return None
+        return RunDir.open(path)
+    if path.name and (found := RunDir.all(path.parent, path.name)):
+        return RunDir.open(found[0].path)
+    return next((run for run in runs if name in (run.path.name, run.path.parent.name)), None)
 
 
 def _has_job(run: RunDir, job_id: str) -> bool:
     is_name = job_id not in ("", ".", "..")  # those would be the folder of all jobs, or the run's own
     return is_name and (run.job_dir(job_id).is_dir() or job_id in RunView(run).params)
-
-
-def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
-    """The run of this name, else the newest of this experiment, else the only one that it begins; live ones first."""
-    for runs in (live, every):
-        if same := [run for run in runs if run.path.name == name]:
-            return _the_only(name, same)
-    for runs in (live, every):
-        if same := [run for run in runs if run.path.parent.name == name]:
-            return max(same, key=lambda run: run.path.name)
-    for runs in (live, every):
-        if name and (same := [run for run in runs if run.path.name.startswith(name)]):
-            return _the_only(name, same)
-    return None
-
-
-def _the_only(name: str, runs: Sequence[RunDir]) -> RunDir:
-    if len(runs) == 1:
-        return runs[0]
-    raise UsageError(
-        f"'{name}' means {len(runs)} runs: {', '.join(str(run.path) for run in runs[:5])}"
-        f"{' ...' if len(runs) > 5 else '.'}",
-        rule="a name stands for one run.",
-        remedy=f"give its folder: {runs[0].path}",
-    )
 
 
 def _below(root: Path) -> list[RunDir]:

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
+    from memfit.tuning._feasible import why_infeasible as why_infeasible
+    from memfit.tuning._optuna import distributions as distributions
+    from memfit.tuning._optuna import draw as draw
+    from memfit.tuning._optuna import is_to_prune as is_to_prune
+    from memfit.tuning._optuna import make_study as make_study
     from memfit.tuning._record import ENDED_TRIALS as ENDED_TRIALS
     from memfit.tuning._record import Trial as Trial
     from memfit.tuning._record import TrialState as TrialState
     from memfit.tuning._record import read_trial as read_trial
     from memfit.tuning._record import read_trials as read_trials
+    from memfit.tuning._record import write_trial as write_trial
     from memfit.tuning._settings import Searched as Searched
     from memfit.tuning._settings import TuneSettings as TuneSettings
     from memfit.tuning._settings import of_command as of_command

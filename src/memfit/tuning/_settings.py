@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from memfit.config import Settings
+from memfit.config import Settings, read_plain
 from memfit.errors import UsageError
+from memfit.pipeline import check_placeholders, expand_range, parse_param
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_RANGE = re.compile(r"(?P<low>[-+.\deE]+)\.\.(?P<high>[-+.\deE]+)(?P<log>:log)?")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})(?P<log>:log)?")
 Choice = bool | int | float | str
 
 
@@ -70,9 +72,7 @@ class TuneSettings(Settings):
         pruner_warmup: Epochs before a trial can be pruned.
         epochs: The setting that ``--max-epochs`` sets, such as ``params.train.num_epochs``. With it, the study starts
             with one trial of 1 epoch and one of 3.
-        data_path: The setting that ``--data-path`` sets.
         final_epochs: What ``best.yaml`` sets ``epochs`` to; the trials' own number if None.
-        timeout_factor: A trial may take this multiple of what earlier trials took for as many epochs.
     """
 
     space: Annotated[list[Searched], Field(min_length=1)]
@@ -87,9 +87,7 @@ class TuneSettings(Settings):
     pruner_startup: Annotated[int, Field(ge=1)] = 4
     pruner_warmup: Annotated[int, Field(ge=0)] = 1
     epochs: Annotated[str, Field(pattern=_DOTTED.pattern)] | None = None
-    data_path: Annotated[str, Field(pattern=_DOTTED.pattern)] | None = None
     final_epochs: Annotated[int, Field(ge=1)] | None = None
-    timeout_factor: Annotated[float, Field(gt=1)] = 5.0
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> TuneSettings:
@@ -116,27 +114,29 @@ class TuneSettings(Settings):
 
 
 def read_param(text: str) -> dict[str, Any]:
-    """Return a searched setting from ``--param``: ``lr=1e-5..1e-3:log``, ``layers=2..4`` or ``batch=32,64``.
+    """Return a searched setting from ``--param``, as `memfit run` reads it; a range may also be ``1e-5..1e-3:log``.
 
     >>> read_param("lr=1e-5..1e-3:log")
     {'name': 'params.lr', 'low': 1e-05, 'high': 0.001, 'log': True}
     >>> read_param("layers=2..4"), read_param("opt=adamw,sgd")
     ({'name': 'params.layers', 'low': 2, 'high': 4}, {'name': 'params.opt', 'choices': ['adamw', 'sgd']})
     """
-    from memfit.config import read_plain
-
-    name, equals, given = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name) or not given:
+    name, values = parse_param(text, _read_values)
+    if not name.isidentifier() or (len(values) > 1 and any(isinstance(one, dict) for one in values)):
         raise UsageError(
-            f"--param {text} is not name=values.",
-            rule="a searched parameter has a range or a list of values.",
+            f"--param {text} cannot be searched.",
+            rule="a searched parameter has a plain name, and one range or a list of values.",
             remedy="write for example --param lr=1e-5..1e-3:log, or --param batch=32,64",
         )
-    found: dict[str, Any] = {"name": f"params.{name}"}
-    if (match := _RANGE.fullmatch(given)) is not None:
-        found |= {"low": read_plain(match["low"]), "high": read_plain(match["high"])}
-        return found | ({"log": True} if match["log"] else {})
-    return found | {"choices": [read_plain(one.strip()) for one in given.split(",")]}
+    return {"name": f"params.{name}"} | (values[0] if isinstance(values[0], dict) else {"choices": values})
+
+
+def _read_values(name: str, text: str) -> list[Any]:
+    """Return the bounds of a range, or a value; ``1..9..2`` are five values."""
+    if (match := _RANGE.fullmatch(text)) is None:
+        return [read_plain(one) for one in expand_range(name, text)]
+    bounds: dict[str, Any] = {"low": read_plain(match["low"]), "high": read_plain(match["high"])}
+    return [bounds | ({"log": True} if match["log"] else {})]
 
 
 def of_command(command: Sequence[str], params: Sequence[str], name: str, tune: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,15 +147,10 @@ def of_command(command: Sequence[str], params: Sequence[str], name: str, tune: M
     """
     space = [read_param(text) for text in params]
     names = [one["name"].removeprefix("params.") for one in space]
+    check_placeholders(command, names)
     words = list(command)
     for one in names:
         words = [word.replace(f"{{{one}}}", f"{{params.{one}}}") for word in words]
-    if unused := next((one for one in names if not any(f"{{params.{one}}}" in word for word in words)), None):
-        raise UsageError(
-            f"the parameter {unused} is not used by the command.",
-            rule="a command names each of its parameters in braces.",
-            remedy=f"write {{{unused}}} where it belongs, for example --{unused} {{{unused}}}",
-        )
     first = {one["name"]: one["choices"][0] if "choices" in one else one["low"] for one in space}
     return {
         "experiment": name,

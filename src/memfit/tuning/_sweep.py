@@ -27,13 +27,12 @@ from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
 from memfit.tuning._reports import Reports, read_number
 from memfit.tuning._settings import TuneSettings
-from memfit.units import format_duration
 
 #: How often the settings of one trial are drawn before it counts as infeasible.
 _MOST_DRAWS = 25
 #: Epochs of the canaries: short trials of the config's own settings, before the study.
 CANARY_EPOCHS = (1, 3)
-_LOOK_SECONDS, _LEAST_TIMEOUT_SECONDS = 0.5, 120.0
+_LOOK_SECONDS = 0.5
 _PRUNED = "worse than the median of earlier trials at epoch {}"
 
 
@@ -46,7 +45,7 @@ class Active:
     graph: Graph
     study: Any = None
     num_checked: int = 0
-    verdict: tuple[str, str] = ("", "")
+    pruned: str = ""  # why it is ended
 
 
 class Sweep:
@@ -108,7 +107,7 @@ class Sweep:
         # Before these are handed over, the scheduler does not know what they take.
         names = [] if self._taken_over and self.error is None else list(self._active)
         for active in [self._active[name] for name in names]:
-            if not active.verdict[0]:
+            if not active.pruned:
                 jobs += active.graph.next(num_free)
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
@@ -218,7 +217,7 @@ class Sweep:
             drawn = replace(trial, params=params, state="running")
             try:
                 order = self._order_of(params)
-                why = why_infeasible(order, drawn, known, self._limits)
+                why = why_infeasible(order, known, self._limits)
             except ConfigError as error:
                 why = error.what
             if not why:
@@ -247,12 +246,12 @@ class Sweep:
         self._active[trial.name] = Active(trial, order, graph)
         self._taken_over.discard(trial.name)
 
-    # Pruning, time-outs, ends
+    # Pruning, ends
 
     def _look(self) -> None:
         self._reports.read(anew=any(active.graph.is_done for active in self._active.values()))
         for active in list(self._active.values()):
-            if not active.verdict[0]:
+            if not active.pruned:
                 self._check(active)
             if active.graph.is_done:
                 del self._active[active.trial.name]
@@ -264,14 +263,18 @@ class Sweep:
         return str(units[0].made.get("job") or units[0].job_id) if units else ""
 
     def _check(self, active: Active) -> None:
-        """Prune a trial, or end it at its time limit."""
+        """End a trial that the pruner ends."""
         reported = self._reports.values.get(self._first_unit(active), {})
         pruned = None if active.trial.number is None else self._pruned_at(active, reported)
-        if pruned is not None:
-            self._stop(active, "pruned", _PRUNED.format(pruned))
-        elif (limit := self._time_limit(active)) is not None and (took := self._seconds(active)) > limit:
-            why = f"it took {format_duration(took)}, and {format_duration(limit)} were allowed (tune.timeout_factor)"
-            self._stop(active, "timeout", why)
+        if pruned is None:
+            return
+        active.pruned = _PRUNED.format(pruned)
+        running = active.graph.give_up(f"{active.trial.name} is pruned: {active.pruned}")
+        assert self.backend is not None
+        statuses = self.backend.poll()
+        for job_id in running:
+            if job_id in statuses and statuses[job_id].state not in ENDED:
+                self.backend.cancel(job_id, now=True, verdict=Verdict("cancelled", f"pruned: {active.pruned}"))
 
     def _pruned_at(self, active: Active, reported: Mapping[int, float]) -> int | None:
         """Return the first reported epoch at which the pruner ends a trial; None if it may go on."""
@@ -288,16 +291,6 @@ class Sweep:
             active.num_checked = place + 1
         return None
 
-    def _stop(self, active: Active, state: str, why: str) -> None:
-        active.verdict = (state, why)
-        running = active.graph.give_up(f"{active.trial.name} is {state}: {why}")
-        assert self.backend is not None
-        statuses = self.backend.poll()
-        for job_id in running:
-            if job_id in statuses and statuses[job_id].state not in ENDED:
-                verdict = Verdict("timeout" if state == "timeout" else "cancelled", f"{state}: {why}")
-                self.backend.cancel(job_id, now=True, verdict=verdict)
-
     def _seconds(self, active: Active) -> float:
         """Return how long the longest job of the objective's stage has run."""
         found = [0.0]
@@ -307,18 +300,11 @@ class Sweep:
                 found.append((status.ended or time.time()) - status.started)
         return max(found)
 
-    def _time_limit(self, active: Active) -> float | None:
-        ended = [one for one in (*self._ended_canaries.values(), *self.trials.values()) if one.state == "completed"]
-        rates = [float(one.measured.get("seconds", 0.0)) / (one.epochs or 1) for one in ended]
-        if active.trial.number is None or not rates:
-            return None
-        return max(_LEAST_TIMEOUT_SECONDS, self.settings.timeout_factor * max(rates) * (active.trial.epochs or 1))
-
     def _conclude(self, active: Active) -> None:
         """Write how a trial ended; one whose jobs were stopped goes on at a later start."""
         trial, units = active.trial, active.graph.all_units
         active.graph.close()
-        state, cause = active.verdict
+        state, cause = "pruned" if active.pruned else "", active.pruned
         reported = dict(sorted(self._reports.values.get(self._first_unit(active), {}).items()))
         found: dict[str, Any] = {"measured": self._measure(active)}
         if not state:
@@ -467,7 +453,7 @@ def _setting(order: Order, dotted: str) -> Any:
 
 def check_names(order: Order, settings: TuneSettings) -> None:
     """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
-    for name in (*(one.name for one in settings.space), settings.epochs, settings.data_path):
+    for name in (*(one.name for one in settings.space), settings.epochs):
         if name is not None:
             _setting(order, name)
     if settings.epochs is not None and not isinstance(epochs := _setting(order, settings.epochs), int):

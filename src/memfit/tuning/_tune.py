@@ -34,9 +34,7 @@ from memfit.tuning._settings import TuneSettings
 from memfit.tuning._sweep import Sweep, check_names
 
 #: Settings of a study that change no trial.
-_FREE = ("n_trials", "final_epochs", "timeout_factor", "data_path")
-#: The flags that give a setting its value which the section ``tune`` names.
-_FLAGS = {"epochs": "--max-epochs", "data_path": "--data-path"}
+_FREE = ("n_trials", "final_epochs")
 _STUDY = {"schema_version": int, "name": str, "settings": dict, "limits": dict, "basis": str}
 
 
@@ -84,9 +82,9 @@ class Study:
         done = [one for one in self.trials if one.state == "completed" and one.value is not None]
         return max(done, key=lambda one: (sign * (one.value or 0.0), -(one.number or 0)), default=None)
 
-    def export(self, path: Path) -> Path:
+    def export(self, path: Path | str) -> Path:
         """Write the trials that have ended as a new journal file of Optuna's, and return its path."""
-        return _optuna.export(self.settings, self.trials, self.name, path)
+        return _optuna.export(self.settings, self.trials, self.name, Path(path))
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def tune(
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
-    named: Mapping[str, Any] | None = None,
+    max_epochs: int | None = None,
     new: bool = False,
     force: bool = False,
     view: View | None = None,
@@ -119,7 +117,7 @@ def tune(
         source: The config, a YAML file or its content.
         overrides: Settings such as ``"tune.n_trials=40"``.
         env: Where ``MEMFIT_…`` variables are read; ``os.environ`` when None.
-        named: Values of the settings that ``tune.epochs`` and ``tune.data_path`` name: ``{"epochs": 10}``.
+        max_epochs: The value of the setting that ``tune.epochs`` names.
         new: Start over in a new run directory.
         force: Run also what does not fit the budget.
         view: As in `memfit.run`.
@@ -130,7 +128,8 @@ def tune(
         MissingExtraError: If Optuna is not installed.
     """
     find = (lambda order: None) if new else _newest
-    return _tune(source, overrides, os.environ if env is None else env, named or {}, find=find, force=force, view=view)
+    env = os.environ if env is None else env
+    return _tune(source, overrides, env, max_epochs, find=find, force=force, view=view)
 
 
 def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
@@ -143,14 +142,14 @@ def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     with start_folder(run):
         env["PYTHONPATH"] = os.pathsep.join(folders)
-        return _tune(run.path / "config.yaml", (), env, {}, find=lambda order: run, force=False, view=view)
+        return _tune(run.path / "config.yaml", (), env, None, find=lambda order: run, force=False, view=view)
 
 
 def _tune(
     source: Path | str | Mapping[str, Any],
     overrides: Sequence[config.Override],
     env: Mapping[str, str],
-    named: Mapping[str, Any],
+    max_epochs: int | None,
     *,
     find: Callable[[Order], RunDir | None],
     force: bool,
@@ -166,8 +165,14 @@ def _tune(
             remedy="add tune: with space, objective and direction; memfit tune --help shows one",
         )
     settings = config.resolve_nested(whole, "tune", TuneSettings).value
-    for name, value in named.items():
-        overrides = [*overrides, (_FLAGS[name], f"{_named(settings, name)}={json.dumps(value)}")]
+    if max_epochs is not None:
+        if settings.epochs is None:
+            raise ConfigError(
+                "--max-epochs was given, and tune.epochs names no setting.",
+                rule="--max-epochs sets the setting that tune.epochs names.",
+                remedy="name it: --set tune.epochs=params.NAME",
+            )
+        overrides = [*overrides, ("--max-epochs", f"{settings.epochs}={max_epochs}")]
     choice = Choice(until=settings.stage)
     base = order_of_config(source, overrides=overrides, env=env, choice=choice)
     check_names(base, settings)
@@ -182,17 +187,6 @@ def _tune(
         return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True)
 
     return _search(order, settings, run, order_of, state=state, force=force, view=view)
-
-
-def _named(settings: TuneSettings, name: str) -> str:
-    setting = getattr(settings, name)
-    if setting is None:
-        raise ConfigError(
-            f"{_FLAGS[name]} was given, and tune.{name} names no setting.",
-            rule=f"{_FLAGS[name]} sets the setting that tune.{name} names.",
-            remedy=f"name it: --set tune.{name}=params.NAME",
-        )
-    return str(setting)
 
 
 def _newest(order: Order) -> RunDir | None:
@@ -221,7 +215,7 @@ def _search(
         statuses = one.schedule(sweep, _known(sweep), largest_first=True)
         sweep.close()
         best = Study(run, order.settings.experiment, settings, limits).best
-        if best is not None:
+        if best is not None:  # its process may have been killed before it wrote that
             _write_best(run, settings, order_of, best)
         exit_code = _settle(one, sweep, statuses, best)
         if sweep.error is not None:
