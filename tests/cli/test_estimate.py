@@ -177,7 +177,6 @@ EACH_OPTION = [
     (["--world-size", 4, "--strategy", "zero3"], "weights", 0.2, 0.3),
     (["--world-size", 4, "--strategy", "zero2"], "optimizer", 0.7, 0.8),  # an fp32 copy and moments of a quarter
     (["--world-size", 4, "--strategy", "zero1"], "optimizer", 0.7, 0.8),
-    (["--world-size", 4, "--strategy", "tp"], "weights", 0.2, 0.6),
     (["--world-size", 4], "communication", 1, 1e9),
 ]
 
@@ -248,14 +247,6 @@ def test_a_target_of_its_own_length_counts_in_a_model_with_a_decoder(estimate, t
     )
     long, short = (estimate("--formula", "--json", *words, config=path) for words in ((), ("--target-len", 32)))
     assert device(short) < 0.9 * device(long)
-
-
-def test_activations_that_wait_in_host_memory_leave_the_device(estimate):
-    kept, gone = (
-        estimate("--formula", "--json", "--gradient-checkpointing", *words, batch=("--batch", 16, "--seq-len", 256))
-        for words in ((), ("--offload-activations",))
-    )
-    assert device(gone) < device(kept)
 
 
 REFUSED = [
@@ -344,7 +335,6 @@ def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(est
     assert (data["num_samples"], data["longest_tokens"], data["truncated_share"]) == (100, 96, 0)
     assert data["worst_batch_tokens"] == 4 * 96
     assert 0.3 < data["saving"] < 0.8
-    assert data["deviation_batch_tokens"] > 0
     assert "the longest batch sets the peak: 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
 
 

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import ConfigError, UsageError
-from memfit.estimation import AllocatorSettings
-from memfit.estimation._allocator import Allocator, Replay, replay
-from memfit.estimation._events import Event, Trace
+from memfit.estimation import Allocator, AllocatorSettings, Event, Replay, Trace, replay
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

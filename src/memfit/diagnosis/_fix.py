@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.amounts import Amount
 from memfit.checks import Check
-from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, amount_of, job_of_script, read_value
 from memfit.diagnosis._remedies import (
     DEVICES,
@@ -26,7 +25,7 @@ from memfit.diagnosis._remedies import (
 )
 from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
-from memfit.slurm import format_time, parse_seconds
+from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
 from memfit.units import GIB, format_bytes, write_size
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ class _Fixer:
         """Raise what the step and the job request, each where it says so and in its own unit."""
         if self.disagreement:
             yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
-        given = [one for one in self.script.given if one.key in MEMORY]
+        given = [one for one in self.script.given if one.key in MEMORY_OPTIONS]
         if len({(one.key, one.value) for one in given}) > 1:
             what = " and ".join(f"--{one.key}={one.value}" for one in given) + " contradict each other"
             yield Check("memory", "problem", what, "Slurm takes the later one or refuses both", "keep one of them")
@@ -320,7 +319,7 @@ class _Fixer:
 
 def _number(name: str, text: str) -> float | None:
     """A request as a number in its own unit; ``--mem=0`` is all of a node's."""
-    if name in MEMORY:
+    if name in MEMORY_OPTIONS:
         found = amount_of(Setting(name, text, 0, 0, 0))
         return found.bytes if found else math.inf if re.fullmatch(r"0+[KMGTkmgt]?", text) else None
     return parse_seconds(text) if name == "time" else read_value(text)

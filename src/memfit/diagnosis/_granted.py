@@ -14,7 +14,6 @@ from typing import Any
 
 from memfit.checks import Check, Verdict
 from memfit.config import read_file
-from memfit.diagnosis._batch_script import BatchScript, read_script
 from memfit.diagnosis._checkpoints import CHECKPOINT, Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
 from memfit.diagnosis._progress import Progress, read_progress
@@ -22,7 +21,7 @@ from memfit.diagnosis._runs import open_file, read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream
 from memfit.errors import ConfigError
-from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
+from memfit.slurm import BatchScript, Row, parse_node_limits, parse_sacct, parse_shapes, read_script
 from memfit.units import format_bytes, format_duration
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}

@@ -510,7 +510,7 @@ def _rows() -> Iterator[Row]:
         yield Row(name, _compiled(text, options), "lines" in options, who, figures.get(more, ()), emitter)
 
 
-TABLE = tuple(_rows())
+SIGNATURES = tuple(_rows())
 
 #: Headings by the number of a signal, and by the first letters of its name.
 _SIGNALS = {"1": "hangup", "6": "aborted", "7": "bus_error", "9": "killed", "11": "segfault", "15": "terminated"} | {
@@ -568,7 +568,7 @@ def _figures(row: Row, matches: Sequence[re.Match[str]]) -> dict[str, Any] | Non
 def find_signs(stream: Stream, index: int = 0) -> list[Sign]:
     """Return what a stream says, row by row of the table."""
     found: list[Sign] = []
-    for row in TABLE:
+    for row in SIGNATURES:
         signs = list(_in_lines(row, stream, index) if row.by_line else _in_text(row, stream, index))
         found += signs if len(signs) <= 2 * _MOST else [*signs[:_MOST], *signs[-_MOST:]]
     return found
