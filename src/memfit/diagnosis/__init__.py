@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis as Diagnosis
-    from memfit.diagnosis._diagnose import Evidence as Evidence
     from memfit.diagnosis._diagnose import diagnose as diagnose
     from memfit.diagnosis._diagnose import diagnose_logs as diagnose_logs
     from memfit.diagnosis._diagnose import find_shortage as find_shortage
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from memfit.diagnosis._headline import headline_of as headline_of
     from memfit.diagnosis._headline import what_happened as what_happened
     from memfit.diagnosis._job import Job as Job
+    from memfit.diagnosis._record import Diagnosis as Diagnosis
+    from memfit.diagnosis._record import Evidence as Evidence
     from memfit.diagnosis._remedies import list_remedies as list_remedies
     from memfit.diagnosis._remedy_table import Remedy as Remedy
     from memfit.diagnosis._signatures import SIGNATURES as SIGNATURES

@@ -29,7 +29,7 @@ from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, pars
 from memfit.units import GIB, format_bytes, write_size
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.diagnosis._record import Diagnosis
 
 _SIZE = re.compile(r"\d+[KMGTkmgt]?")
 _ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
@@ -328,14 +328,6 @@ def _number(name: str, text: str) -> float | None:
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
     """Contradictions within the new script."""
     job = job_of_script(script)
-    if job.workers is not None and (job.cpus_per_task or 1) < job.workers + 1:
-        said = f"{job.cpus_per_task or 1} CPUs per task for {job.workers} loader workers and the training"
-        remedy = f"--cpus-per-task={job.workers + 1}"
-        yield Check("cpus", "warning", said, "a worker without a CPU of its own is slow", remedy)
-    if job.gpus_per_node and (job.tasks_per_node or 1) > max(job.gpus_per_node, 1):
-        said = f"{job.gpus_per_node} devices per node for {job.tasks_per_node} tasks"
-        remedy = f"--gres=gpu:{job.tasks_per_node}"
-        yield Check("devices", "warning", said, "tasks that share a device share its memory", remedy)
     if job.request_bytes and known.most_bytes and job.request_bytes > known.most_bytes:
         said = f"{format_bytes(job.request_bytes)} of each node; a node has {format_bytes(known.most_bytes)}"
         yield Check("memory", "problem", said, "Slurm refuses what no node has")

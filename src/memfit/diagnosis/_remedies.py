@@ -14,7 +14,7 @@ from memfit.slurm import MEMORY_OPTIONS, format_time
 from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.diagnosis._record import Diagnosis
     from memfit.estimation import Change, Setup
 
 DEVICES = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
