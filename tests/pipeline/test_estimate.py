@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from memfit.errors import ConfigError, UsageError
-from memfit.estimation._events import find_peaks
-from memfit.estimation._trace import trace
+from memfit.estimation import find_peaks, trace
 from memfit.pipeline import estimate_workload
 from memfit.training import find_longest
 from memfit_workloads.ranker.params import RankerParams

@@ -490,7 +490,7 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
         raise ConfigError(
             f"the model's config has {other}.",
             rule="the formula counts language models; models of images and speech are traced.",
-            remedy="estimate it without --formula, where memfit[estimate] is installed",
+            remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
     read = ModelConfig(config)
     kind = read.text("model_type", default="")
