@@ -161,6 +161,7 @@ FULL = Figures(total=1000, free=0, allocated=700, reserved=800, tried=100)
         (replace(FULL, reserved=500, processes={7: 510}), {"own_pids": ()}),
         (replace(FULL, reserved=501, processes={7: 510}), {"own_pids": (7,)}),
         (Figures(total=1000, reserved=800, processes={7: 900}), {"own_pids": ()}),
+        (Figures(total=1000, free=900, reserved=101, processes={7: 100}), {"own_pids": (7,)}),
     ],
 )
 def test_what_is_known_of_a_device_by_its_figures(figures, wanted):
