@@ -245,8 +245,7 @@ def _validation(total: int) -> Rows:
 
 def allocator() -> Rows:
     """3,000 requests and releases of random sizes, and each time what torch's allocator holds and reserves."""
-    from memfit.estimation import AllocatorSettings
-    from memfit.estimation._allocator import Allocator
+    from memfit.estimation import Allocator, AllocatorSettings
 
     text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     mine = Allocator(AllocatorSettings.parse(text))

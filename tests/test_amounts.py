@@ -33,3 +33,9 @@ def test_another_scope_is_known_exactly_when_the_counts_between_them_are(layout,
 def test_there_and_back_is_never_less(layout, per, scope, size):
     amount = Amount(size, per)
     assert layout.to(layout.to(amount, scope), per).bytes >= size
+
+
+def test_an_amount_says_what_it_is_of_and_is_scaled_up_to_a_byte():
+    words = {"task": "each task", "cpu": "each CPU", "gpu": "each GPU", "node": "each node", "job": "the job"}
+    assert {per: str(Amount(GIB, per)) for per in SCOPES} == {per: f"1.00 GiB of {said}" for per, said in words.items()}
+    assert Amount(10, "cpu").scaled(1.25) == Amount(13, "cpu")

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from _ground_truth_programs._spec import GIB, Spec
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 def _ask_mem_tracker(program: Program) -> float:

@@ -8,11 +8,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from memfit.estimation._compile import compile_blocks
-from memfit.estimation._optimizers import InBackward, WeightByWeight, build_optimizer
-from memfit.estimation._parallel import shard, shard_fully
-from memfit.estimation._program import Program
-from memfit.estimation._setup import Dtype, Setup
+from memfit.estimation import (
+    Dtype,
+    InBackward,
+    Program,
+    Setup,
+    WeightByWeight,
+    build_optimizer,
+    compile_blocks,
+    shard,
+    shard_fully,
+)
 
 
 def compile_modules(program: Program, modules: Sequence[nn.Module]) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from _ground_truth_programs._pieces import distribute, make_optimizer
 from _ground_truth_programs._spec import Spec
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 def _conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1, dilation: int = 1) -> nn.Conv2d:

@@ -22,7 +22,7 @@ from _ground_truth_programs._layers import NF4Linear, RMSNorm, default_dtype, fr
 from _ground_truth_programs._pieces import fully_shard_in_bf16, make_optimizer
 from _ground_truth_programs._spec import Spec
 from _ground_truth_programs.torchtune import LLAMA_2_7B, Shape
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 YI_34B = Shape(7168, 60, 56, 8, 20480, 64000)
 

@@ -20,7 +20,7 @@ from torch import nn
 from _ground_truth_programs._layers import RMSNorm, default_dtype, freeze, make_linear
 from _ground_truth_programs._pieces import distribute, fully_shard_in_bf16, make_optimizer
 from _ground_truth_programs._spec import Spec
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 @dataclass(frozen=True)

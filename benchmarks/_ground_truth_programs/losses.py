@@ -14,7 +14,7 @@ from torch import nn
 
 from _ground_truth_programs._layers import default_dtype
 from _ground_truth_programs._spec import Spec
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 TOKENS, DIM, VOCAB, SOFTCAP = 8192, 2304, 256000, 30.0
 

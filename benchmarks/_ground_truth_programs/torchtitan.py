@@ -23,7 +23,7 @@ from _ground_truth_programs._layers import RMSNorm
 from _ground_truth_programs._pieces import compile_modules, fully_shard, make_optimizer
 from _ground_truth_programs._spec import Spec
 from _ground_truth_programs.torchtune import LLAMA_3_1_8B, Shape
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from _ground_truth_programs._layers import (
 )
 from _ground_truth_programs._pieces import compile_modules, make_optimizer
 from _ground_truth_programs._spec import Spec
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from _ground_truth_programs._layers import default_dtype
 from _ground_truth_programs._pieces import compile_modules
 from _ground_truth_programs._spec import Spec
 from _ground_truth_programs.convolutions import by_timm, make_classifier
-from memfit.estimation._program import Program
+from memfit.estimation import Program
 
 
 class Attention(nn.Module):

@@ -1,18 +1,15 @@
 """``memfit estimate``: its options, its JSON, what it refuses, what it proposes, and where it falls back."""
 
-import io
 import json
 import os
+import re
 import subprocess
 import sys
-import threading
+import time
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
-import memfit.cli._estimate as verb
-import memfit.cli._terminal as terminal
 from memfit import jobs
 from memfit.memory import Budget, Device, DeviceProcess
 from memfit.units import GIB, MIB
@@ -129,21 +126,25 @@ def test_what_is_tight_comes_with_the_change_after_which_it_fits(estimate):
 
 
 def test_on_a_terminal_a_line_says_how_long_it_may_trace(estimate, monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(verb, "console", lambda stderr=False: Console(file=written, force_terminal=stderr, width=200))
-    estimate("--formula", "--time-limit", 77)
-    assert "tracing two training steps on fake tensors, for at most 77 s" in written.getvalue()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    done = estimate("--formula", "--time-limit", 77)
+    assert "tracing two training steps on fake tensors, for at most 77 s" in re.sub(
+        r"\x1b\[[^A-Za-z]*[A-Za-z]", "", done.err
+    )
 
 
-def test_elsewhere_a_long_trace_says_from_time_to_time_that_it_goes_on(monkeypatch):
-    said = threading.Event()
-    monkeypatch.setattr(verb, "_TELL_SECONDS", 0.01)
-    monkeypatch.setattr(terminal.Console, "say", lambda self, text: (lines.append(text), said.set()))
-    lines: list[str] = []
-    with verb._tracing(77):
-        assert said.wait(60)
-    assert lines[0].startswith("tracing two training steps on fake tensors, for at most 77 s; ")
-    assert lines[0].endswith(" s so far")
+def test_elsewhere_a_long_trace_says_from_time_to_time_that_it_goes_on(estimate, monkeypatch):
+    monkeypatch.setattr("memfit.cli._estimate._TELL_SECONDS", 0.01)
+
+    def trace(target, question):
+        time.sleep(0.2)
+        return jobs.load_target(target)(**{**question, "formula": True})
+
+    monkeypatch.setattr(jobs, "call_in_child", trace)
+    assert (
+        "tracing two training steps on fake tensors, for at most 77 s; 0 s so far" in estimate("--time-limit", 77).err
+    )
 
 
 def test_without_a_device_there_is_no_verdict(estimate):
@@ -177,7 +178,6 @@ EACH_OPTION = [
     (["--world-size", 4, "--strategy", "zero3"], "weights", 0.2, 0.3),
     (["--world-size", 4, "--strategy", "zero2"], "optimizer", 0.7, 0.8),  # an fp32 copy and moments of a quarter
     (["--world-size", 4, "--strategy", "zero1"], "optimizer", 0.7, 0.8),
-    (["--world-size", 4, "--strategy", "tp"], "weights", 0.2, 0.6),
     (["--world-size", 4], "communication", 1, 1e9),
 ]
 
@@ -250,14 +250,6 @@ def test_a_target_of_its_own_length_counts_in_a_model_with_a_decoder(estimate, t
     assert device(short) < 0.9 * device(long)
 
 
-def test_activations_that_wait_in_host_memory_leave_the_device(estimate):
-    kept, gone = (
-        estimate("--formula", "--json", "--gradient-checkpointing", *words, batch=("--batch", 16, "--seq-len", 256))
-        for words in ((), ("--offload-activations",))
-    )
-    assert device(gone) < device(kept)
-
-
 REFUSED = [
     (["--gpu", "A100"], "more than one size", "A100-40GB"),
     (["--gpu", "RTX 4091"], "no GPU that memfit knows", "RTX 4090"),
@@ -324,12 +316,8 @@ def test_a_config_that_is_none_is_refused(estimate, tmp_path, name, content, wha
     assert "  do:   " in done.err
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.txt", "12\nx\n"), ("a.txt", ""), ("a.bin", "12"), (None, "")])
-def test_a_file_of_lengths_that_holds_none_is_refused(estimate, tmp_path, name, text):
-    path = tmp_path / (name or "missing.txt")
-    if name:
-        path.write_text(text)
-    done = estimate("--formula", "--lengths", path)
+def test_a_file_of_lengths_that_holds_none_is_refused(estimate, tmp_path):
+    done = estimate("--formula", "--lengths", tmp_path / "missing.txt")
     assert done.exit_code == 2
     assert "  rule: " in done.err
 
@@ -344,7 +332,6 @@ def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(est
     assert (data["num_samples"], data["longest_tokens"], data["truncated_share"]) == (100, 96, 0)
     assert data["worst_batch_tokens"] == 4 * 96
     assert 0.3 < data["saving"] < 0.8
-    assert data["deviation_batch_tokens"] > 0
     assert "the longest batch sets the peak: 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
 
 

@@ -1,10 +1,12 @@
 """The figures of a message are held against each other before anything is claimed of them."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.diagnosis import Job, find_shortage, list_remedies, what_happened
+from memfit.diagnosis import Figures, Job, find_shortage, list_remedies, what_happened
 from reading import look
 
 IN_USE = "Process {pid} has {size:.2f} GiB memory in use. "
@@ -124,6 +126,67 @@ def test_others_may_be_ranks_of_the_job_and_are_not_killed(before, job):
     assert "kill PID" not in advice(text, job) and "LOCAL_RANK" in advice(text, job)
     if before == RESTORE:
         assert "map_location='cpu'" in list_remedies(look(text))[0].setting
+
+
+FULL = Figures(total=1000, free=0, allocated=700, reserved=800, tried=100)
+
+
+@pytest.mark.parametrize(
+    ("figures", "wanted"),
+    [
+        (
+            FULL,
+            {"used": 1000, "slack": 100, "room": 0, "held": 800, "foreign": 200, "own_pids": (), "contradictions": {}},
+        ),
+        (Figures(), dict.fromkeys(("used", "slack", "room", "held", "foreign"))),
+        (Figures(total=1000), {"used": None, "room": None, "foreign": None}),
+        (Figures(free=5), {"used": None, "room": None}),
+        (Figures(total=1000, free=1000), {"used": 0, "room": 1000, "foreign": None}),
+        (Figures(total=1000, free=1001), {"used": None, "room": None}),
+        (Figures(reserved=5), {"slack": None, "held": 5, "foreign": None}),
+        (Figures(allocated=5), {"slack": None, "held": None}),
+        (Figures(allocated=5, reserved=3), {"slack": 0}),
+        (Figures(allowed=10, reserved=4), {"room": 6}),
+        (Figures(allowed=10, reserved=14), {"room": 0}),
+        (Figures(total=100, free=4, allowed=50, reserved=20), {"room": 4}),
+        (Figures(total=100, free=0, reserved=120), {"foreign": 0}),
+        (replace(FULL, own=900), {"held": 900, "foreign": 100}),
+        # A process is this one if there is no room for it beside those that are named: 1 % of the device is rounding.
+        (replace(FULL, processes={7: 900}), {"own_pids": (7,), "held": 900, "foreign": 100}),
+        (replace(FULL, processes={7: 900}, own=850), {"own_pids": (), "held": 850}),
+        (replace(FULL, processes={7: 210}), {"own_pids": (), "held": 800}),
+        (replace(FULL, processes={7: 792, 8: 400}), {"own_pids": ()}),
+        (replace(FULL, processes={7: 793, 8: 400}), {"own_pids": (7,), "held": 793}),
+        (replace(FULL, processes={7: 850, 8: 900}), {"own_pids": (7, 8), "held": 900}),
+        (replace(FULL, reserved=500, processes={7: 510}), {"own_pids": ()}),
+        (replace(FULL, reserved=501, processes={7: 510}), {"own_pids": (7,)}),
+        (Figures(total=1000, reserved=800, processes={7: 900}), {"own_pids": ()}),
+        (Figures(total=1000, free=900, reserved=101, processes={7: 100}), {"own_pids": (7,)}),
+    ],
+)
+def test_what_is_known_of_a_device_by_its_figures(figures, wanted):
+    assert {name: getattr(figures, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("figures", "names"),
+    [
+        (Figures(tried=1 << 56), {"size"}),
+        (Figures(tried=(1 << 56) - 1), set()),
+        (Figures(total=1000, free=150, tried=100), {"room"}),
+        (Figures(total=1000, free=149, tried=100), set()),
+        (Figures(total=1000, free=150), set()),
+        (Figures(total=1000, free=900, allowed=400, reserved=280, tried=100), {"room"}),
+        (Figures(total=1000, free=900, allowed=400, reserved=281, tried=100), set()),
+        (Figures(total=1000, free=1010), set()),
+        (Figures(total=1000, free=1011), {"free"}),
+        (Figures(total=1000, free=0, reserved=1010), set()),
+        (Figures(total=1000, free=0, reserved=1011), {"held by this process"}),
+        (Figures(free=5, reserved=9), set()),
+    ],
+)
+def test_figures_that_contradict_each_other_or_a_shortage_are_named(figures, names):
+    assert set(figures.contradictions) == names
 
 
 SIZES = st.floats(0, 100).map(lambda size: round(size, 2))

@@ -109,14 +109,6 @@ def test_tasks_and_nodes_are_made_to_agree(script):
     assert "#SBATCH --ntasks=16" in changed(fix) and "4 nodes x 4 tasks" in fix.edits[-1].reason
 
 
-@pytest.mark.parametrize("given", ["#SBATCH --cpus-per-task=16\n", ""])
-def test_too_few_cpus_for_the_workers_are_a_warning_beside_the_memory_and_no_change(script, given):
-    text = SCRIPT.replace("num_workers=2", "num_workers=20").replace("#SBATCH --cpus-per-task=16\n", given)
-    fix = make_fix(script(text), diagnosis(), MEASURED)
-    assert changed(fix) == ["#SBATCH --mem=334G   # of each node"]
-    assert [check.verdict for check in fix.checks if check.check == "cpus"] == ["warning"]
-
-
 STEP = """\
 #!/bin/bash
 #SBATCH -N 2 --mem 64G

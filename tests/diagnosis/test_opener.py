@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.diagnosis import _runs, diagnose, read_ran
+from memfit.diagnosis import diagnose, read_ran
 from memfit.errors import UsageError
 
 SOURCE = Path(memfit.__file__).parent
 #: Readers of the kernel's files, of what a user names as a script, and of an own folder that is only written to.
 OTHERS = {
-    ("diagnosis/_batch_script.py", "open"),
+    ("slurm/_batch_script.py", "open"),
     ("diagnosis/_fix.py", "open"),
     ("diagnosis/_fix.py", "read_text"),
     ("diagnosis/_runs.py", "open"),
@@ -71,7 +71,7 @@ def test_text_in_other_encodings_is_read(tmp_path, before):
 
 
 def test_a_long_log_shows_how_far_it_is_read_and_is_read_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_runs, "_LONG_LOG_BYTES", 0)
+    monkeypatch.setattr("memfit.diagnosis._runs._LONG_LOG_BYTES", 0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     (tmp_path / "train.log").write_text("epoch 1/3 loss 0.5\n" * 1000)
     diagnose(tmp_path / "train.log")

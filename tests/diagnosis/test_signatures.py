@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import diagnose, what_happened
-from memfit.diagnosis._signatures import TABLE
-from memfit.diagnosis._text import read_streams
+from memfit.diagnosis import SIGNATURES, diagnose, read_streams, what_happened
 from reading import look
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "signatures.jsonl").read_text().splitlines()]
@@ -40,7 +38,9 @@ def test_each_message_that_the_table_knows_has_a_line():
     streams = [stream for case in CASES for stream in read_streams("-", io.BytesIO(case["text"].encode()))]
     lines = [stream.lines[place].text for stream in streams for place in stream.telling]
     texts = [stream.squeezed for stream in streams]
-    patterns = [(row, re.compile(part, row.regex.flags)) for row in TABLE for part in alternatives(row.regex.pattern)]
+    patterns = [
+        (row, re.compile(part, row.regex.flags)) for row in SIGNATURES for part in alternatives(row.regex.pattern)
+    ]
     assert [
         f"{row.name}: {regex.pattern}"
         for row, regex in patterns

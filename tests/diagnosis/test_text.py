@@ -30,8 +30,6 @@ def facts(raw):
         LOG.replace("\n", "\r\n").encode(),
         LOG.encode("utf-8-sig"),
         LOG.encode("utf-16"),
-        LOG.encode("utf-16-le"),
-        LOG.encode("utf-16-be"),
         gzip.compress(LOG.encode()),
         gzip.compress(LOG.encode("utf-16")),
         gzip.compress(LOG[:40].encode()) + gzip.compress(LOG[40:].encode()),

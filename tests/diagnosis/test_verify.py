@@ -140,11 +140,6 @@ def test_a_variable_is_in_force_only_when_it_is_set_before_the_command(run, agai
     assert late.verdict == "problem" and "after the command" in late.finding
 
 
-def test_a_config_of_the_run_shows_its_settings(run, against):
-    ran = run(**{"config.yaml": "loader:\n  num_workers: 1\n"})
-    assert of(verify_fix(ran, against(workers=1)), "workers").verdict == "ok"
-
-
 def test_of_a_very_long_log_the_settings_at_its_beginning_and_the_steps_at_its_end_are_read(tmp_path):
     path = tmp_path / "long.log"
     with open(path, "w") as file:

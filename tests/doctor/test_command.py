@@ -31,7 +31,6 @@ def look(diagnose, tmp_path):
         ("python -uW error train.py", "train.py"),
         ("python -m pkg a", "pkg/__main__.py"),
         ("python -mpkg", "pkg/__main__.py"),
-        ("python pkg", "pkg/__main__.py"),
         ("python -um pkg.job", "pkg/job.py"),
         ("python -m torch.distributed.run --nproc-per-node 2 train.py a", "train.py"),
         ("accelerate launch --num_processes=3 train.py --x", "train.py"),
@@ -47,7 +46,7 @@ def test_the_script_is_found_behind_the_options_of_what_runs_it(look, text, scri
 
 @pytest.mark.parametrize(
     "text",
-    ["python - other.py", "python /dev/null x", "python app.pyz", "python -m elsewhere", "python -m pkg.nothing",
+    ["python - other.py", "python /dev/null x", "python app.pyz", "python pkg", "python -m elsewhere", "python -m pkg.nothing",
      "python", "python -c", "bash run.sh", "bash -c true", "sh -c " + "x" * 9000 + ".py"],
 )  # fmt: skip
 def test_where_no_script_is_seen_a_warning_says_so_and_nothing_is_missing(look, tmp_path, text):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.doctor import Setup, examine
-from memfit.doctor._interpreter import ask_interpreter
+from memfit.doctor import Place, Setup, ask_interpreter, examine
+from memfit.memory import Budget
 
 
 def environment(*words, **given):
@@ -85,14 +85,11 @@ def test_a_program_that_is_not_there_is_a_problem(tmp_path):
 
 
 def test_segments_of_this_machine_that_a_process_maps_are_in_use(tmp_path):
-    from memfit.doctor._place import REAL_ROOT, Place
-    from memfit.memory import Budget
-
     with open(f"/dev/shm/psm_memfit{os.getpid()}", "wb+") as held:
         held.write(b"x" * 4096)
         held.flush()
         try:
-            place = Place(REAL_ROOT, Budget.read())
+            place = Place(Path("/"), Budget.read())
             [one] = [one for one in place.segments if one.name.startswith(f"psm_memfit{os.getpid()}")]
         finally:
             Path(held.name).unlink()

@@ -1,6 +1,5 @@
-"""What blocks keep for their backward pass: checkpointed, offloaded, and the loss in pieces."""
+"""What blocks keep for their backward pass: checkpointed, and the loss in pieces."""
 
-import contextlib
 import weakref
 
 import torch
@@ -9,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memfit.estimation._blocks import ChunkedHead, checkpoint_blocks, offload_activations
+from memfit.estimation import ChunkedHead, checkpoint_blocks
 
 ROWS, WIDTH = 64, 32
 
@@ -70,14 +69,13 @@ class Count(TorchDispatchMode):
         return result
 
 
-def rows_alive_after_forward(kind="none", *, offload=False):
+def rows_alive_after_forward(kind="none"):
     """In rows of one hidden state."""
     with FakeTensorMode():
         model, x = make(), torch.empty(ROWS, WIDTH)
         checkpoint_blocks(model, kind)
         with Count(x, *model.parameters()) as count:
-            with offload_activations(model) if offload else contextlib.nullcontext():
-                result = model(x)
+            result = model(x)
             alive = sum(count.alive.values())
             result.sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -88,11 +86,6 @@ def test_full_checkpointing_keeps_the_inputs_of_blocks_and_selective_one_product
     assert rows_alive_after_forward("full") == 4  # what each block gives
     assert rows_alive_after_forward("selective") == 4 + 4 * 4  # and the first of its two products
     assert rows_alive_after_forward() == 4 + 4 * (4 + 4)  # and both inputs of what follows it
-
-
-def test_offloaded_activations_leave_the_device_but_for_the_last_five_and_come_back_when_used():
-    in_flight = 1 + 4 + 4 + 4  # the last block's input, sigmoid (kept once) and square, and the square before it
-    assert rows_alive_after_forward(offload=True) == in_flight + 1
 
 
 def test_the_loss_in_pieces_is_the_loss():

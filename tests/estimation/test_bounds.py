@@ -2,10 +2,7 @@
 
 import pytest
 
-from memfit.estimation import METRICS, find_gpu
-from memfit.estimation._allocator import replay
-from memfit.estimation._bounds import ABOVE, bound_device
-from memfit.estimation._events import PARTS, Event, Trace, find_peaks
+from memfit.estimation import ABOVE, METRICS, PARTS, Event, Trace, bound_device, find_gpu, find_peaks, replay
 
 MIB = 1 << 20
 TRACE = Trace(

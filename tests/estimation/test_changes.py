@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.estimation import Estimate, Interval, Setup, find_batch, find_change, find_gpu, list_changes
-from memfit.estimation._changes import list_options
+from memfit.estimation import Estimate, Interval, Setup, find_batch, find_change, find_gpu, list_changes, list_options
 
 GPU = find_gpu("10GiB")
 GIB = 1 << 30

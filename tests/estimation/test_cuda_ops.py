@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from memfit.estimation._attention import Call, pick_kernel
-from memfit.estimation._cuda_ops import CudaOps
-from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._program import Program
-from memfit.estimation._trace import trace
+from memfit.estimation import Call, CudaOps, Program, Trace, find_peaks, pick_kernel, trace
 
 MIB = 2**20
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 256, 64

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.estimation._events import PARTS, PHASES, Event, Trace, find_peaks
+from memfit.estimation import PARTS, PHASES, Event, Trace, find_peaks
 
 
 def test_what_dies_and_is_born_again_counts_once():

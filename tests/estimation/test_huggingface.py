@@ -7,10 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("transformers")
 
 from memfit.errors import ConfigError, UntraceableError
-from memfit.estimation import Setup
-from memfit.estimation._estimator import _assemble
-from memfit.estimation._huggingface import build_step
-from memfit.estimation._lora import QuantizedLinear
+from memfit.estimation import QuantizedLinear, Setup, build_program
 
 SIZES = {
     "vocab_size": 90,
@@ -44,10 +41,6 @@ VIT = {
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "image_size": 32}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
 TINY = Setup(batch=2, seq_len=8)
-
-
-def build_program(config, setup):
-    return _assemble(*build_step(config, setup), setup)
 
 
 def run(config, setup=TINY):
@@ -150,7 +143,6 @@ def test_everything_at_once_still_runs(config):
         batch=2,
         seq_len=8,
         gradient_checkpointing="selective",
-        offload_activations=True,
         loss_chunks=3,
         optimizer="adamw8bit",
         optimizer_in_backward=True,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.estimation._lora import LoraLinear, QuantizedLinear, add_lora
+from memfit.estimation import LoraLinear, QuantizedLinear, add_lora
 
 
 def make(dtype=torch.bfloat16):

@@ -6,8 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.errors import ConfigError
-from memfit.estimation import Setup
-from memfit.estimation._optimizers import build_optimizer
+from memfit.estimation import Setup, build_optimizer
 
 SIZE = 128 * 256
 

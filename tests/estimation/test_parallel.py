@@ -23,11 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from memfit.estimation import Setup
-from memfit.estimation._events import Peak, Trace, find_peaks
-from memfit.estimation._parallel import shard
-from memfit.estimation._program import Program
-from memfit.estimation._trace import trace
+from memfit.estimation import Peak, Program, Setup, Trace, find_peaks, shard, trace
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.estimation._lora import QuantizedLinear, quantize_linears
+from memfit.estimation import QuantizedLinear, quantize_linears
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,6 @@ def test_a_setup_is_a_key_and_cannot_be_changed():
         ({"strategy": "fsdp"}, "--strategy fsdp on one device"),
         ({"master_weights": True, "dtype": "bf16-amp"}, "--master-weights with --dtype bf16-amp"),
         ({"quantization": "nf4"}, "--quant nf4 without --lora"),
-        ({"quantization": "nf4", "lora_rank": 8, "strategy": "tp", "world_size": 2}, "--quant nf4 with --strategy tp"),
     ],
 )
 def test_a_setup_that_contradicts_itself_is_refused(given, said):

@@ -11,10 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from memfit.errors import UntraceableError
-from memfit.estimation import estimate_step
-from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._recorder import part
-from memfit.estimation._trace import trace
+from memfit.estimation import Trace, estimate_step, find_peaks, part, trace
 
 WIDTH = 64
 LENGTHS = np.array([5, 90, 40])

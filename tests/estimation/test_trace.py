@@ -16,13 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memfit.errors import UntraceableError
-from memfit.estimation import Setup
-from memfit.estimation._compile import compile_blocks
-from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._optimizers import build_optimizer
-from memfit.estimation._program import Program, find_tensors, map_tensors
-from memfit.estimation._recorder import part
-from memfit.estimation._trace import trace
+from memfit.estimation import (
+    Program,
+    Setup,
+    Trace,
+    build_optimizer,
+    compile_blocks,
+    find_peaks,
+    find_tensors,
+    map_tensors,
+    part,
+    trace,
+)
 
 WIDTH = 64
 CLASSES = 1000

@@ -45,11 +45,6 @@ def test_batches_that_are_looked_at_make_up_the_samples_of_an_update():
         ask(Question(LLAMA, Setup(world_size=2), "24GiB", formula=True, largest_batch=True, global_batch=25))
 
 
-def test_ranks_of_one_tensor_parallel_model_share_their_samples():
-    setups = Question(LLAMA, Setup(world_size=2, strategy="tp"), largest_batch=True, global_batch=3).setups
-    assert [(one.batch, one.num_microbatches) for one in setups] == [(1, 3), (3, 1)]
-
-
 def test_what_the_child_is_asked_is_refused_before_it_starts(monkeypatch):
     monkeypatch.setattr(jobs, "call_in_child", lambda *_: pytest.fail("a child was started"))
     for question in (Question(LLAMA, Setup(), "RTX 4091"), Question(LLAMA, Setup(), allocator="x:1")):

@@ -24,7 +24,7 @@ import kills  # noqa: E402
 from memfit import run  # noqa: E402
 from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
-from memfit.estimation._changes import list_options  # noqa: E402
+from memfit.estimation import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402

@@ -138,9 +138,9 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
     from memfit.planning import Question, ask
 
     setup = flags.setup()
-    lengths = None if flags.lengths is None else read_lengths(flags.lengths, max_length=flags.seq_len)
+    lengths = None if flags.lengths is None else read_lengths(flags.lengths)
     if lengths is not None:
-        setup = replace(setup, seq_len=max(1, lengths.longest))
+        setup = replace(setup, seq_len=min(max(1, int(lengths.max())), flags.seq_len))
     more: dict[str, Any] = {
         "formula": flags.formula,
         "largest_batch": flags.is_auto,

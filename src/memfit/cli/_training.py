@@ -43,14 +43,13 @@ class Training:
     foreach: Annotated[bool, Option(help="Update all weights at once; fused=True is --no-foreach.")] = True
     gradient_checkpointing: Annotated[bool, Option(help="Keep only the inputs of blocks.")] = False
     selective_checkpointing: Annotated[bool, Option(help="Keep the results of expensive operations.")] = False
-    offload_activations: Annotated[bool, Option(help="Kept activations wait in host memory.")] = False
     attention: Annotated[str, Option(help="sdpa, flash, or eager, which keeps its scores.", metavar="NAME")] = "sdpa"
     loss_chunks: Annotated[int, Option(min=1, help="Make the logits in so many pieces.", metavar="N")] = 1
     compiled: Annotated[bool, Option("--compile/--no-compile", help="Blocks run through torch.compile.")] = False
     lora: Annotated[str | None, Option(help="Adapters: rank, and modules.", metavar="RANK[:NAME,NAME]")] = None
     quantization: Annotated[str, Option("--quant", help="Frozen weights: none, nf4, int8.", metavar="FORM")] = "none"
     world_size: Annotated[int, Option(min=1, help="Devices.", metavar="N")] = 1
-    strategy: Annotated[str | None, Option(help="ddp, zero1, zero2, zero3, fsdp, tp.", metavar="NAME")] = None
+    strategy: Annotated[str | None, Option(help="ddp, zero1, zero2, zero3, fsdp.", metavar="NAME")] = None
     load: Annotated[
         str, Option(help="Loading of sharded weights: shards, whole (all on each device first), any.", metavar="HOW")
     ] = "any"
@@ -93,7 +92,7 @@ class Training:
 
     def _with_microbatches(self, setup: Setup, global_batch: int) -> Setup:
         """The setup with as many microbatches as make up the samples of an update."""
-        found = split_batch(global_batch, setup.batch, 1 if setup.strategy == "tp" else setup.world_size)
+        found = split_batch(global_batch, setup.batch, setup.world_size)
         if self.microbatches not in (None, found):
             raise UsageError(
                 f"--microbatches {self.microbatches} with --global-batch {global_batch}, which needs {found}.",

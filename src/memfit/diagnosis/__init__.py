@@ -1,32 +1,31 @@
 """Diagnosis: what killed a job, from what it left, and what to do about it."""
 
-from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs, find_shortage
-from memfit.diagnosis._fix import Fix, make_fix
-from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
-from memfit.diagnosis._growth import explain_growth
-from memfit.diagnosis._headline import facts_of, headline_of, what_happened
-from memfit.diagnosis._job import Job
-from memfit.diagnosis._remedies import list_remedies
-from memfit.diagnosis._remedy_table import Remedy
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Diagnosis",
-    "Evidence",
-    "Fix",
-    "Job",
-    "Ran",
-    "Remedy",
-    "diagnose",
-    "diagnose_logs",
-    "explain_growth",
-    "facts_of",
-    "find_shortage",
-    "headline_of",
-    "is_any_shown",
-    "job_of",
-    "list_remedies",
-    "make_fix",
-    "read_ran",
-    "verify_fix",
-    "what_happened",
-]
+from memfit._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from memfit.diagnosis._diagnose import diagnose as diagnose
+    from memfit.diagnosis._diagnose import diagnose_logs as diagnose_logs
+    from memfit.diagnosis._diagnose import find_shortage as find_shortage
+    from memfit.diagnosis._figures import Figures as Figures
+    from memfit.diagnosis._fix import Fix as Fix
+    from memfit.diagnosis._fix import make_fix as make_fix
+    from memfit.diagnosis._granted import Ran as Ran
+    from memfit.diagnosis._granted import is_any_shown as is_any_shown
+    from memfit.diagnosis._granted import job_of as job_of
+    from memfit.diagnosis._granted import read_ran as read_ran
+    from memfit.diagnosis._granted import verify_fix as verify_fix
+    from memfit.diagnosis._growth import explain_growth as explain_growth
+    from memfit.diagnosis._headline import facts_of as facts_of
+    from memfit.diagnosis._headline import headline_of as headline_of
+    from memfit.diagnosis._headline import what_happened as what_happened
+    from memfit.diagnosis._job import Job as Job
+    from memfit.diagnosis._record import Diagnosis as Diagnosis
+    from memfit.diagnosis._record import Evidence as Evidence
+    from memfit.diagnosis._remedies import list_remedies as list_remedies
+    from memfit.diagnosis._remedy_table import Remedy as Remedy
+    from memfit.diagnosis._signatures import SIGNATURES as SIGNATURES
+    from memfit.diagnosis._text import read_streams as read_streams
+
+__getattr__, __dir__ = load_lazily(__name__)

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
+from memfit.diagnosis._record import Diagnosis, Evidence, Moment
 from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
-from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
+from memfit.diagnosis._signatures import find_signs
+from memfit.diagnosis._signs import FOLLOWED, Sign, Sure
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
@@ -28,8 +30,6 @@ from memfit.rundir import pass_over
 from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
-#: The figures that the JSON form has.
-_FIGURES = ("device_total", "allocated", "reserved", "tried")
 _MOST_NOTES = 5
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
@@ -60,81 +60,6 @@ _BROKEN = "The checkpoint written then is broken: load it, compare its tensors w
 
 #: Words of which a line about a shortage has at least one.
 _MAY_BE_SHORT = re.compile(rb"memory|oom|bad_alloc|ENOMEM|Bus error", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A line of the timeline; ``what`` is ``start``, ``last progress``, ``failure`` or ``consequence``."""
-
-    what: str
-    time: str
-    file: str
-    line: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A line that proves something."""
-
-    file: str
-    line: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What happened to a job.
-
-    Attributes:
-        oom: Whether it was short of memory.
-        recovered: Whether it went on after that, or after a warning.
-        kind: The memory that ran out; ``none`` for another cause.
-        cause: In a word: ``out_of_memory``, ``killed``, ``walltime``, ``incomplete``, ``unknown`` ...
-        phase: What it was doing.
-        confidence: ``proved``, ``likely`` or ``not shown``.
-        figures: The message's figures in bytes: ``device_total``, ``allocated``, ``reserved``, ``free``, ``tried`` of
-            a device; ``used``, ``limit`` of host memory.
-        evidence: The lines that prove it.
-        where: ``host``, ``rank``, ``node``, ``device``, ``pid``; None if no line names it.
-        timeline: Start, last progress, failure, consequences.
-        arithmetic: Sums of the figures, each with its scope.
-        checks: What to look at by hand.
-        remedies: What to change, the cheapest in speed first.
-        under_memfit: Whether memfit's own record of the job was read.
-        emitter: The library whose message decides: ``torch.cuda``, ``torch.npu``, ``vllm`` ...; empty if not known.
-        notes: What a run directory shows besides: memory that grows, the largest tensors.
-    """
-
-    oom: bool
-    recovered: bool
-    kind: Kind
-    cause: str
-    phase: JobPhase
-    confidence: Sure
-    figures: dict[str, int] = field(default_factory=dict)
-    evidence: tuple[Evidence, ...] = ()
-    where: dict[str, Any] = field(default_factory=dict)
-    timeline: tuple[Moment, ...] = ()
-    arithmetic: tuple[str, ...] = ()
-    checks: tuple[str, ...] = ()
-    remedies: tuple[Any, ...] = ()
-    under_memfit: bool = False
-    emitter: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def checked(self) -> Figures:
-        """The figures, held against each other."""
-        return Figures.read(self.figures, " ".join(one.text for one in self.evidence))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form; figures in GiB, None where the text has none."""
-        found = asdict(self)
-        del found["under_memfit"]
-        figures = found.pop("figures")
-        sizes = {name: round(figures[name] / GIB, 4) if name in figures else None for name in _FIGURES}
-        return found | {f"{name}_gib": size for name, size in sizes.items()}
 
 
 def diagnose(

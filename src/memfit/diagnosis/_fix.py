@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.amounts import Amount
 from memfit.checks import Check
-from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, amount_of, job_of_script, read_value
 from memfit.diagnosis._remedies import (
     DEVICES,
@@ -26,11 +25,11 @@ from memfit.diagnosis._remedies import (
 )
 from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
-from memfit.slurm import format_time, parse_seconds
+from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
 from memfit.units import GIB, format_bytes, write_size
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.diagnosis._record import Diagnosis
 
 _SIZE = re.compile(r"\d+[KMGTkmgt]?")
 _ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
@@ -193,7 +192,7 @@ class _Fixer:
         """Raise what the step and the job request, each where it says so and in its own unit."""
         if self.disagreement:
             yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
-        given = [one for one in self.script.given if one.key in MEMORY]
+        given = [one for one in self.script.given if one.key in MEMORY_OPTIONS]
         if len({(one.key, one.value) for one in given}) > 1:
             what = " and ".join(f"--{one.key}={one.value}" for one in given) + " contradict each other"
             yield Check("memory", "problem", what, "Slurm takes the later one or refuses both", "keep one of them")
@@ -320,7 +319,7 @@ class _Fixer:
 
 def _number(name: str, text: str) -> float | None:
     """A request as a number in its own unit; ``--mem=0`` is all of a node's."""
-    if name in MEMORY:
+    if name in MEMORY_OPTIONS:
         found = amount_of(Setting(name, text, 0, 0, 0))
         return found.bytes if found else math.inf if re.fullmatch(r"0+[KMGTkmgt]?", text) else None
     return parse_seconds(text) if name == "time" else read_value(text)
@@ -329,14 +328,6 @@ def _number(name: str, text: str) -> float | None:
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
     """Contradictions within the new script."""
     job = job_of_script(script)
-    if job.workers is not None and (job.cpus_per_task or 1) < job.workers + 1:
-        said = f"{job.cpus_per_task or 1} CPUs per task for {job.workers} loader workers and the training"
-        remedy = f"--cpus-per-task={job.workers + 1}"
-        yield Check("cpus", "warning", said, "a worker without a CPU of its own is slow", remedy)
-    if job.gpus_per_node and (job.tasks_per_node or 1) > max(job.gpus_per_node, 1):
-        said = f"{job.gpus_per_node} devices per node for {job.tasks_per_node} tasks"
-        remedy = f"--gres=gpu:{job.tasks_per_node}"
-        yield Check("devices", "warning", said, "tasks that share a device share its memory", remedy)
     if job.request_bytes and known.most_bytes and job.request_bytes > known.most_bytes:
         said = f"{format_bytes(job.request_bytes)} of each node; a node has {format_bytes(known.most_bytes)}"
         yield Check("memory", "problem", said, "Slurm refuses what no node has")

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from memfit.checks import Check, Verdict
-from memfit.config import read_file
-from memfit.diagnosis._batch_script import BatchScript, read_script
 from memfit.diagnosis._checkpoints import CHECKPOINT, Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
 from memfit.diagnosis._progress import Progress, read_progress
-from memfit.diagnosis._runs import open_file, read_log, read_or_say
+from memfit.diagnosis._runs import read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream
-from memfit.errors import ConfigError
-from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
+from memfit.slurm import BatchScript, Row, parse_node_limits, parse_sacct, parse_shapes, read_script
 from memfit.units import format_bytes, format_duration
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
@@ -62,7 +59,7 @@ class Ran:
     Attributes:
         job: Its shape, memory and settings, as far as they were shown.
         progress: How far it came.
-        printed: Settings (by the field of `Job`) and variables that its lines or its config name, each value once.
+        printed: Settings (by the field of `Job`) and variables that its lines name, each value once.
         checkpoints: Its checkpoint files.
     """
 
@@ -96,10 +93,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "", *, whole: bool = False
     lines: list[Line] = []
     shown: list[tuple[str, str, str]] = []
     for path in files:
-        if path.suffix in (".yaml", ".yml"):
-            shown += [(key, value, str(path)) for key, value in _config(path)]
-        else:
-            lines += [line for stream in read_or_say(read_log, path) or () for line in stream.lines]
+        lines += [line for stream in read_or_say(read_log, path) or () for line in stream.lines]
     texts = [line.text for line in lines]
     for line in (line for line in lines if "=" in line.text or ":" in line.text):
         found = (match for pattern in (_PRINTED, _ENVIRONMENT) for match in pattern.finditer(line.text))
@@ -144,7 +138,7 @@ def job_of(ran: Ran, script: Path | None = None) -> Job:
 
 
 def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
-    """Return the logs and configs below some paths, and the checkpoints with their names below a sole path."""
+    """Return the logs below some paths, and the checkpoints with their names below a sole path."""
     files: list[Path] = []
     checkpoints: dict[Path, str] = {}
     paths = list(paths)
@@ -157,25 +151,9 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
             for one in (Path(folder, name) for name in sorted(found)):
                 if CHECKPOINT.fullmatch(one.name):
                     checkpoints[one] = str(one.relative_to(path) if len(paths) == 1 else one)
-                elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
+                elif one.suffix in _LOGS:
                     files.append(one)
     return files[:_MOST_FILES], checkpoints
-
-
-def _config(path: Path) -> Iterator[tuple[str, str]]:
-    """The settings of a run's config, by the last part of each key."""
-    try:
-        with open_file(path) as file:
-            stack = [read_file(path, file.read().decode())]
-    except (OSError, UnicodeDecodeError, ConfigError):
-        return
-    while stack:
-        one = stack.pop()
-        for key, value in one.items():
-            if isinstance(value, dict):
-                stack.append(value)
-            elif key in _KEYS and isinstance(value, int):
-                yield key, str(value)
 
 
 def _samples(texts: Sequence[str]) -> int | None:
@@ -205,7 +183,7 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
     old = job_of_script(read_script(old_path)) if old_path.exists() else Job()
     fixed = job_of_script(script)
     found = [*_resources(ran.job, fixed), *_batch(ran, fixed, old, before)]
-    for name in SETTINGS:  # only the program's own lines or its config can show the others than the batch
+    for name in SETTINGS:  # only the program's own lines can show the others than the batch
         if name != "batch" and getattr(fixed, name) is not None:
             found.append(_setting(ran, name, getattr(fixed, name), getattr(old, name)))
     return [*found, *_environment(ran, script), *_checkpoints(ran)]

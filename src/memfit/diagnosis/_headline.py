@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memfit.diagnosis._figures import NOTICEABLE
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.diagnosis._record import Diagnosis
 
 _KINDS = {
     "gpu": "out of the GPU's memory",

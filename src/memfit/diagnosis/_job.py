@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memfit.amounts import Amount, Layout, Scope
-from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting
-from memfit.slurm import Limit, parse_request, parse_seconds
+from memfit.slurm import MEMORY_OPTIONS, BatchScript, Limit, Setting, parse_request, parse_seconds
 from memfit.units import format_bytes
 
 #: What the settings of a training are called, by the last part of their key.
@@ -184,9 +183,9 @@ def job_of_script(script: BatchScript) -> Job:
 
 
 def amount_of(setting: Setting) -> Amount | None:
-    """Return what an option of `MEMORY` requests, in its own unit; None for all of a node's, and for no size."""
+    """Return what an option of `MEMORY_OPTIONS` requests, in its own unit; None for all memory, and for no size."""
     size = _size(setting.value)
-    return Amount(size, MEMORY[setting.key]) if size else None
+    return Amount(size, MEMORY_OPTIONS[setting.key]) if size else None
 
 
 def _size(text: str) -> int | None:

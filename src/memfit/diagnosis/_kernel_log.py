@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 
-from memfit.diagnosis._signatures import Sign
+from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, read_line
 from memfit.units import KIB
 

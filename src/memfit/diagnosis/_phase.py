@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.diagnosis._signatures import Sign
+from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Stream
 
 JobPhase = Literal["load", "build", "train", "validate", "checkpoint", "unknown"]

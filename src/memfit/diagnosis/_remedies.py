@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.amounts import Amount
-from memfit.diagnosis._batch_script import MEMORY
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
 from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
-from memfit.slurm import format_time
+from memfit.slurm import MEMORY_OPTIONS, format_time
 from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.diagnosis._record import Diagnosis
     from memfit.estimation import Change, Setup
 
 DEVICES = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
@@ -312,7 +311,7 @@ def _larger_request(job: Job) -> Remedy:
         return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
     asked = job.step_request or job.script_request
     own = raise_request(job, asked, size) if asked else size
-    written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY.items()}
+    written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY_OPTIONS.items()}
     title, setting = f"request {written} per {own.per}", f"{flags.get(own.per, '--mem')}={written}"
     if job.most_bytes is not None and size.per == "node" and size.bytes > job.most_bytes:
         title += " of a partition with larger nodes"

@@ -116,14 +116,10 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
     "segfault": (
         Remedy("print the stack of the crash", "PYTHONFAULTHANDLER=1",
                reason="Its frames name the library that crashed."),
-        Remedy("check for mixed builds", "pip check; memfit doctor -- COMMAND",
-               reason="An extension may be built for another Python or torch."),
     ),
     "illegal_access": (
         Remedy("raise the error where it happens", "CUDA_LAUNCH_BLOCKING=1",
                reason="Kernels run later than the lines that launch them, so the traceback points to the wrong line."),
-        Remedy("check indices on the CPU", "the same step with device='cpu'",
-               reason="The CPU names an index that is out of range."),
     ),
     "collective_timeout": (
         Remedy("find the rank that stopped first", "TORCH_NCCL_DUMP_ON_TIMEOUT=1; the log of the missing rank",
@@ -137,11 +133,9 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
         Remedy("share tensors through files instead of descriptors",
                "torch.multiprocessing.set_sharing_strategy('file_system')",
                reason="Each tensor from a worker holds a descriptor."),
-        Remedy("raise the limit", "ulimit -n 65536", reason="The soft limit may be raised up to the hard limit."),
     ),
     "process_limit": (
         Remedy("use fewer threads in each process", "OMP_NUM_THREADS=1", reason="Threads count as processes."),
-        Remedy("raise the limit", "ulimit -u; pids.max of the cgroup", reason="Forks and threads were refused."),
     ),
     "assertion": (
         Remedy("read the condition; on a device, repeat it on the CPU", "CUDA_LAUNCH_BLOCKING=1",
@@ -165,8 +159,6 @@ TABLE: Mapping[str, tuple[Remedy, ...]] = {
     "own_exception": (Remedy("read the innermost frame of its traceback", reason="The program raised it."),),
     "hang": (
         Remedy("see where each process waits", "py-spy dump --pid PID", reason="The frames tell who waits for whom."),
-        Remedy("do not fork after threads started", "multiprocessing_context='spawn'",
-               reason="A forked child inherits locks that nobody will release."),
     ),
     "chip_memory": (
         Remedy("use smaller blocks or fewer stages in that kernel", "num_stages=1, a smaller BLOCK",

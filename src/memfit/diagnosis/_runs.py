@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from memfit.diagnosis._signatures import Sign
+from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, UsageError
 from memfit.rundir import RunDir, check_owner, open_own, open_regular, parse_json, pass_over, read_json, read_own

@@ -14,8 +14,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import BinaryIO
 
-from memfit.diagnosis._excerpt import excerpt
-from memfit.diagnosis._unpack import read_pieces
+from memfit.diagnosis._large import excerpt, read_pieces
 
 #: A log up to this size is read whole, a larger one by `excerpt`.
 _WHOLE_BYTES = 1 << 18

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memfit.diagnosis._phase import is_source
 from memfit.diagnosis._progress import Reading, went_on
-from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
+from memfit.diagnosis._signs import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
 from memfit.diagnosis._text import Stream
 
 #: Text before a sign that makes its line speak of it: advice, options, source, an address, bold words of a document.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.diagnosis._kernel_log import find_kills, read_kernel_lines
-from memfit.diagnosis._signatures import Sign
+from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._slurm_account import StepMemory, account_steps
 from memfit.diagnosis._text import Line, Stream
 from memfit.slurm import Row, parse_sacct, parse_shapes

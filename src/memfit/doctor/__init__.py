@@ -1,8 +1,15 @@
 """Find what is wrong with a place, or with a command's environment, before anything runs: ``memfit doctor``."""
 
-from memfit.doctor._case import Setup
-from memfit.doctor._doctor import examine
-from memfit.doctor._interpreter import Interpreter
-from memfit.doctor._secrets import scan_secrets
+from typing import TYPE_CHECKING
 
-__all__ = ["Interpreter", "Setup", "examine", "scan_secrets"]
+from memfit._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from memfit.doctor._case import Setup as Setup
+    from memfit.doctor._doctor import examine as examine
+    from memfit.doctor._interpreter import Interpreter as Interpreter
+    from memfit.doctor._interpreter import ask_interpreter as ask_interpreter
+    from memfit.doctor._place import Place as Place
+    from memfit.doctor._secrets import scan_secrets as scan_secrets
+
+__getattr__, __dir__ = load_lazily(__name__)

@@ -99,10 +99,6 @@ def _after_loaders(case: Case, forking: list[Start]) -> Iterator[Check]:
         reason = f"CUDA cannot be used in a process that was forked from one that uses it; {_LOCKS}"
         finding = f"{what}, and the GPU is used at {case.script.cuda}"
         yield Check("fork", "warning", finding, reason, remedy, f"{source}; torch, notes on multiprocessing")
-    started = [one.site for one in case.script.threads if not one.name.startswith("torch.")]
-    if started:
-        finding = f"{what}, and threads are started at {started[0]}"
-        yield Check("fork", "warning", finding, f"Python warns since 3.12; {_LOCKS}", remedy, f"{source}; os.fork")
 
 
 def _with_guard(case: Case) -> str:
@@ -151,7 +147,7 @@ def check_threads(case: Case) -> Iterator[Check]:
     finding += f" on {cores} cores ({case.place.budget.cpus_source})"
     if (host := case.place.num_host_cpus or 0) > cores:
         finding += f"; a library without a setting would take {host}"
-    if own := [one.site for one in case.script.threads if one.name == "torch.set_num_threads"]:
+    if own := case.script.threads:
         finding += f"; torch.set_num_threads at {own[0]} changes it"
     remedy = f"memfit run --set threads_per_job={max(1, cores // (ranks * (1 + workers * has_pools)))} -- ..."
     if ranks * workers > cores:

@@ -84,14 +84,10 @@ def _of_module(module: str, behind: list[str], cwd: Path) -> Command:
 
 
 def _of_file(word: str, cwd: Path) -> Command:
-    """What Python runs of a path: a file, or the ``__main__.py`` of a folder. A zip archive is not read."""
-    path, missing = cwd / word, ""
+    """The file that Python runs; a folder or a zip archive is not read."""
+    path = cwd / word
     try:
-        if path.is_dir():
-            path = path / "__main__.py"
-            missing = "" if path.is_file() else f"the folder '{word}' has no __main__.py"
-        elif not path.exists():
-            missing = f"there is no file '{word}' in {cwd}"
+        missing = "" if path.exists() else f"there is no file '{word}' in {cwd}"
         return Command(script=path if path.is_file() and path.suffix == ".py" else None, missing=missing)
     except OSError as error:  # also a word that is too long for a name
         return Command(missing=f"'{word[:80]}' cannot be read: {error.strerror}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from memfit.checks import Check, worst_first
-from memfit.doctor import _checks_command as commands
 from memfit.doctor import _checks_host as host
 from memfit.doctor import _checks_settings as settings
 from memfit.doctor import _checks_workers as workers
@@ -22,7 +21,7 @@ from memfit.memory import Budget
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
-    commands.check_command,
+    settings.check_command,
     workers.check_fork,
     workers.check_guard,
     workers.check_threads,

@@ -54,7 +54,7 @@ class Script:
     sharing: list[Site] = field(default_factory=list)  # calls of ``set_sharing_strategy``
     variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
     cuda: str | None = None
-    threads: list[Site] = field(default_factory=list)  # where threads are started or their number is set
+    threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
     errors: list[Site] = field(default_factory=list)  # by reason; ``more`` is ``syntax`` for a syntax error
     has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
 
@@ -89,9 +89,6 @@ def _read_file(script: Script, path: Path, cwd: Path) -> ast.Module:
 def _read_text(script: Script, data: bytes, label: str) -> ast.Module:
     script.files.append(label)
     try:
-        if b"\0" in data:
-            line = data[: data.index(b"\0")].count(b"\n") + 1
-            raise SyntaxError("source code cannot contain null bytes", (label, line, None, None))
         tree = ast.parse(data)
         _Reader(script, label, tree).visit(tree)
         return tree
@@ -166,8 +163,8 @@ class _Reader(ast.NodeVisitor):
             where.append(Site(_text_of(node.args[0]) or "", site))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
             self._variable(node.args[0], node)
-        elif path in ("threading.Thread", "Thread", "ThreadPoolExecutor", "torch.set_num_threads"):
-            script.threads.append(Site(path, site))
+        elif path == "torch.set_num_threads":
+            script.threads.append(site)
         if script.cuda is None and _uses_cuda(path, node):
             script.cuda = site
         self.generic_visit(node)

@@ -13,7 +13,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.units import MIB
 
 #: The variables that torch reads, the first that is set: c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PARSER = "c10/core/AllocatorConfig.cpp (torch 2.13)"
 _CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"

@@ -1,15 +1,12 @@
-"""Keep less of a block for its backward pass: checkpointing, offloading, and a loss in chunks."""
+"""Keep less of a block for its backward pass: checkpointing, and a loss in chunks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,9 +22,6 @@ _KEPT = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     _aten.max.default,
 }
-#: torchtune 0.6, training/_activation_offloading.py: smaller tensors stay; the last five are still being copied.
-_MIN_OFFLOADED_BYTES = 1024
-_NUM_IN_FLIGHT = 5
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], kind: Literal["none", "selective", "full"]) -> None:
@@ -60,29 +54,6 @@ def _make_contexts() -> tuple[Any, Any]:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call, no-any-return]
-
-
-@contextlib.contextmanager
-def offload_activations(model: nn.Module) -> Iterator[None]:
-    """Take kept activations off the device until the backward pass uses them; weights and small tensors stay."""
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    in_flight: deque[torch.Tensor] = deque(maxlen=_NUM_IN_FLIGHT)
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if tensor.nbytes < _MIN_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in weights:
-            return tensor
-        in_flight.append(tensor.detach())
-        return tensor.shape, tensor.stride(), tensor.dtype
-
-    def unpack(packed: Any) -> torch.Tensor:
-        in_flight.clear()
-        if isinstance(packed, torch.Tensor):
-            return packed
-        shape, stride, dtype = packed
-        return torch.empty_strided(shape, stride, dtype=dtype)
-
-    with saved_tensors_hooks(pack, unpack):
-        yield
 
 
 class ChunkedHead(nn.Module):

@@ -105,8 +105,6 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
         yield replace(setup, gradient_checkpointing="selective"), "5 to 15 % of speed", True
     if trains and setup.gradient_checkpointing != "full":
         yield replace(setup, gradient_checkpointing="full"), "25 to 33 % of speed", True
-    if trains and not setup.offload_activations and setup.gradient_checkpointing == "full":
-        yield replace(setup, offload_activations=True), "host memory, and speed where the bus is slow", True
     if full_update and setup.world_size > 1 and setup.strategy in ("none", "ddp", "zero1", "zero2"):
         yield replace(setup, strategy="fsdp", load="shards"), "traffic between the devices", True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MissingExtraError, UntraceableError
@@ -114,17 +115,11 @@ def estimate_config(
     Raises:
         ConfigError: The config or the setup makes no model.
     """
-
-    def make(one: Setup) -> Program:
-        from memfit.estimation._huggingface import build_step
-
-        return _assemble(*build_step(config, one), one)
-
     if setup.strategy in COMPUTED:
         reason = f"{setup.strategy} follows from counts and the defaults of its library"
         return estimate_formula(config, setup, gpu=gpu, reason=reason)
     try:
-        return _estimate_setup(make, setup, gpu, allocator)
+        return _estimate_setup(partial(build_program, config), setup, gpu, allocator)
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
     except (MissingExtraError, UntraceableError) as error:
@@ -134,6 +129,13 @@ def estimate_config(
     except ConfigError as error:
         error.what = f"{reason}, so memfit gave up the trace. The formula does not read the config: {error.what}"
         raise
+
+
+def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
+    """Return the step of a ``config.json``'s model; call it in a fake tensor mode."""
+    from memfit.estimation._huggingface import build_step
+
+    return _assemble(*build_step(config, setup), setup)
 
 
 def _estimate_setup(
@@ -246,7 +248,7 @@ def estimate(
     if setup.strategy in COMPUTED:
         raise ConfigError(
             f"strategy {setup.strategy} with a model of your own.",
-            rule="ddp and fsdp are traced; zero1, zero2, zero3 and tp are computed from a config.json.",
+            rule="ddp and fsdp are traced; zero1, zero2 and zero3 are computed from a config.json.",
             remedy="strategy='fsdp', or memfit estimate --hf-config config.json --strategy " + setup.strategy,
         )
     return _estimate_setup(

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from memfit.errors import ConfigError
 
 _LARGEST = 1 << 40  # beyond any width, count or vocabulary
-#: Entries that describe an image or audio encoder beside the language model.
-_TOWERS = ("vision_config", "audio_config")
+#: Entries of models of images and speech, alone or beside a language model.
+_OTHER_INPUTS = ("vision_config", "audio_config", "image_size", "num_mel_bins")
 #: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
 #: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
@@ -206,9 +206,7 @@ class Anatomy:
     has_token_logits: bool = True  # False: one row a sample
     caps_logits: bool = False  # the logits have a softcap
     upcasts_logits: bool = True  # the loss needs them in fp32 (ForCausalLMLoss in loss/loss_utils.py)
-    tokens: int | None = None  # of an image; None for those of the setup
     is_exact: bool = True  # the count of parameters is that of transformers
-    has_towers: bool = False  # an image or audio encoder is included; only its parameters are counted
 
     @property
     def num_parameters(self) -> int:
@@ -434,16 +432,15 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
     return _language_model(config, family, stacks, tied=True, others=others, upcasts_logits=False)
 
 
-def _encoder_block(config: ModelConfig, family: str) -> Block:
+def _encoder_block(config: ModelConfig) -> Block:
     width, heads = config.hidden, config.heads
-    default = 0.1 if family != "vit" else 0.0
-    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=default)
-    attention = Attention(heads, heads, config.split_width, drops, upcasts=family == "vit")
+    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=0.1)
+    attention = Attention(heads, heads, config.split_width, drops, upcasts=False)
     names = ("query", "key", "value", "attention.output.dense")
-    attend = _attention(width, attention, names, bias=(bool(config.get("qkv_bias", default=True)), True))
+    attend = _attention(width, attention, names, bias=(True, True))
     act = config.text("hidden_act", "activation", default="gelu")
     mlp = _plain_mlp(width, config.inner, act, ("intermediate.dense", "output.dense"))
-    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=default)
+    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=0.1)
     return _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
 
 
@@ -452,7 +449,7 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
     width, vocabulary, task = config.hidden, config.size("vocab_size"), config.task
     positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
     tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
-    stacks = (Stack(_encoder_block(config, family), config.layers),)
+    stacks = (Stack(_encoder_block(config), config.layers),)
     dense, others = width * width + width, 2 * width
     if task.endswith(("ForMaskedLM", "ForPreTraining")):
         head = Linear("decoder", width, vocabulary, has_bias=True)
@@ -466,22 +463,6 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
     return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
 
 
-def _vit(config: ModelConfig, family: str) -> Anatomy:
-    """ViT, bare (with its pooler) or as a classifier."""
-    width = config.hidden
-    image, patch = config.size("image_size", default=224), config.size("patch_size", default=16, least=1)
-    tokens = (image // patch) ** 2 + 1
-    others = width + tokens * width  # the class token and the positions
-    others += config.size("num_channels", default=3) * patch * patch * width + width + 2 * width
-    head = None
-    if config.task.endswith("ForImageClassification"):
-        head = Linear("classifier", width, config.labels, has_bias=True)
-    else:
-        others += width * width + width
-    stacks = (Stack(_encoder_block(config, family), config.layers),)
-    return Anatomy(family, stacks, (), head, False, others, has_token_logits=False, tokens=tokens)
-
-
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"), _gated_decoder),
@@ -489,7 +470,6 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
     **dict.fromkeys(("t5", "mt5"), _t5),
     **dict.fromkeys(("bert", "roberta"), _encoder),
-    "vit": _vit,
     "mamba": _state_space,
 }
 _ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
@@ -501,20 +481,19 @@ _NEAREST = {
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """Return what the model of a ``config.json`` is made of."""
+    """Return what the model of a ``config.json`` is made of.
+
+    Raises:
+        ConfigError: It is not a language model alone, or lacks a width or a count.
+    """
+    if other := next((name for name in _OTHER_INPUTS if config.get(name)), ""):
+        raise ConfigError(
+            f"the model's config has {other}.",
+            rule="the formula counts language models; models of images and speech are traced.",
+            remedy="trace it: memfit estimate --hf-config config.json, without --formula",
+        )
     read = ModelConfig(config)
     kind = read.text("model_type", default="")
     kind = _ALIASES.get(kind, kind)
     family = kind if kind in FAMILIES else _NEAREST.get(kind, "llama")
-    found = FAMILIES[family](read, family)
-    towers = sum(_count_tower(ModelConfig(config[name])) for name in _TOWERS if isinstance(config.get(name), Mapping))
-    others = found.num_other_parameters + towers
-    return replace(found, num_other_parameters=others, is_exact=family == kind and not towers, has_towers=bool(towers))
-
-
-def _count_tower(config: ModelConfig) -> int:
-    """Count the parameters of an image or audio encoder: attention and an MLP in each block."""
-    width = config.size("hidden_size", "d_model", "embed_dim", "width", default=1024)
-    layers = config.size("num_hidden_layers", "encoder_layers", "depth", "num_layers", "layers", default=24)
-    inner = config.size("intermediate_size", "encoder_ffn_dim", default=4 * width)
-    return layers * (4 * width * width + 2 * width * inner)
+    return replace(FAMILIES[family](read, family), is_exact=family == kind)

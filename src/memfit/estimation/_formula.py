@@ -40,6 +40,12 @@ _BUFFERS = 1 << 20
 _ABOVE_COUNT = (1.0, 2.0)  # of parameters
 _ABOVE_KEPT = (1.2, 2.0)
 _ABOVE_TEMPORARY = (2.0, 4.0)
+#: What the devices share out, by strategy.
+_SHARED: Mapping[str, tuple[str, ...]] = {
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer", "gradients"),
+    **dict.fromkeys(("zero3", "fsdp"), ("optimizer", "gradients", "weights")),
+}
 
 
 def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
@@ -90,10 +96,9 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
 
 
 def _with_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take a config without a class that has a loss for a language model, or for a classifier of images."""
+    """Take a config without a class that has a loss for a language model."""
     named = (config.get("architectures") or ["Model"])[0]
-    task = "ForImageClassification" if config.get("model_type") == "vit" else "ForMaskedLM"
-    return {**config, "architectures": [task]} if named.endswith("Model") else config
+    return {**config, "architectures": ["ForMaskedLM"]} if named.endswith("Model") else config
 
 
 _Moment = dict[Part, Interval]
@@ -142,13 +147,13 @@ class _Case:
             return _SIZE[self.setup.state_dtype]
         return 4 if self.has_masters else self.trained
 
-    def _share(self, *strategies: str) -> float:
-        return 1 / max(self.setup.world_size, 1) if self.setup.strategy in strategies else 1.0
-
-    def _shared(self, whole: Interval, *strategies: str) -> Interval:
-        """One device's share; rows may be padded."""
-        share = self._share(*strategies)
+    def _shared(self, whole: Interval, part: str) -> Interval:
+        """One device's share of weights, gradients or optimizer states; rows may be padded."""
+        share = self._share(part)
         return whole.times(share, share if share == 1 else share * 1.02)
+
+    def _share(self, part: str) -> float:
+        return 1 / max(self.setup.world_size, 1) if part in _SHARED.get(self.setup.strategy, ()) else 1.0
 
     def _wide(self, counted: Interval) -> Interval:
         """The count with room above it where the family's parameters are not known exactly."""
@@ -198,9 +203,9 @@ class _Case:
         )
 
     @property
-    def num_trained(self) -> float:
+    def num_trained(self) -> int:
         """Numbers that have gradients, before gradients and states are shared out."""
-        return (self.num_adapters if self.setup.lora_rank else self.anatomy.num_parameters) * self._share("tp")
+        return self.num_adapters if self.setup.lora_rank else self.anatomy.num_parameters
 
     @property
     def num_largest(self) -> int:
@@ -211,7 +216,7 @@ class _Case:
         else:
             every = [rows * width for rows, width in self.anatomy.tables]
             every += [linear.num_weights for _, block in self.blocks for linear in block.linears]
-        return ceil(max(every, default=0) * self._share("tp"))
+        return max(every, default=0)
 
     @cached_property
     def whole(self) -> Interval:
@@ -226,7 +231,7 @@ class _Case:
 
     @property
     def weights(self) -> Interval:
-        return self._shared(self.whole, "zero3", "fsdp", "tp")
+        return self._shared(self.whole, "weights")
 
     @property
     def load(self) -> Interval | None:
@@ -240,8 +245,7 @@ class _Case:
     def gradients(self) -> Interval:
         if self.setup.optimizer_in_backward:
             return self._wide(Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained))
-        whole = Interval(ceil(self.num_trained * self.trained))
-        return self._wide(self._shared(whole, "zero2", "zero3", "fsdp"))
+        return self._wide(self._shared(Interval(self.num_trained * self.trained), "gradients"))
 
     @cached_property
     def optimizer(self) -> Interval:
@@ -256,17 +260,16 @@ class _Case:
         elif name == "adamw8bit":
             moments = Interval(ceil(count * _STATES_IN_8_BITS)).times(1, 1.02)  # small weights have fp32 states
         else:
-            moments = Interval(ceil(count * _MOMENTS[name] * self.state))
+            moments = Interval(count * _MOMENTS[name] * self.state)
         if self.has_masters:
-            moments += Interval(ceil(4 * count))
-        return self._wide(self._shared(moments, "zero1", "zero2", "zero3", "fsdp"))
+            moments += Interval(4 * count)
+        return self._wide(self._shared(moments, "optimizer"))
 
     @cached_property
     def step_temporaries(self) -> Interval:
         """What the update makes: Adam the root of its second moments, of all weights at once with ``foreach``."""
-        name, share = self.setup.optimizer, self._share("zero1", "zero2", "zero3", "fsdp")
-        one = self.num_largest
-        every = ceil(one if self.setup.optimizer_in_backward else self.num_trained * share)
+        name, one = self.setup.optimizer, self.num_largest
+        every = one if self.setup.optimizer_in_backward else ceil(self.num_trained * self._share("optimizer"))
         if name == "adafactor":
             size = self.trained
             found = Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
@@ -328,29 +331,26 @@ class _Case:
 
     def _tokens(self, stack: Stack) -> tuple[int, int]:
         """Tokens of a sample that the stack runs over, and those of the source."""
-        source = self.anatomy.tokens or self.setup.seq_len
+        source = self.setup.seq_len
         return ((self.setup.target_len or source) if stack.is_target else source), source
 
     def block_kept(self, stack: Stack) -> Interval:
         """What one block keeps for its backward pass."""
         block, (tokens, source) = stack.block, self._tokens(stack)
-        count, share = self.setup.batch * tokens, self._share("tp")
+        count = self.setup.batch * tokens
         value = upper = 0.0
         for kept in block.kept:
-            inside = share if kept.width != block.width else 1.0
             low, high = self._kept_bytes(kept)
-            value += count * kept.width * low * inside
-            upper += count * kept.width * high * inside
+            value += count * kept.width * low
+            upper += count * kept.width * high
         ranks = len(self._adapted(block)) * count * self.setup.lora_rank * self.compute
         found = Interval(ceil(value), ceil(max(value, upper))) + Interval(ranks, 2 * ranks)
         for one in block.attentions:
-            found += self._attention_kept(one, tokens, source if one.is_crossed else tokens).times(share)
+            found += self._attention_kept(one, tokens, source if one.is_crossed else tokens)
         return found.times(1, _ABOVE_KEPT[not self.anatomy.is_exact])
 
     def _checkpoint(self, stack: Stack) -> Interval:
         """What one block keeps through the whole forward pass."""
-        if self.setup.offload_activations:
-            return Interval()
         whole, block = self.block_kept(stack), stack.block
         count = self.setup.batch * self._tokens(stack)[0]
         entry = Interval(count * block.width * self.held)
@@ -358,27 +358,26 @@ class _Case:
             return whole
         if self.setup.gradient_checkpointing == "full":
             return entry
-        share = self.compute * self._share("tp")
         numbers = [linear.outputs * linear.used for linear in block.linears]
         results = sum(one.heads * one.head_dim for one in block.attentions)
-        half, every = (ceil(count * (sum(some) + results) * share) for some in (numbers[::2], numbers))
+        half, every = (count * (sum(some) + results) * self.compute for some in (numbers[::2], numbers))
         value = min(entry.value + half, whole.value)  # torchtitan keeps every second product, others all
         return Interval(value, max(value, min(entry.value + ceil(1.2 * every), whole.upper)))
 
     def block_temporaries(self, stack: Stack) -> Interval:
         """The most that the backward pass of one block makes beside gradients of weights."""
         block, (tokens, source) = stack.block, self._tokens(stack)
-        count, share = self.setup.batch * tokens, self._share("tp")
-        mlp = (block.inner_width * share + block.width) * self.compute
+        count = self.setup.batch * tokens
+        mlp = (block.inner_width + block.width) * self.compute
         wide = max((one.heads * one.head_dim for one in block.attentions), default=0)
         attention = 4 * wide * self.compute + 4 * wide  # gradients of q, k, v and the result; an fp32 sum of q's
-        found = count * max(mlp, attention * share, 3 * 4 * block.width)  # the last: a norm in fp32
+        found = count * max(mlp, attention, 3 * 4 * block.width)  # the last: a norm in fp32
         if any(self._keeps_scores(one) or one.is_biased for one in block.attentions):
             scores = count * max(tokens, source) * max(one.heads for one in block.attentions)
-            found = max(found, scores * (4 + self.compute) * share)
+            found = max(found, scores * (4 + self.compute))
         if self.setup.quantization != "none":  # one weight made whole again
             found += max(linear.inputs * linear.outputs for linear in block.linears) * self.compute
-        return Interval(ceil(found)).times(1, _ABOVE_TEMPORARY[not self.anatomy.is_exact])
+        return Interval(found).times(1, _ABOVE_TEMPORARY[not self.anatomy.is_exact])
 
     # Logits and loss
 
@@ -407,7 +406,7 @@ class _Case:
             return Interval()
         numbers = sum(stack.num_blocks * one.num_weights for stack, block in self.blocks for one in block.linears)
         numbers += self.anatomy.head.num_weights if self.anatomy.head else 0
-        return self._wide(Interval(ceil(numbers * self.compute * self._share("tp"))))
+        return self._wide(Interval(numbers * self.compute))
 
     @property
     def _tied_gradients(self) -> Interval:
@@ -415,7 +414,7 @@ class _Case:
         if not self.anatomy.is_tied or self.setup.lora_rank or not self.anatomy.tables:
             return Interval()
         rows, width = self.anatomy.tables[0]
-        return Interval(ceil(2 * rows * width * self.trained * self._share("tp")))
+        return Interval(2 * rows * width * self.trained)
 
     @cached_property
     def communication(self) -> tuple[Interval, Interval, Interval]:
@@ -424,13 +423,10 @@ class _Case:
         if world <= 1 or strategy == "none":
             return Interval(), Interval(), Interval()
         if strategy == "ddp":  # buckets as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
-            return Interval(ceil(self.num_trained * self.trained)), Interval(), Interval()
+            return Interval(self.num_trained * self.trained), Interval(), Interval()
         if strategy in ("zero1", "zero2"):
-            bucket = ceil(min(self.num_trained, _BUCKET) * self.trained)
+            bucket = min(self.num_trained, _BUCKET) * self.trained
             return Interval(), Interval(), Interval(bucket, 2 * bucket)
-        if strategy == "tp":
-            widest = max(self.setup.batch * self._tokens(stack)[0] * block.width for stack, block in self.blocks)
-            return Interval(), Interval(0, 2 * widest * self.compute), Interval(0, 2 * widest * self.compute)
         block, root = max(block.num_parameters for _, block in self.blocks), self.num_beside
         gathered = Interval((2 * block + root) * self.compute, (3 * block + root) * self.compute)
         reduced = 0 if self.setup.lora_rank else block * self.trained
@@ -441,8 +437,6 @@ class _Case:
         """What lives from the first step to the last."""
         tokens = sum(self._tokens(stack)[0] for stack in self.anatomy.stacks)
         inputs = self.setup.batch * tokens * 16  # ids and labels
-        if self.anatomy.tokens:
-            inputs *= 16 * 3 * self.held  # patches of 16 x 16 pixels in three colours
         return {
             "weights": self.weights,
             "buffers": Interval(0, _BUFFERS),
@@ -462,7 +456,7 @@ class _Case:
         widths = [setup.batch * self._tokens(stack)[0] * stack.block.width for stack in stacks]
         ends = Interval(sum(widths) * (4 + self.held + self.compute)).times(1, 2)  # last norms, embedding's dropout
         kept = Interval.total([ends, *(self._checkpoint(stack).times(stack.num_blocks) for stack in stacks)])
-        again = setup.gradient_checkpointing != "none" or setup.offload_activations
+        again = setup.gradient_checkpointing != "none"
         one = Interval.highest(self.block_kept(stack) for stack in stacks)
         inside = Interval.highest(self.block_temporaries(stack) for stack in stacks)
         halved = Interval(inside.value // 2, (inside + one).upper if again else inside.upper)
@@ -504,9 +498,7 @@ class _Case:
     def notes(self) -> list[str]:
         """What was assumed."""
         found = []
-        if self.anatomy.has_towers:
-            found.append("an image or audio encoder is counted roughly: its parameters, without its activations")
-        elif not self.anatomy.is_exact:
+        if not self.anatomy.is_exact:
             family = self.anatomy.family
             found.append(f"this model's family is unknown: it is counted like {family}, and bounds are twice as wide")
         if self.setup.lora_rank:

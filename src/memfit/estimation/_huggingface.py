@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import ConfigError, MissingExtraError, UntraceableError, nearest
-from memfit.estimation._blocks import ChunkedHead, offload_activations
+from memfit.estimation._blocks import ChunkedHead
 from memfit.estimation._lora import CLASSIFIERS, add_lora, quantize_linears
 from memfit.estimation._program import find_dtypes
 from memfit.estimation._setup import Setup, find_lora_targets
@@ -58,7 +58,7 @@ def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, 
         notes.append(f"{count} fp32 adapters beside {', '.join(targets)}, without dropout, as PEFT runs them")
     if setup.loss_chunks > 1:
         head = _chunk_loss(model, setup, head, notes)
-    return model, batch, _make_loss(head, offload=setup.offload_activations), notes
+    return model, batch, _make_loss(head), notes
 
 
 @contextlib.contextmanager
@@ -72,17 +72,14 @@ def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def _make_loss(head: nn.Module | None, *, offload: bool) -> _Loss:
+def _make_loss(head: nn.Module | None) -> _Loss:
     """Return the loss of a batch: the model's own, or that of a chunked head."""
 
     def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from transformers import masking_utils
 
-        with contextlib.ExitStack() as stack:
-            # It takes fake positions for packed sequences; a real step finds none.
-            stack.enter_context(_swapped(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
-            if offload:
-                stack.enter_context(offload_activations(model))
+        # It takes fake positions for packed sequences; a real step finds none.
+        with _swapped(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None):
             if isinstance(head, ChunkedHead):
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
                 found: torch.Tensor = head(model(**inputs).logits, batch["labels"])

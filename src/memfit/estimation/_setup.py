@@ -13,12 +13,12 @@ Optimizer = Literal[
 ]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
-Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "tp"]
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Quantization = Literal["none", "nf4", "int8"]
 Loading = Literal["any", "shards", "whole"]
 
 #: The strategies that the formula computes; the others are traced.
-COMPUTED: tuple[Strategy, ...] = ("zero1", "zero2", "zero3", "tp")
+COMPUTED: tuple[Strategy, ...] = ("zero1", "zero2", "zero3")
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
 _LORA_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("t5", "mt5"), ("q", "v")),
@@ -51,7 +51,6 @@ class Setup:
         foreach: Whether the update runs over all weights at once, with temporaries of all of them: torch's default on
             CUDA. ``fused`` kernels and ``False`` need none.
         gradient_checkpointing: ``full`` keeps the inputs of blocks; ``selective`` also results of expensive operations.
-        offload_activations: Whether activations wait in host memory.
         attention: ``sdpa`` and ``flash`` keep no scores; ``eager`` does.
         loss_chunks: In how many chunks logits and loss are computed.
         compiled: Whether blocks run through ``torch.compile``.
@@ -76,7 +75,6 @@ class Setup:
     optimizer_in_backward: bool = False
     foreach: bool = True
     gradient_checkpointing: Checkpointing = "none"
-    offload_activations: bool = False
     attention: Attention = "sdpa"
     loss_chunks: int = 1
     compiled: bool = False
@@ -115,12 +113,6 @@ class Setup:
                 f"--quant {self.quantization} without --lora.",
                 "quantised weights are frozen: only adapters beside them are trained.",
                 "--lora 16, or --optimizer none for inference",
-            ),
-            (
-                self.quantization != "none" and self.strategy == "tp",
-                f"--quant {self.quantization} with --strategy tp.",
-                "tensor parallelism cannot split a quantised weight.",
-                "--strategy fsdp, or leave --quant out",
             ),
         )
         for is_wrong, what, rule, remedy in faults:

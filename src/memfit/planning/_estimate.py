@@ -98,9 +98,7 @@ class Question:
             return (one,)
         if self.global_batch is None:
             return [replace(one, batch=size) for size in range(1, _MOST_SAMPLES + 1)]
-        devices = 1 if one.strategy == "tp" else one.world_size
-        split_batch(self.global_batch, 1, devices)
-        each = self.global_batch // devices
+        each = split_batch(self.global_batch, 1, one.world_size)
         sizes = [size for size in range(1, each + 1) if each % size == 0]
         return [replace(one, batch=size, num_microbatches=each // size) for size in sizes]
 

@@ -74,8 +74,7 @@ def _equation(answer: Mapping[str, Any], log: Console) -> None:
         text = f"the largest batch that fits is {setup['batch']}" if chosen["fits"] else "not even a batch of 1 fits"
         say(log, text, "bold")
     if setup["optimizer"] != "none":
-        devices = 1 if setup["strategy"] == "tp" else setup["world_size"]
-        say(log, equation_of_batch(setup["batch"], setup["num_microbatches"], devices))
+        say(log, equation_of_batch(setup["batch"], setup["num_microbatches"], setup["world_size"]))
 
 
 def _change(answer: Mapping[str, Any], log: Console) -> None:

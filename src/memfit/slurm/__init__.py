@@ -1,9 +1,14 @@
-"""Slurm's tools: what they print, as records, and calls that submit, ask and cancel."""
+"""Slurm's tools: what they print, as records, calls that submit, ask and cancel, and batch scripts."""
 
 from memfit.slurm._accounting import Row as Row
 from memfit.slurm._accounting import parse_request as parse_request
 from memfit.slurm._accounting import parse_sacct as parse_sacct
 from memfit.slurm._accounting import parse_seconds as parse_seconds
+from memfit.slurm._batch_script import MEMORY_OPTIONS as MEMORY_OPTIONS
+from memfit.slurm._batch_script import BatchScript as BatchScript
+from memfit.slurm._batch_script import Setting as Setting
+from memfit.slurm._batch_script import parse_script as parse_script
+from memfit.slurm._batch_script import read_script as read_script
 from memfit.slurm._control import Element as Element
 from memfit.slurm._control import NoAnswerError as NoAnswerError
 from memfit.slurm._control import cancel_elements as cancel_elements

@@ -1,10 +1,16 @@
-"""Read a large log in one pass and bounded memory: its ends, and the lines around words that may tell a cause."""
+"""Read a log in pieces of UTF-8, packed or torn; of a large one, in one pass, its ends and what may tell a cause."""
 
 from __future__ import annotations
 
+import codecs
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from typing import BinaryIO
 
+_PIECE_BYTES = 4 << 20
 _HEAD_LINES, _HEAD_BYTES = 400, 1 << 16
 _TAIL_BYTES = 1 << 17
 _BEFORE, _AFTER = 60, 30
@@ -20,6 +26,34 @@ _WORDS = (
     ),
     (b"error,kill,exception,abort,signal", 20),
 )
+
+
+def read_pieces(source: BinaryIO) -> Iterator[bytes]:
+    """Yield the log as UTF-8; a torn archive ends where it is torn."""
+    pieces = iter(lambda: source.read(_PIECE_BYTES), b"")
+    first = next(pieces, b"")
+    if first.startswith(b"\x1f\x8b"):
+        pieces = _unzip(chain([first], pieces))
+        first = next(pieces, b"")
+    if first[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from pieces
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+    for piece in chain([first], pieces):
+        yield decoder.decode(piece).replace("\ufeff", "").encode(errors="replace")
+
+
+def _unzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    archive = zlib.decompressobj(wbits=31)
+    with suppress(zlib.error):
+        for piece in pieces:
+            while piece:
+                if archive.eof:  # another archive follows
+                    archive = zlib.decompressobj(wbits=31)
+                yield archive.decompress(piece, _PIECE_BYTES)
+                piece = archive.unconsumed_tail or archive.unused_data
+        yield archive.flush()
 
 
 class _Windows:

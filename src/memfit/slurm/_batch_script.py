@@ -13,7 +13,7 @@ from memfit.errors import UsageError
 #: The long names of sbatch's short options that are read. Source: sbatch(1), Slurm 24.11.
 _LONG = {"c": "cpus-per-task", "G": "gpus", "N": "nodes", "n": "ntasks", "p": "partition", "t": "time"}
 #: The options that request memory, each with its scope. Source: sbatch(1), srun(1), Slurm 24.11.
-MEMORY: dict[str, Scope] = {"mem": "node", "mem-per-cpu": "cpu", "mem-per-gpu": "gpu"}
+MEMORY_OPTIONS: dict[str, Scope] = {"mem": "node", "mem-per-cpu": "cpu", "mem-per-gpu": "gpu"}
 _DIRECTIVE = re.compile(
     r"(?:--(?P<long>[a-z][a-z-]*)|-(?P<short>[A-Za-z]))(?:(?:=|[ \t]+(?!-))?(?P<value>[^\s#]+))?(?!\S)"
 )
@@ -74,12 +74,12 @@ class BatchScript:
     @property
     def memory(self) -> Setting | None:
         """The last directive that requests memory."""
-        return next((one for one in reversed(self.given) if one.key in MEMORY), None)
+        return next((one for one in reversed(self.given) if one.key in MEMORY_OPTIONS), None)
 
     @property
     def step_memory(self) -> tuple[Setting, ...]:
         """What its ``srun`` commands request themselves, each for its own step."""
-        return tuple(one for one in self.settings if one.key in MEMORY and self._is_of_srun(one))
+        return tuple(one for one in self.settings if one.key in MEMORY_OPTIONS and self._is_of_srun(one))
 
     def _is_of_srun(self, setting: Setting) -> bool:
         first = self.command_of(setting.line)
