@@ -15,19 +15,12 @@ GIB, MIB = 1 << 30, 1 << 20
 DEVICE = {"cuda:0": {"allocated_peak_bytes": 3 * GIB, "reserved_peak_bytes": 4 * GIB}}
 MEMORY = {
     "metric": "non_reclaimable",
-    "parts": {
-        "cuda:0": {"weights_bytes": GIB, "gradients_bytes": GIB, "optimizer_bytes": 2 * GIB},
-        "cpu": {"optimizer_bytes": 40},
-    },
     "phases": {
         "train": {"host_bytes": 900 * MIB, "devices": DEVICE},
         "validate": {"host_bytes": 800 * MIB, "devices": {}},
     },
 }
-LINE = (
-    "weights 1.00 GiB + gradients 1.00 GiB + optimizer 2.00 GiB (cuda:0); optimizer 40 B (cpu); "
-    "host non-reclaimable: train 900.0 MiB, validate 800.0 MiB; cuda:0 peak: train 3.00 GiB of 4.00 GiB reserved"
-)
+LINE = "host non-reclaimable: train 900.0 MiB, validate 800.0 MiB; cuda:0 peak: train 3.00 GiB of 4.00 GiB reserved"
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def test_the_summary_has_that_of_each_jobs_last_epoch(trained):
         file = io.StringIO()
         print_summary(trained.run, Console(file=file, width=120), verbose=verbose)
         texts.append(file.getvalue())
-    assert f"memory    fold_1 epoch 2: {LINE}" in texts[1] and "gradients" not in texts[0]
+    assert f"memory    fold_1 epoch 2: {LINE}" in texts[1] and "non-reclaimable" not in texts[0]
     found = json.loads(json.dumps(summarize(trained.run)))
     jobs = {job["job"]: (job["epoch"], job["epoch_memory"]) for job in found["jobs"]}
     assert jobs["fold_1"] == (2, MEMORY) and jobs["fold_2"] == (None, None)
@@ -67,18 +60,16 @@ def test_the_page_has_a_table_of_all(trained, tmp_path):
         series.append(Sample(trained.start + at, 1, MIB, 0, MIB, MIB, "train"))
     series.close()
     text = write_page(trained.run, tmp_path / "page.html").read_text()
-    table = text[text.index("Memory of each epoch, by part and by phase") :]
+    table = text[text.index("Memory of each epoch, by phase") :]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", table[: table.index("</table>")])
     rows = [tuple(cells[at : at + 5]) for at in range(0, len(cells), 5)]
-    assert ("fold_1", "2", "optimizer", "cuda:0", "2.00 GiB") in rows
     assert ("fold_1", "2", "end of validate", "host, non-reclaimable", "800.0 MiB") in rows
     assert ("fold_1", "2", "peak of train", "cuda:0", "3.00 GiB of 4.00 GiB reserved") in rows
-    assert len(rows) == 7
+    assert len(rows) == 3
 
 
 def test_a_tracker_shows_each_figure_by_its_name():
     numbers = dict(numbers_of({"kind": "epoch", "epoch": 2, "train_loss": 0.5, "memory": MEMORY}))
-    assert numbers["memory/parts/cuda:0/weights_bytes"] == GIB
     assert numbers["memory/phases/train/host_bytes"] == 900 * MIB
     assert numbers["memory/phases/train/devices/cuda:0/reserved_peak_bytes"] == 4 * GIB
-    assert len(numbers) == 1 + 4 + 2 + 2
+    assert len(numbers) == 1 + 2 + 2

@@ -39,9 +39,7 @@ def watch(
         str | None,
         typer.Argument(help="A run's folder, name or experiment; by default the newest run.", show_default=False),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also show the memory of each epoch, by part and by phase.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also show the memory of each epoch, by phase.")] = False,
 ) -> None:
     """Show a run while it goes on: its jobs, their phases and their memory.
 

@@ -11,7 +11,6 @@ from memfit.units import format_bytes
 _PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
 _SHAPE = {
     "metric": str,
-    "parts": {str: {str: int}},
     "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}},
 }
 
@@ -26,12 +25,10 @@ def explain_memory(memory: Mapping[str, Any]) -> str:
     """Return an epoch's memory in a line.
 
     >>> phases = {"train": {"host_bytes": 300 << 20, "devices": {}}}
-    >>> explain_memory({"metric": "rss", "parts": {"cpu": {"weights_bytes": 9 << 20}}, "phases": phases})
-    'weights 9.0 MiB (cpu); host rss: train 300.0 MiB'
+    >>> explain_memory({"metric": "rss", "phases": phases})
+    'host rss: train 300.0 MiB'
     """
     said = []
-    for device, parts in memory["parts"].items():
-        said.append(" + ".join(f"{_part(name)} {format_bytes(size)}" for name, size in parts.items()) + f" ({device})")
     phases = memory["phases"]
     if phases:
         sizes = ", ".join(f"{name} {format_bytes(one['host_bytes'])}" for name, one in phases.items())
@@ -48,16 +45,10 @@ def memory_rows(event: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if memory is None:
         return
     job = (str(event["job"]), str(event.get("epoch", "")))
-    for device, parts in memory["parts"].items():
-        yield from ((*job, _part(name), device, format_bytes(size)) for name, size in parts.items())
     metric = memory["metric"].replace("_", "-")
     for phase, one in memory["phases"].items():
         yield (*job, f"end of {phase}", f"host, {metric}", format_bytes(one["host_bytes"]))
         yield from ((*job, f"peak of {phase}", device, _peak(one, device)) for device in one["devices"])
-
-
-def _part(name: str) -> str:
-    return name.removesuffix("_bytes")
 
 
 def _peak(phase: Mapping[str, Any], device: str) -> str:

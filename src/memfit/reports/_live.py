@@ -73,7 +73,7 @@ class LiveRun:
         console: Where to show it.
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
-        verbose: Also print the memory of each epoch, by part and by phase.
+        verbose: Also print the memory of each epoch, by phase.
 
     Example:
         >>> import tempfile; from pathlib import Path

@@ -317,7 +317,7 @@ def _moments(seen: _Seen) -> Iterator[str]:
     epochs = [event for event in events if event["kind"] == "epoch" and event.get("job") in seen.series]
     if parts := [row for event in epochs for row in memory_rows(event)]:
         table = _table(("job", "epoch", "what", "where", "bytes"), parts[-_MOST_MOMENTS:], num_words=4)
-        yield _folded("Memory of each epoch, by part and by phase", table)
+        yield _folded("Memory of each epoch, by phase", table)
 
 
 def _phase(sample: Sample) -> str:

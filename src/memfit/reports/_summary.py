@@ -281,7 +281,7 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
 
 
 def _epoch_memory(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
-    """Yield the memory of each job's last epoch, by part and by phase."""
+    """Yield the memory of each job's last epoch, by phase."""
     for row in rows[:_MOST_LINES]:
         event = view.last("epoch", row.status.job_id) or {}
         if (memory := memory_of(event)) is not None:
