@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from memfit.data import Panel, pack
-from memfit.data._manifest import write_sealed
+from memfit.data import Panel, _manifest, pack, write_sealed
 from memfit.errors import DamagedError, DataError
 
 FILES = ["assets.json", "dates.npy", "history.npy", "manifest.json", "present.npy", "targets.npy", "values.npy"]
@@ -88,7 +87,7 @@ def test_a_damaged_panel_in_the_cache_is_refused_and_not_silently_rebuilt(
 def test_damage_is_named_to_within_a_chunk(
     make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.data._manifest.CHUNK_BYTES", 1024)
+    monkeypatch.setattr(_manifest, "CHUNK_BYTES", 1024)
     panel = Panel.build(make_table(40, 30), tmp_path, features=["f0"])
     flip(panel.path / "values.npy", 3000, 4)
     with pytest.raises(DamagedError, match=r"values\.npy was changed between bytes 2048 and 3072"):
@@ -98,8 +97,8 @@ def test_damage_is_named_to_within_a_chunk(
 @pytest.fixture
 def large(make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Panel:
     """A panel of far more blocks than an opening checks: each has 1 KiB, and an opening checks 20."""
-    monkeypatch.setattr("memfit.data._manifest.BLOCK_BYTES", 1024)
-    monkeypatch.setattr("memfit.data._manifest._NUM_SAMPLED", 20)
+    monkeypatch.setattr(_manifest, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(_manifest, "_NUM_SAMPLED", 20)
     panel = Panel.build(make_table(100, 100), tmp_path, features=["f0"])
     assert panel.nbytes > 80 * 1024
     return panel
