@@ -193,23 +193,13 @@ def test_without_hard_links_the_names_are_copies(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
 
 
-def test_of_damaged_checkpoints_the_last_good_one_is_taken_and_the_damaged_are_named(folder):
-    flip(folder / "checkpoint_epoch_3.pt", 200)  # the latest is the same file
-    with pytest.warns(CheckpointWarning) as caught:
-        path, state = CheckpointFolder(folder, 3).newest()
-    assert state["epoch"] == 2
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "latest_checkpoint.pt" in text
-    assert "checkpoint_epoch_3.pt" in text
-    assert "Taken instead: checkpoint_epoch_2.pt." in text
-    assert path.name == "checkpoint_epoch_2.pt"
-
-
 def test_a_fit_that_lost_its_last_checkpoint_ends_with_the_same_bytes(folder):
     expected = load_checkpoint(folder / "latest_checkpoint.pt")
     os.truncate(folder / "latest_checkpoint.pt", 500)
-    with pytest.warns(CheckpointWarning, match="cut short"):
+    with pytest.warns(CheckpointWarning, match=r"cut short.* Taken instead: checkpoint_epoch_2\.pt\.") as caught:
         _, result = train_to(folder, 3, values=[1.0, 3.0])
+    damaged = " ".join(str(warning.message) for warning in caught)
+    assert "latest_checkpoint.pt" in damaged and "checkpoint_epoch_3.pt" in damaged
     again = load_checkpoint(folder / "latest_checkpoint.pt")
     assert (result.resumed_from, result.epochs_run, result.best_epoch) == (2, 1, 2)
     assert torch.equal(again["model"]["weight"], expected["model"]["weight"])

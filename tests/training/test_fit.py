@@ -420,19 +420,6 @@ def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path):
 # --- before the first step
 
 
-@pytest.mark.slow
-def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
-    def fit(path, preflight):
-        trainer = half(path)
-        return trainer, trainer.fit(loader(num_workers=2), VALID, num_epochs=2, preflight=preflight).history
-
-    (left, one), (right, two) = fit(tmp_path / "with", True), fit(tmp_path / "without", False)
-    assert one == two
-    assert same_fits(left, right)
-    (event,) = events("preflight")
-    assert list(event["phases"]) == ["train", "validate", "checkpoint"]
-
-
 def test_the_record_of_a_fit_says_which_optimizer_and_schedule_ran_with_which_settings(events):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.RAdam(model.parameters(), lr=0.25, weight_decay=0.5)
@@ -459,32 +446,6 @@ def test_the_record_of_a_fit_has_the_constants_of_a_loss_that_is_a_dataclass(eve
         Trainer(model, loss=loss, precision="bf16-mixed").fit(loader(), num_epochs=1)
     first, second = events("trainer")
     assert first["loss"].endswith("Scaled(scale=0.5)") and second["loss"] == "squared"
-
-
-def test_a_preflight_leaves_the_loaders_generators_alone():
-    def validate(model, valid):
-        assert len(list(valid)) == 6
-        return {"valid_loss": 0.5}
-
-    fits = []
-    for preflight in (True, False):
-        fits.append(make())
-        loaders = [loader(generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-        fits[-1].fit(*loaders, num_epochs=2, evaluate=validate, preflight=preflight)
-    assert same_fits(*fits)
-
-
-@pytest.mark.slow
-def test_a_preflight_finds_the_validation_that_will_not_fit_before_the_first_step():
-    def loss(model, x):
-        if not model.training:
-            raise MemoryError
-        return squared(model, x)
-
-    trainer = make(loss=loss)
-    with pytest.raises(JobFailedError, match="One sample of a validation batch of 8 does not fit"):
-        trainer.fit(loader(), VALID, num_epochs=1, evaluate=lambda model, valid: {"valid_loss": 0.5})
-    assert same_fits(trainer, make())
 
 
 def test_an_evaluation_of_ones_own_sees_whole_validations_only(events):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+from ruamel.yaml import YAML
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
@@ -23,13 +24,14 @@ import kills  # noqa: E402
 from memfit import run  # noqa: E402
 from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
+from memfit.estimation import _changes  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import compiling, text, training  # noqa: E402
-from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
+from memfit_workloads.recipes.params import SETTINGS, RecipesParams, equation, plan_of  # noqa: E402
 
 SMALL = {
     "data": {"num_pairs": 60},
@@ -441,6 +443,15 @@ def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu
         again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=[*overrides, *own])
         assert (again["verdict"], again["setup"]) == ("fits", found["change"]["setup"])
     assert not [note for note in found["notes"] if "--" in note.replace("--set params.precision=bf16-mixed", "")]
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_option_makes(option):
+    text = SETTINGS[option].format(4).removeprefix("params.")
+    before, field = RecipesParams(batch_size=8, gradient_accumulation_steps=16, precision="bf16"), text.partition("=")
+    after = RecipesParams.model_validate(before.model_dump() | {field[0]: YAML(typ="safe").load(field[2])})
+    options = _changes.list_options(plan_of(before)[1], plan_of(after)[1])
+    assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
 
 
 def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
