@@ -203,7 +203,7 @@ def _measure_one(
     data = files_of(loader) if files is None else list(files)
     if data and hasattr(os, "posix_fadvise"):
         _drop_pages(loader, data)
-        pace, _ = _pace(loader, None, seconds, num_epochs=1)
+        pace, _, _ = _pace(loader, None, seconds, others, num_epochs=1)
         cold = pace if pace.num_batches else None
     _close(loader)
     del loader
@@ -212,11 +212,10 @@ def _measure_one(
     began = time.perf_counter()
     loader = make_loader(num_workers)
     made_seconds = time.perf_counter() - began
-    sizes: list[int] = []
-    warm, first_seconds = _pace(loader, None, seconds, at_end=lambda: sizes.append(_private_bytes_of_new(others)))
-    trained = None if step is None else _pace(loader, step, seconds)[0]
+    warm, first_seconds, private_bytes = _pace(loader, None, seconds, others)
+    trained = None if step is None else _pace(loader, step, seconds, others)[0]
     _close(loader)
-    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, sizes[-1])
+    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, private_bytes)
 
 
 def _drop_pages(loader: Any, files: Sequence[Path]) -> None:
@@ -242,40 +241,33 @@ def _read_files(files: Sequence[Path], most_seconds: float) -> None:
 
 def _pace(
     loader: Iterable[Any],
-    consume: Callable[[Any], object] | None,
+    step: Callable[[Any], object] | None,
     seconds: float,
-    *,
+    others: set[psutil.Process],
     num_epochs: int | None = None,
-    at_end: Callable[[], object] | None = None,
-) -> tuple[Pace, float]:
-    """Return a measurement and the seconds to its first batch; call ``at_end`` while the workers live."""
-    clock = time.perf_counter
-    waited = computed = first = 0.0
-    num_batches = num_samples = num_bytes = 0
+) -> tuple[Pace, float, int]:
+    """Return a measurement, the seconds to its first batch, and the private bytes of the loader's processes."""
+    clock, batches = time.perf_counter, _endless(loader, num_epochs)
+    waits: list[float] = []
+    steps: list[float] = []
+    sizes: list[tuple[int, int]] = []
     began = asked = clock()
-    batches = _endless(loader, num_epochs)
-    for number, batch in enumerate(batches):
-        if consume is None:
+    for batch in batches:
+        if step is None:
             _read(batch)
-        arrived = clock()
-        if number == 0:
-            first = arrived - began
-        else:
-            waited += arrived - asked
-            size = size_of(batch)
-            num_batches, num_samples, num_bytes = num_batches + 1, num_samples + size[0], num_bytes + size[1]
+        waits.append(clock() - asked)
+        sizes.append(size_of(batch))
         begun = clock()
-        if consume is not None:
-            consume(batch)
+        if step is not None:
+            step(batch)
         asked = clock()
-        if number:
-            computed += asked - begun
-        if number and asked - began - first >= seconds:
+        steps.append(0.0 if step is None else asked - begun)
+        if len(waits) > 1 and asked - began - waits[0] >= seconds:
             break
-    if at_end is not None:
-        at_end()
+    private_bytes = _private_bytes_of_new(others)
     batches.close()
-    return Pace(num_batches, num_samples, num_bytes, waited, computed if consume else 0.0), first
+    samples, num_bytes = (sum(one[place] for one in sizes[1:]) for place in (0, 1))
+    return Pace(len(sizes) - 1, samples, num_bytes, sum(waits[1:]), sum(steps[1:])), waits[0], private_bytes
 
 
 def _endless(loader: Iterable[Any], num_epochs: int | None) -> Generator[Any, None, None]:
@@ -337,8 +329,8 @@ def _read(batch: Any) -> None:
         if isinstance(leaf, np.ndarray):
             if leaf.size and not leaf.dtype.hasobject:
                 np.maximum.reduce(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-        elif (torch := sys.modules.get("torch")) is not None and isinstance(leaf, torch.Tensor):
-            leaf.detach().sum()
+        elif getattr(getattr(leaf, "device", None), "type", "") == "cpu":  # a tensor
+            leaf.sum()
 
 
 def files_of(loader: Any) -> list[Path]:
