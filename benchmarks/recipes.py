@@ -129,7 +129,7 @@ def compiling(folder: Path, num_lines: int) -> None:
     print(f"gain: {np.median(gains):.2f} times as fast (95 % {low:.2f} to {high:.2f}, {num_rounds} rounds)")
     print(
         f"warm-up {found['warm_up_seconds']:.0f} s, {found['num_graphs']} graphs, "
-        f"{found['num_recompiles']} recompiles, {found['num_graphs_after_warm_up']} graphs after it; "
+        f"{found['num_graphs_after_warm_up']} graphs after it; "
         f"{more / 2**20:.0f} MiB more of the process's own memory"
     )
     if each[0] > each[1]:

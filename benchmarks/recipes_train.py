@@ -117,7 +117,7 @@ def child_train(run: Path, out: Path, steps: int, log: Path | None) -> None:
     done.set()
     watcher.join()
     weights = blake2b(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-    history = [[one.train_loss, one.samples_per_second, one.wait_share, one.pad_share] for one in result.history]
+    history = [[one.train_loss, one.samples_per_second, one.wait_share] for one in result.history]
     facts = {"added": most[0] - before, "imports": before, "opened": opened, "history": history, "weights": weights}
     (out / "facts.json").write_text(json.dumps(facts))
 
@@ -334,8 +334,8 @@ def run(folder: Path, num_lines: int) -> None:
     print(
         f"training: {added:.0f} MB anonymous above the {imports:.0f} MB of its imports; {facts['opened']:.1f} s to open"
     )
-    for number, (loss, rate, waits, pads) in enumerate(facts["history"], 1):
-        figures = f"loss {loss:.2f}, {rate:,.0f} samples/s, waits {waits:.2%}, pads {pads:.1%}"
+    for number, (loss, rate, waits) in enumerate(facts["history"], 1):
+        figures = f"loss {loss:.2f}, {rate:,.0f} samples/s, waits {waits:.2%}"
         print(f"  epoch {number}, {STEPS} steps: {figures}")
     sys.stdout.flush()
     subprocess.run(child("turns", run_path), check=True)

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -33,12 +32,9 @@ def build(  # noqa: PLR0913 - one argument per key of the JSON
     log: str | None = None,
     stop_at: float | None = None,
     watch_memory: bool = False,
-    max_file_bytes: int | None = None,
 ) -> None:
     """Builds a panel; ``stop_at`` is the share of rows at which it says so and waits for a line."""
     peak, stopped = 0, False
-    if max_file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
     def progress(done: int, total: int) -> None:
         nonlocal peak, stopped

@@ -50,33 +50,14 @@ def parquet(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts child.py with a verb and JSON arguments; ends what is left of it."""
+def children_of(program: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Gives a function that starts a program with a verb and JSON arguments; ends what is left of it."""
     started: list[subprocess.Popen[str]] = []
+    pipe = subprocess.PIPE
 
     def start(verb: str, **arguments: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(CHILD), verb, json.dumps(arguments, default=str)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(child)
-        return child
-
-    yield start
-    for child in started:
-        if child.poll() is None:
-            child.kill()
-        child.communicate()
-
-
-@pytest.fixture
-def start_panel_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts panel_child.py with a verb and JSON arguments; ends what is left of it."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(verb: str, **arguments: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(PANEL_CHILD), verb, json.dumps(arguments, default=str)]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        command = [sys.executable, str(program), verb, json.dumps(arguments, default=str)]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
         return started[-1]
 
     yield start
@@ -84,6 +65,16 @@ def start_panel_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if child.poll() is None:
             child.kill()
         child.communicate()
+
+
+@pytest.fixture
+def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    yield from children_of(CHILD)
+
+
+@pytest.fixture
+def start_panel_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    yield from children_of(PANEL_CHILD)
 
 
 @pytest.fixture(scope="session")

@@ -31,12 +31,9 @@ def pauses(stop_at: float | None) -> Callable[[int, int], None]:
     return progress
 
 
-def append(panel: str, source: str, stop_at: float | None = None, max_file_bytes: int | None = None) -> None:
+def append(panel: str, source: str, stop_at: float | None = None) -> None:
     """Appends, and pauses at a share of the rows."""
-    opened = Panel.open(panel)
-    if max_file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-    print(json.dumps(str(opened.append(source, progress=pauses(stop_at)).path)), flush=True)
+    print(json.dumps(str(Panel.open(panel).append(source, progress=pauses(stop_at)).path)), flush=True)
 
 
 def within(data_bytes_more: int, panel: str, source: str) -> None:

@@ -16,14 +16,14 @@ import pyarrow as pa
 import pytest
 
 from data import transforms
-from memfit.data import DateBatches, Loader, Panel, WindowBatch
+from memfit.data import DateBatches, Loader, Panel, WindowBatch, _position
 from memfit.errors import DataError, UsageError
 
 
 @pytest.fixture(autouse=True)
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads make even what is made in no time."""
-    monkeypatch.setattr("memfit.data._position._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(_position, "_LEAST_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

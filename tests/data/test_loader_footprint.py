@@ -9,8 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from memfit.data import Loader, Padding, Panel, SequenceLoader, _loader_footprint, loader_footprint, pack
-from memfit.data._loader_footprint import data_size
+from memfit.data import Loader, Padding, Panel, SequenceLoader, _loader_footprint, data_size, loader_footprint, pack
 from memfit.errors import JobFailedError, UsageError
 from memfit.memory import ProcReader
 

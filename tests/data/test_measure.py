@@ -138,14 +138,6 @@ def test_a_trainer_given_by_its_step_sleeps_the_rest_of_it(clock: Clock) -> None
     assert "enough" in measured.text
 
 
-@pytest.mark.slow
-def test_counts_of_workers_are_measured_once_each_in_rising_order(clock: Clock) -> None:
-    asked: list[int] = []
-    found = measure_loader(lambda number: asked.append(number) or Timed(clock, 1.0), num_workers=[2, 0, 2], seconds=1.0)
-    assert [one.num_workers for one in found.reports] == [0, 2]
-    assert sorted(set(asked)) == [0, 2]
-
-
 @pytest.mark.parametrize("more", [{"num_workers": []}, {"num_workers": [-1]}, {"seconds": 0.0}, {"consume": -1.0}])
 def test_what_cannot_be_measured_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -197,7 +189,7 @@ def test_pages_are_dropped_though_the_loader_maps_them(panel: Panel, tmp_path: P
         text, total, counts = Path("/proc/self/smaps").read_text().splitlines(), 0, False
         for line in text:
             if "-" in line.split()[0]:
-                counts = line.endswith(("values.npy", "data.bin"))
+                counts = str(tmp_path) in line and line.endswith(("values.npy", "data.bin"))
             elif counts and line.startswith("Rss:"):
                 total += int(line.split()[1]) << 10
         return total
@@ -205,18 +197,6 @@ def test_pages_are_dropped_though_the_loader_maps_them(panel: Panel, tmp_path: P
     before = mapped_bytes()
     measuring._drop_pages(SimpleNamespace(panel=panel, packed=packed), [])
     assert mapped_bytes() == 0 < before
-
-
-@pytest.mark.parametrize("kind", ["array", "strided", "empty", "bool", "object"])
-def test_arrays_of_any_kind_are_read(kind: str) -> None:
-    arrays = {
-        "array": np.zeros((3, 2)),
-        "strided": np.zeros((4, 6))[::2, ::3],
-        "empty": np.zeros((0, 3)),
-        "bool": np.zeros(7, bool),
-        "object": np.array([None, "x"], object),
-    }
-    measuring._read([arrays[kind], SimpleNamespace(), "text", 3])
 
 
 class Counted:
@@ -285,5 +265,7 @@ def test_tensors_are_sized_and_read_as_arrays_are() -> None:
     torch = pytest.importorskip("torch")
     batch = (torch.ones(4, 3, dtype=torch.bfloat16), [torch.zeros(4), "ab"], torch.ones(6, 4).t(), torch.empty(0))
     assert measuring.size_of(batch) == (4, 24 + 16 + 2 + 96)
-    measuring._read(batch)
-    assert measuring._as_array(torch.ones(2, device="meta")) is None
+    measured = measure_loader(
+        lambda number: [batch, np.array([None]), np.zeros((4, 6))[::2]], num_workers=[0], seconds=0.01
+    )
+    assert measured.reports[0].warm.num_samples > 0

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.data import PackedDataset, Panel, pack
-from memfit.data._manifest import write_sealed
+from memfit.data import PackedDataset, Panel, pack, write_sealed
 from memfit.errors import DamagedError, DataError
 
 torch = pytest.importorskip("torch")
@@ -199,7 +198,7 @@ def test_a_file_that_names_code_is_refused_when_it_is_read(content, tmp_path, mo
     assert not (tmp_path / "called").exists()
 
 
-def test_packed_objects_of_memfit_0_1_are_refused_by_their_format(tmp_path):
+def test_packed_objects_of_another_format_are_refused(tmp_path):
     pack([1], tmp_path / "packed")
     fields = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     del fields["checksum"]
@@ -362,22 +361,6 @@ def test_workers_that_read_all_objects_do_not_copy_them(tmp_path):
         assert packed - empty < 0.1 * (listed - empty) + (4 << 20)
 
 
-def test_several_that_pack_at_once_make_one(tmp_path):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        results = pool.map(_try_to_pack, [(str(tmp_path / "packed"), name) for name in "abcd"], chunksize=1)
-    (made,) = [name for name in results if name]
-    assert list(PackedDataset.open(tmp_path / "packed", verify="full")) == [made] * 1000
-
-
-def _try_to_pack(arguments):
-    path, name = arguments
-    try:
-        pack([name] * 1000, path)
-    except DataError:
-        return ""
-    return name
-
-
 @pytest.mark.parametrize("value", [np.bytes_(b"x\0"), np.str_("x\0"), np.str_("\0")], ids=repr)
 def test_numpy_text_that_its_arrays_cut_is_refused(value, tmp_path):
     with pytest.raises(DataError, match=r"object 1 cannot be packed: it is or holds a numpy.* that ends with a zero"):
@@ -395,14 +378,9 @@ def test_one_object_in_place_of_a_list_is_refused(one, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["file/x", "file/sub/x"])
+@pytest.mark.parametrize("place", ["file/x", "file/sub/x", "/proc/packed"])
 def test_a_folder_that_cannot_be_made_is_refused(place, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"nothing can be written in .*file") as caught:
+    with pytest.raises(DataError, match=r"nothing can be written in .*(file|/proc)") as caught:
         pack([1], tmp_path / place)
     assert (caught.value.rule, caught.value.remedy) > ("", "")
-
-
-def test_a_folder_that_takes_no_lock_is_refused_at_once():
-    with pytest.raises(DataError, match="nothing can be written in /proc"):
-        pack([1], "/proc/packed")

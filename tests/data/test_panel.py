@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.data import Panel
-from memfit.data._manifest import MANIFEST
 from memfit.errors import DataError
 
 NAMES = ["values", "targets", "present", "history", "dates"]
@@ -76,25 +75,15 @@ def test_the_first_and_last_row_of_an_asset_are_its_listing_and_delisting(tmp_pa
     assert panel.last_dates.astype(str).tolist() == ["2024-01-04", "2024-01-03", "2024-01-04"]
 
 
-def test_eligible_are_full_windows_with_a_target_on_dates_of_enough_assets(
-    make_table: Callable[..., pa.Table], tmp_path: Path
-) -> None:
+def test_history_says_where_windows_are_whole(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
     panel = Panel.build(make_table(25, 9), tmp_path, features=["f0", "f1", "f2"], targets=["ret"])
-    for lookback, target, min_assets in ((1, None, 1), (3, "ret", 1), (3, None, 3), (3, "ret", 4), (26, None, 1)):
+    for lookback in (1, 3, 26):
         expected = np.zeros(panel.shape[:2], bool)
         for date in range(lookback - 1, 25):
-            whole = np.isfinite(panel.values[date - lookback + 1 : date + 1]).all(axis=(0, 2))
-            if target:
-                whole &= np.isfinite(panel.target(target)[date])
-            if whole.sum() >= min_assets:
-                expected[date] = whole
-        found = panel.eligible(lookback, target=target, min_assets=min_assets)
-        np.testing.assert_array_equal(found, expected)
-    assert panel.eligible(3).any()
+            expected[date] = np.isfinite(panel.values[date - lookback + 1 : date + 1]).all(axis=(0, 2))
+        np.testing.assert_array_equal(panel.history >= lookback, expected)
     with pytest.raises(DataError, match="no target"):
-        panel.eligible(3, target="rett")
-    with pytest.raises(DataError, match="lookback is 0"):
-        panel.eligible(0)
+        panel.target("rett")
 
 
 def test_the_fingerprint_and_the_bytes_of_a_panel_are_those_of_earlier_versions(tmp_path: Path) -> None:
@@ -102,7 +91,7 @@ def test_the_fingerprint_and_the_bytes_of_a_panel_are_those_of_earlier_versions(
     panel = Panel.build(rows, tmp_path, features=["f"])
     later = pa.table({"date": ["2024-01-04"], "code": ["A"], "f": [4.0]})
     assert (panel.fingerprint[:16], panel.append(later).fingerprint[:16]) == ("d2b8bd9a81306a85", "e28ae8da9df3b9c7")
-    assert hashlib.sha256((panel.path / MANIFEST).read_bytes()).hexdigest()[:16] == "9d9d3acecfd507da"
+    assert hashlib.sha256((panel.path / "manifest.json").read_bytes()).hexdigest()[:16] == "9d9d3acecfd507da"
 
 
 def test_the_newest_panel_of_a_cache_folder_is_found(panel: Panel, make_table: Callable[..., pa.Table]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import Padding, SequenceLoader, pack
+from memfit.data import Padding, SequenceLoader, _position, pack
 from memfit.errors import DataError, UsageError
 
 PADDING = Padding(0, multiple_of=4)
@@ -16,7 +16,7 @@ PADDING = Padding(0, multiple_of=4)
 @pytest.fixture(autouse=True)
 def always_ahead(monkeypatch):
     """Threads make even what is made in no time."""
-    monkeypatch.setattr("memfit.data._position._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(_position, "_LEAST_SECONDS", 0.0)
 
 
 def rows(lengths):
@@ -77,6 +77,20 @@ def test_the_order_is_of_seed_and_epoch_and_buckets_save_what_fills_up():
             sum(one["attention_mask"].sum() for one in batches) / sum(one["attention_mask"].size for one in batches)
         )
     assert shares[0] > 0.9 and shares[1] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("how", "fingerprint", "batches"),
+    [
+        ({"batch": 2, "shuffle": 3, "bucket": 2}, "270ba9d250aa93a2", [[3, 7], [1, 4], [2, 0], [5, 6]]),
+        ({"max_tokens": 24, "shuffle": 3}, "561a4618bf9fddf5", [[1, 4], [5, 6, 3], [2, 0, 7]]),
+        ({"batch": 3}, "3c871ca5ba4dcb45", [[0, 1, 2], [3, 4, 5], [6, 7]]),
+    ],
+)
+def test_the_order_of_an_epoch_and_its_fingerprint_stay_as_they_were_for_saved_states(how, fingerprint, batches):
+    loader = SequenceLoader(rows([3, 9, 4, 8, 5, 7, 6, 2]), PADDING, **how)
+    assert drawn(loader, 1) == batches
+    assert loader.state_dict() == {"epoch": 1, "position": len(batches), "fingerprint": fingerprint}
 
 
 def test_batches_of_one_budget_differ_from_epoch_to_epoch_though_their_number_does_not():

@@ -14,10 +14,8 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-from memfit.data import Panel
+from memfit.data import Panel, Source
 from memfit.data import _source as source_module
-from memfit.data._manifest import chunk_digests
-from memfit.data._source import Source
 from memfit.errors import DataError
 
 DAYS = [datetime.date(2024, 1, 31), datetime.date(1969, 12, 31)]
@@ -229,14 +227,3 @@ def test_rows_come_in_the_sources_order_in_small_batches(make_table: Callable[..
     assert max(batch.num_rows for batch in batches) <= 65536
     assert len(batches) > 1
     assert pa.Table.from_batches(batches).equals(table.select(["date", "f0"]).cast(batches[0].schema))
-
-
-def test_chunks_are_hashed_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.data._manifest.CHUNK_BYTES", 3 << 20)
-    content = np.random.default_rng(0).bytes((6 << 20) + 5)
-    (tmp_path / "file").write_bytes(content)
-    digests = list(chunk_digests(tmp_path / "file"))
-    assert len(digests) == len(set(digests)) == 3
-    (tmp_path / "file").write_bytes(content[: 3 << 20] + b"x" + content[(3 << 20) + 1 :])
-    changed = list(chunk_digests(tmp_path / "file"))
-    assert [a == b for a, b in zip(digests, changed, strict=True)] == [True, False, True]

@@ -3,6 +3,8 @@
 Run as a script: one import of torch, then a forked child for each fit. A *moment* is a step, a validation, a file
 opened to be written, renamed, linked or removed in the checkpoint folder, or a piece of a checkpoint written. A
 checkpoint is written after every step.
+
+The second argument says which moments are tried: 1 for all, 3 for each third one and all inside of ``torch.save``.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, _checkpoint, load_checkpoint, seed_everything
+from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, load_checkpoint, seed_everything
 
 NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 2, 12, 6
 WATCHED = {"open", "os.rename", "os.link", "os.remove"}
@@ -32,13 +34,31 @@ class Moments:
 
     seen = 0
     deadly = 0
-    counted = frozenset({"step", "file"})
+    counted = frozenset({"step", "file", "piece"})
+    in_save = ()  # the numbers of those inside of torch.save
 
     @classmethod
     def pass_one(cls, kind: str) -> None:
-        cls.seen += kind in cls.counted
-        if cls.seen == cls.deadly and kind in cls.counted:
+        if kind not in cls.counted:
+            return
+        cls.seen += 1
+        if kind == "piece":
+            cls.in_save += (cls.seen,)
+        if cls.seen == cls.deadly:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Pieces:
+    """A file whose writer passes a moment now and then."""
+
+    def __init__(self, file):
+        self.file, self.flush, self.number = file, file.flush, 0
+
+    def write(self, data):
+        self.number += 1
+        if self.number % 60 == 0:
+            Moments.pass_one("piece")
+        return self.file.write(data)
 
 
 class Shuffled:
@@ -109,10 +129,10 @@ def fit(folder: Path, kind: str) -> str:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
-    ema = Ema(0.7, snapshot_epochs=(2,))
+    ema = Ema(0.7)
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, schedule=schedule, ema=ema, checkpoint_dir=folder, seed=11,
-        max_grad_norm=5.0, keep_epochs=1, checkpoint_seconds=0.0,
+        max_grad_norm=5.0, keep_epochs=1, milestones=(2,), checkpoint_seconds=0.0,
     )  # fmt: skip
     result = trainer.fit(
         data_of(kind),
@@ -143,8 +163,10 @@ def describe(value) -> str:
     return repr(value)
 
 
-def in_child(folder: Path, deadly: int, kind: str = "indexed") -> tuple[int, int, str]:
+def in_child(folder: Path, deadly: int, kind: str = "indexed") -> tuple[int, list, str]:
     """Fit in a forked child that dies at its ``deadly``-th moment (0: never): its signal, its moments, its digest.
+
+    The moments are how many there were, and the numbers of those inside of a save.
 
     Whatever worker processes it leaves are killed with it.
     """
@@ -155,10 +177,10 @@ def in_child(folder: Path, deadly: int, kind: str = "indexed") -> tuple[int, int
         os.setpgid(0, 0)
         status = 1
         try:
-            Moments.seen, Moments.deadly = 0, deadly
-            Moments.counted = {"step", "file"} if kind == "indexed" else {"step"}
+            Moments.seen, Moments.deadly, Moments.in_save = 0, deadly, ()
+            Moments.counted = Moments.counted if kind == "indexed" else {"step"}
             digest = fit(folder, kind)
-            answer.write_text(f"{Moments.seen} {digest}")
+            answer.write_text(json.dumps([[Moments.seen, Moments.in_save], digest]))
             status = 0
         finally:
             sys.stderr.flush()
@@ -166,20 +188,22 @@ def in_child(folder: Path, deadly: int, kind: str = "indexed") -> tuple[int, int
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    seen, _, digest = answer.read_text().partition(" ") if answer.exists() else ("0", "", f"status {status}")
-    return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)), int(seen), digest
+    moments, digest = json.loads(answer.read_text()) if answer.exists() else ([0, []], f"status {status}")
+    return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)), moments, digest
 
 
-def sweep(root: Path, kind: str, resumed_as: str) -> dict:
-    """Kill at every moment, resume each, and tell which came to another end."""
-    _, num_moments, expected = in_child(root / f"{kind}_whole", 0, kind)
+def sweep(root: Path, kind: str, resumed_as: str, every: int) -> dict:
+    """Kill at the moments in turn, resume each, and tell which came to another end."""
+    _, (num_moments, in_save), expected = in_child(root / f"{kind}_whole", 0, kind)
+    tried = [number for number in range(1, num_moments + 1) if number % every == 0 or number in in_save]
     died, different = 0, []
-    for deadly in range(1, num_moments + 1):
+    for deadly in tried:
         folder = root / f"{kind}_{deadly}"
         died += in_child(folder, deadly, kind)[0] == signal.SIGKILL
         if in_child(folder, 0, resumed_as)[2] != expected:
             different.append(deadly)
-    return {"expected": expected, "num_moments": num_moments, "died": died, "different": different}
+    found = {"num_moments": num_moments, "num_in_save": len(in_save), "num_tried": len(tried)}
+    return {"expected": expected, "died": died, "different": different, **found}
 
 
 def killed_once(root: Path, kind: str, deadly: int, resumed_as: str) -> list[str]:
@@ -191,7 +215,7 @@ def killed_once(root: Path, kind: str, deadly: int, resumed_as: str) -> list[str
 
 def main() -> None:
     warnings.simplefilter("error")
-    root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+    root, every = Path(tempfile.mkdtemp(dir=sys.argv[1])), int(sys.argv[2])
     multiprocessing.set_forkserver_preload(["torch", "memfit.training"])  # once for each fit, not for each worker
     fit(root / "first", "indexed")  # what torch imports late is imported once, before the forks
 
@@ -202,19 +226,12 @@ def main() -> None:
 
     sys.addaudithook(watch)
     os.fsync = lambda descriptor: None  # a killed process loses nothing that the kernel has
-    plain_write = _checkpoint._HashingFile.write
-
-    def write(self, data):
-        self.pieces = getattr(self, "pieces", 0) + 1
-        if self.pieces % 60 == 0:
-            Moments.pass_one("file")
-        return plain_write(self, data)
-
-    _checkpoint._HashingFile.write = write
+    plain_save = torch.save
+    torch.save = lambda state, file: plain_save(state, Pieces(file))
     answer = {
-        "indexed": sweep(root, "indexed", "indexed"),
-        "workers": sweep(root, "plain-fork-1", "plain-fork-1"),
-        "keyed": sweep(root, "keyed-fork-2", "keyed-fork-0"),
+        "indexed": sweep(root, "indexed", "indexed", every),
+        "workers": sweep(root, "plain-fork-1", "plain-fork-1", every),
+        "keyed": sweep(root, "keyed-fork-2", "keyed-fork-0", every),
         "spawned": killed_once(root, "plain-spawn-1", 5, "plain-forkserver-1"),
     }
     chain, draws = 0, random.Random(1)

@@ -30,10 +30,6 @@ from memfit.training import Ema, Trainer, _fit, load_checkpoint, seed_everything
 from training.crash_driver import describe
 
 
-class Torn(BaseException):
-    """The fit ends here without being asked, as after a kill."""
-
-
 class Moments:
     """What a fit passed so far, and what happens at which of them."""
 
@@ -158,7 +154,6 @@ class Kind:
         has_positions: Whether a fit can go on also with the loaders that another one left anywhere.
         settings: More for the ``Trainer``.
         fit: More for its ``fit``.
-        every: Which moments are tried: each, each second one.
     """
 
     loaders: Callable
@@ -166,16 +161,14 @@ class Kind:
     has_positions: bool = True
     settings: dict = field(default_factory=dict)
     fit: dict = field(default_factory=dict)
-    every: int = 1
 
 
 EARLY = {"patience": 1, "direction": "maximize", "evaluate": on_first_batch}
 KINDS = {
-    "Loader": Kind(panel_loaders, 2, every=2),
-    "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}, every=2),
-    "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY, every=2),
-    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False, every=5),
-    "DataLoader": Kind(functools.partial(torch_loaders, 0), 2, has_positions=False),
+    "Loader": Kind(panel_loaders, 2),
+    "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}),
+    "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY),
+    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False),
 }
 
 
@@ -189,7 +182,8 @@ def fit(folder: Path, kind: Kind, loaders) -> str:
         loss=loss,
         optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=30),
-        ema=Ema(0.7, snapshot_epochs=(1,)),
+        ema=Ema(0.7),
+        milestones=(1,),
         checkpoint_dir=folder,
         seed=11,
         keep_epochs=1,
@@ -205,22 +199,22 @@ def fit(folder: Path, kind: Kind, loaders) -> str:
     return "\n".join([*parts, describe(model.state_dict())])
 
 
-def sweep(root: Path, kind: Kind, act: Callable[[], None]) -> tuple[list[str], list]:
-    """End a fit at each moment in turn and go on: all moments, and those after which the end was another one.
+def sweep(root: Path, kind: Kind, every: int) -> tuple[list[str], list]:
+    """Stop a fit at moments in turn and go on: all moments, and those after which the end was another one.
 
-    Every second fit goes on with the loaders as the first one left them, where that can be.
+    Each ``every``-th moment is tried, and those inside of a save. Every second fit goes on with the loaders as the first one left them, where that can be.
     """
     loaders = kind.loaders()
     with watched() as whole:
         expected = fit(root / "whole", kind, loaders)
     different = []
     for number, name in enumerate(whole.names, 1):
-        if number % kind.every:
+        if number % every and name != "save":
             continue
         folder, loaders = root / str(number), kind.loaders()
-        with watched(number, act) as before, contextlib.suppress(StoppedError, Torn):
+        with watched(number, stop) as before, contextlib.suppress(StoppedError):
             fit(folder, kind, loaders)
-        if not kind.has_positions or number // kind.every % 2:
+        if not kind.has_positions or number // every % 2:
             loaders = kind.loaders()
         with watched() as after:
             try:
@@ -229,17 +223,13 @@ def sweep(root: Path, kind: Kind, act: Callable[[], None]) -> tuple[list[str], l
                 end = error.what
         if end != expected:
             different.append((number, name, end if len(end) < 200 else "another end"))
-        elif act is stop and before.steps + after.steps != whole.steps:
+        elif before.steps + after.steps != whole.steps:
             different.append((number, name, "other steps"))
     return whole.names, different
 
 
 def stop() -> None:
     signal.raise_signal(signal.SIGTERM)
-
-
-def tear() -> None:
-    raise Torn
 
 
 def main() -> None:

@@ -147,58 +147,35 @@ def test_another_decay_or_model_is_refused():
         resumed.prepare(torch.nn.Linear(3, 1))
 
 
-def test_snapshots_are_written_at_exactly_the_listed_epochs(tmp_path):
-    model, facts = Net(), {"fit": "f1", "identity": {"seed": 7}}
-    ema = Ema(0.5, snapshot_epochs=(3, 6, 10), snapshot_name="ranker_fold{fold}_ema_epoch{epoch}.pt", fold=4)
-    (tmp_path / ".ranker_fold4_ema_epoch6.pt.99999.tmp").write_text("of a writer that was killed")
-    written = []
-    for epoch in range(1, 12):
-        walk(model, epoch)
-        ema.update(model)
-        own = copies(model)
-        path = ema.snapshot(model, epoch, tmp_path, facts)
-        assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
-        if path:
-            written.append(path.name)
-            with ema.applied(model):
-                expected = copies(model)
-            state = load_checkpoint(path)
-            assert (state["epoch"], state["fit"], state["identity"]) == (epoch, "f1", {"seed": 7})
-            assert all(torch.equal(state["model"][name], value) for name, value in expected.items())
-            assert torch.equal(state["model"]["norm.running_mean"], own["norm.running_mean"])
-    assert written == [f"ranker_fold4_ema_epoch{epoch}.pt" for epoch in (3, 6, 10)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
+@pytest.mark.parametrize("decay", [1.0, -0.1, math.nan])
+def test_a_decay_that_makes_no_sense_is_refused(decay):
+    with pytest.raises(UsageError, match="decay is"):
+        Ema(decay)
 
 
-def test_a_stop_before_a_listed_epoch_is_reported(tmp_path):
-    model, ema = torch.nn.Linear(1, 1), Ema(0.5, snapshot_epochs=(3, 6, 10))
-    ema.update(model)
-    ema.snapshot(model, 3, tmp_path, {})
-    assert ema.report_missing(tmp_path, done=0, num_epochs=10) == ()
-    assert ema.report_missing(tmp_path, done=6, num_epochs=10) == ()  # the sixth may still be written
-    with pytest.warns(CheckpointWarning, match=r"no snapshot .* epochs \[10\]"):
-        assert ema.report_missing(tmp_path, done=0, num_epochs=9) == (10,)
-    with pytest.warns(CheckpointWarning, match=r"\[6\]"):
-        assert ema.report_missing(tmp_path, done=7, num_epochs=10) == (6,)
+def test_milestones_leave_the_averaged_model_and_the_training_its_own_weights(tmp_path):
+    averages = {}
+    seed_everything(2)
+    model, ema = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)), Ema(0.5)
 
+    def keep(record):
+        with ema.applied(model):
+            averages[record.epoch] = copies(model)
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"decay": 1.0},
-        {"decay": math.nan},
-        {"decay": 0.9, "snapshot_epochs": (0,)},
-        {"decay": 0.9, "snapshot_name": "ema.pt"},
-        {"decay": 0.9, "snapshot_name": "{fold}_{epoch}.pt"},
-        {"decay": 0.9, "snapshot_name": "{epoch}.pt", "fold": 1},
-        {"decay": 0.9, "snapshot_name": "{epoch", "fold": 1},
-        {"decay": 0.9, "snapshot_name": "a/{epoch}.pt"},
-        {"decay": 0.9, "snapshot_name": "checkpoint_epoch_{epoch}.pt"},
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments):
-    with pytest.raises(UsageError):
-        Ema(**arguments)
+    trainer = Trainer(
+        model, loss=lambda model, x: (model(x).square().sum(), len(x)), ema=ema, checkpoint_dir=tmp_path,
+        milestones=(2, 3), on_epoch=keep,
+    )  # fmt: skip
+    (tmp_path / ".ema_epoch_2.pt.99999.tmp").write_text("of a writer that was killed")
+    trainer.fit([torch.randn(4, 3)] * 3, num_epochs=4)
+    assert sorted(path.name for path in tmp_path.glob("*ema*")) == ["ema_epoch_2.pt", "ema_epoch_3.pt"]
+    assert not list(tmp_path.glob(".*"))
+    for epoch in (2, 3):
+        average, checkpoint = (load_checkpoint(tmp_path / f"{name}_epoch_{epoch}.pt") for name in ("ema", "checkpoint"))
+        assert all(average[name] == checkpoint[name] for name in ("epoch", "fit", "identity"))
+        assert all(torch.equal(average["model"][name], value) for name, value in averages[epoch].items())
+        assert torch.equal(average["model"]["1.running_mean"], checkpoint["model"]["1.running_mean"])
+        assert not torch.equal(average["model"]["0.weight"], checkpoint["model"]["0.weight"])
 
 
 def test_a_resumed_fit_writes_the_snapshot_that_a_kill_left_out(tmp_path):
@@ -208,8 +185,8 @@ def test_a_resumed_fit_writes_the_snapshot_that_a_kill_left_out(tmp_path):
     def fit(folder, num_epochs):
         seed_everything(2)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
-        ema = Ema(0.8, snapshot_epochs=(2, 3))
-        Trainer(model, loss=squared, ema=ema, checkpoint_dir=folder).fit([torch.ones(4, 3)] * 3, num_epochs=num_epochs)
+        trainer = Trainer(model, loss=squared, ema=Ema(0.8), milestones=(2, 3), checkpoint_dir=folder)
+        trainer.fit([torch.ones(4, 3)] * 3, num_epochs=num_epochs)
 
     fit(tmp_path / "straight", 4)
     with pytest.warns(CheckpointWarning, match=r"\[3\]"):

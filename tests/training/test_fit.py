@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.errors import HalfUpdatedError, JobFailedError, StoppedError, UsageError
 from memfit.training import (
     WHOLE,
-    CheckpointWarning,
     Ema,
     KeyedDataset,
     KeyedSampler,
@@ -25,7 +24,6 @@ from memfit.training import (
     load_checkpoint,
     seed_everything,
 )
-from memfit.training._process import StopSignals
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 VALID = [X[:8], X[8:11]]
@@ -167,22 +165,6 @@ def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypat
     )
 
 
-@pytest.mark.slow
-def test_memory_that_runs_out_in_the_steps_gives_the_bytes_of_a_fit_with_those_splits():
-    calls = []
-
-    def loss(model, x):
-        calls.append(len(x))
-        if len(x) > 2 and model.training:
-            raise MemoryError
-        return squared(model, x)
-
-    failed, split = make(loss=loss), make(microbatch_size=2)
-    policy_history = failed.fit(loader(), VALID, num_epochs=2).history
-    assert split.fit(loader(), VALID, num_epochs=2).history == policy_history
-    assert same_fits(failed, split)
-
-
 class Stopping:
     """A loss that asks the fit to stop at its n-th training call."""
 
@@ -208,21 +190,6 @@ def test_sizes_that_were_found_hold_after_a_resume_in_mid_epoch(tmp_path):
     with pytest.raises(StoppedError, match="in epoch 1, after its step 4"):
         stopped.fit(loader(), num_epochs=2, preflight=False)
     assert resumed.fit(loader(), num_epochs=2).history == expected.history
-    assert same_fits(whole, resumed)
-
-
-def test_a_gradient_scaler_goes_on_after_a_resume_in_mid_epoch(tmp_path):
-    def scaled(path=None, loss=squared):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-        return make(path, loss=loss, scaler=scaler), scaler
-
-    (whole, one), (stopped, _), (resumed, two) = scaled(), scaled(tmp_path, Stopping(5)), scaled(tmp_path)
-    whole.fit(loader(), num_epochs=2)
-    with pytest.raises(StoppedError, match="in epoch 1, after its step 5"):
-        stopped.fit(loader(), num_epochs=2, preflight=False)
-    resumed.fit(loader(), num_epochs=2)
-    assert one.state_dict() == two.state_dict()
-    assert one.get_scale() == 2.0**13
     assert same_fits(whole, resumed)
 
 
@@ -253,7 +220,7 @@ def half(path, *calls, **settings):
     optimizer = Half(model.parameters())
     optimizer.calls = calls
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-    settings = {"schedule": schedule, "ema": Ema(0.9, snapshot_epochs=(2,)), **settings}
+    settings = {"schedule": schedule, "ema": Ema(0.9), "milestones": (2,), **settings}
     return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=path, seed=1, **settings)
 
 
@@ -438,20 +405,12 @@ class Signalling(torch.utils.data.Dataset):
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path, monkeypatch):
-    received = []
-    monkeypatch.setattr(
-        StopSignals,
-        "_note",
-        lambda self, number, frame: (received.append(os.getpid()), setattr(self, "noted", "SIGTERM")),
-    )
-
+def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path):
     def batches(data):
         return DataLoader(data, 4, num_workers=1, prefetch_factor=3)
 
     with pytest.raises(StoppedError, match=r"in epoch 1, after its step [1-5] of 6\."):
         make(tmp_path).fit(batches(Signalling()), num_epochs=1, preflight=False)
-    assert received == [os.getpid()]
     resumed, whole = make(tmp_path), make()
     resumed.fit(batches(X), num_epochs=1)
     whole.fit(batches(X), num_epochs=1)
@@ -459,19 +418,6 @@ def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path, monke
 
 
 # --- before the first step
-
-
-@pytest.mark.slow
-def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
-    def fit(path, preflight):
-        trainer = half(path)
-        return trainer, trainer.fit(loader(num_workers=2), VALID, num_epochs=2, preflight=preflight).history
-
-    (left, one), (right, two) = fit(tmp_path / "with", True), fit(tmp_path / "without", False)
-    assert one == two
-    assert same_fits(left, right)
-    (event,) = events("preflight")
-    assert list(event["phases"]) == ["train", "validate", "checkpoint"]
 
 
 def test_the_record_of_a_fit_says_which_optimizer_and_schedule_ran_with_which_settings(events):
@@ -500,32 +446,6 @@ def test_the_record_of_a_fit_has_the_constants_of_a_loss_that_is_a_dataclass(eve
         Trainer(model, loss=loss, precision="bf16-mixed").fit(loader(), num_epochs=1)
     first, second = events("trainer")
     assert first["loss"].endswith("Scaled(scale=0.5)") and second["loss"] == "squared"
-
-
-def test_a_preflight_leaves_the_loaders_generators_alone():
-    def validate(model, valid):
-        assert len(list(valid)) == 6
-        return {"valid_loss": 0.5}
-
-    fits = []
-    for preflight in (True, False):
-        fits.append(make())
-        loaders = [loader(generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-        fits[-1].fit(*loaders, num_epochs=2, evaluate=validate, preflight=preflight)
-    assert same_fits(*fits)
-
-
-@pytest.mark.slow
-def test_a_preflight_finds_the_validation_that_will_not_fit_before_the_first_step():
-    def loss(model, x):
-        if not model.training:
-            raise MemoryError
-        return squared(model, x)
-
-    trainer = make(loss=loss)
-    with pytest.raises(JobFailedError, match="One sample of a validation batch of 8 does not fit"):
-        trainer.fit(loader(), VALID, num_epochs=1, evaluate=lambda model, valid: {"valid_loss": 0.5})
-    assert same_fits(trainer, make())
 
 
 def test_an_evaluation_of_ones_own_sees_whole_validations_only(events):
@@ -570,15 +490,6 @@ def test_a_wrong_best_metric_is_put_right_without_training_the_epoch_again(tmp_p
         make(tmp_path).fit(loader(), VALID, num_epochs=1, evaluate=evaluate)
     result = make(tmp_path).fit(loader(), VALID, num_epochs=1, evaluate=evaluate, best_metric="ic")
     assert (result.resumed_from, result.epochs_run, result.best_epoch) == (1, 0, 1)
-
-
-def test_a_resume_names_the_averages_that_will_be_missing(tmp_path):
-    half(tmp_path, ema=Ema(0.9)).fit(loader(), num_epochs=1)
-    with pytest.warns(CheckpointWarning, match=r"no snapshot of the average at epochs \[7\]"):
-        half(tmp_path, ema=Ema(0.9, snapshot_epochs=(2, 7))).fit(loader(), num_epochs=2)
-    assert (
-        load_checkpoint(tmp_path / "ema_epoch_2.pt")["fit"] == load_checkpoint(tmp_path / "latest_checkpoint.pt")["fit"]
-    )
 
 
 class _Scratch(torch.nn.Module):

@@ -8,8 +8,7 @@ import torch
 
 from memfit import rundir
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, record
-from memfit.training import OomKind, _flight
-from memfit.training._flight import write_flight_record
+from memfit.training import OomKind, _flight, write_flight_record
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import DoesNotFitError, HalfUpdatedError, UsageError
-from memfit.training._guard import OptimizerGuard
+from memfit.training import OptimizerGuard
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1},

@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from memfit.errors import DataError, UsageError
-from memfit.training import KeyedDataset, KeyedSampler, rng_state, seed_everything
-from memfit.training._keyed import TrainingData, keyed_rng
+from memfit.training import KeyedDataset, KeyedSampler, TrainingData, keyed_rng, rng_state, seed_everything
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memfit.training import OomKind, classify_oom, clean_up
-from memfit.training._oom import device_bytes, release
+from memfit.training import OomKind, classify_oom, clean_up, device_bytes, release
 from reading import look
 
 TOO_MUCH = 1 << 46

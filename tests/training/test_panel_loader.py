@@ -54,20 +54,3 @@ def test_a_fit_that_was_stopped_in_mid_epoch_goes_on_with_another_number_of_work
     assert fit(panel, tmp_path / "stopped", before, stop_after=7) is None
     resumed = fit(panel, tmp_path / "stopped", after)
     assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
-
-
-def test_the_preflight_tries_the_loaders_longest_batch_and_changes_nothing(panel, tmp_path):
-    seed_everything(1)
-    model = torch.nn.Linear(3, 1)
-
-    def loss(model, batch):
-        return (model(torch.from_numpy(batch.windows).flatten(1))[:, 0]).square().sum(), len(batch.targets)
-
-    weights = []
-    for preflight in (True, False):
-        seed_everything(1)
-        model = torch.nn.Linear(3, 1)
-        with Loader(panel, range(16), lookback=3, target="ret", max_assets=4, shuffle=1) as loader:
-            Trainer(model, loss=loss, microbatch_size=None).fit(loader, num_epochs=1, preflight=preflight)
-        weights.append(model.weight.detach().clone())
-    assert torch.equal(*weights)

@@ -50,11 +50,47 @@ def test_it_converges_to_the_largest_size_that_fits_and_then_fails_ever_more_rar
     assert drive(sizes, 77, 1000, 60_000)[1] <= 2
 
 
-def test_it_grows_back_when_memory_is_there_again():
+def first_part(sizes):
+    """The largest part of a batch of 1000 units that cost 1 each."""
+    return sizes.cut(1000, lambda start, stop: stop - start)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("failed", "half", "limit", "trial"),
+    [
+        (100, 30, 30, 60),  # twice as much, as long as that is less than what failed
+        (100, 49, 49, 98),
+        (100, 50, 50, 75),  # else half way
+        (100, None, 50, 75),
+        (10, 10, 9, 9),  # nothing lies between
+        (2, None, 1, 1),
+    ],
+)
+def test_a_larger_cost_is_tried_once_after_64_quiet_steps_and_after_twice_as_many_when_that_fails(
+    failed, half, limit, trial
+):
     sizes = MicrobatchSizes()
-    drive(sizes, 3, 64, 10)
-    used, failures = drive(sizes, 64, 64, 2000)
-    assert used[-1] == 64 and failures == 0
+    sizes.shrink(failed, half)
+    for wait in (64, 128, 256):
+        for _ in range(wait):
+            assert first_part(sizes) == sizes.limit == limit
+            assert not sizes.succeeded(limit)
+        assert first_part(sizes) == trial
+        sizes.shrink(max(trial, limit + 1))
+        sizes.load_state_dict(sizes.state_dict() | {"failed": failed})
+
+
+def test_a_trial_that_fits_is_the_new_limit_and_forgets_what_failed_below_it():
+    sizes = MicrobatchSizes()
+    sizes.shrink(31, 30)
+    for _ in range(64):
+        sizes.succeeded(30)
+    assert first_part(sizes) == 30 and not sizes.succeeded(30)  # half way to 31 is no unit more
+    assert first_part(sizes) == 31 and sizes.succeeded(31)
+    assert sizes.state_dict() == {"limit": 31, "failed": None, "quiet": 0, "wait": 64, "retries": 0}
+    for _ in range(64):
+        sizes.succeeded(31)
+    assert first_part(sizes) == 62  # memory is there again: it goes on to grow
 
 
 def test_it_never_passes_the_largest_size_given():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from memfit.training._stacks import Stack, likely_cause, register_stack_dump, stacks_of
+from memfit.training import Stack, likely_cause, register_stack_dump, stacks_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

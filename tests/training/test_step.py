@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import (
     DoesNotFitError,
@@ -28,13 +29,13 @@ from memfit.training import (
     SafeStep,
     SkipPolicy,
     StepOutcome,
+    _step,
     load_checkpoint,
     rng_state,
     save_checkpoint,
     seed_everything,
     set_rng_state,
 )
-from memfit.training._snapshot import _NumpyState
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -169,23 +170,21 @@ def train(step, data, largest, ooms=None, plan=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer, dtype):
-    chance = random.Random(f"{optimizer} {dtype}")
-    num = 40
-    data = list(batches(num, dtype))
+def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer):
+    chance, num = random.Random(optimizer), 40
+    data = list(batches(num))
     largest = [chance.choice([None, 1, 2, 3, 5]) for _ in range(num)]
     with Ooms() as ooms:
-        measured = make(optimizer, dtype=dtype, max_grad_norm=0.5)
+        measured = make(optimizer, max_grad_norm=0.5)
         train(measured, data[:4], [None] * 4)
         ops = -ooms.num_ops
         train(measured, data[:1], [None])
         ops = 4 * (ops + ooms.num_ops) // 5
-        step = make(optimizer, dtype=dtype, max_grad_norm=0.5, ooms=ooms)
+        step = make(optimizer, max_grad_norm=0.5, ooms=ooms)
         plan = [(chance.randrange(ops), chance.choice(ERRORS)()) for _ in range(num)]
         losses, used, ema = train(step, data, largest, ooms, plan)
         assert ooms.num_raised > num / 2 and step.num_ooms > num / 2
-    clean = make(optimizer, dtype=dtype, max_grad_norm=0.5)
+    clean = make(optimizer, max_grad_norm=0.5)
     clean_losses, clean_used, clean_ema = train(clean, data, used)
     assert clean.num_ooms == 0
     assert (losses, used) == (clean_losses, clean_used)
@@ -557,7 +556,7 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
     assert seen == [6, 3, 2, 1, 1]
     assert "in epoch 2, step 3 of 9" in caught.value.what and "(6, 3) float64" in caught.value.what
     assert "are taken without it" in caught.value.rule
-    assert "checkpoint_activations(model)" in caught.value.remedy
+    assert "activation checkpointing (torch.utils.checkpoint" in caught.value.remedy
     assert isinstance(caught.value, DoesNotFitError) and caught.value.exit_code == 3
     assert_equal_tensors(before, state_of_model(step.model))
     for settings, hint in (({"microbatch_size": None}, "microbatch_size='auto'"), ({"split": WHOLE}, "split=")):
@@ -566,31 +565,18 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
         assert hint in caught.value.remedy and "which is not split" in caught.value.what
 
 
-class Graphs:
-    """A batch that is no container, as those of torch-geometric."""
-
-    def __init__(self, x):
-        self.x = x
-
-
-class OfGraphs:
-    def count(self, batch):
-        return len(batch.x)
-
-    def take(self, batch, start, stop):
-        return Graphs(batch.x[start:stop])
-
-
 def test_a_batch_that_is_an_object_says_what_can_cut_it():
     def loss(model, graphs):
-        if len(graphs.x) > 2:
+        if graphs.num_nodes > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return model(graphs.x).sum(), len(graphs.x)
+        return model(torch.cat(graphs.nodes)).sum(), graphs.num_nodes
 
-    with pytest.raises(SampleTooLargeError, match=r"which is not split, does not fit.*\(Graphs\)") as caught:
-        linear(loss)(Graphs(inputs(6)))
-    assert "count(batch) and take(batch, start, stop) (memfit cannot cut a Graphs)" in caught.value.remedy
-    assert linear(loss, split=OfGraphs())(Graphs(inputs(6))).num_microbatches == 3
+    graphs = GraphBatch(inputs(6).split(1))
+    with pytest.raises(SampleTooLargeError, match=r"which is not split, does not fit.*\(GraphBatch\)") as caught:
+        linear(loss)(graphs)
+    assert "count(batch) and take(batch, start, stop) (memfit cannot cut a GraphBatch)" in caught.value.remedy
+    cost = {"cost": lambda batch: batch.num_nodes}
+    assert linear(loss, split=EachGraph(), **cost)(graphs).num_microbatches == 3
 
 
 def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_caches_empty():
@@ -661,7 +647,7 @@ def test_an_update_that_never_finds_memory_is_refused_after_three_tries(monkeypa
 
 def test_allocator_retries_split_smaller_before_anything_fails(monkeypatch):
     count = iter([0, 1, 1, 2, 2, 2, 2, 2])  # before and after each step
-    monkeypatch.setattr("memfit.training._step._num_alloc_retries", lambda parameters: next(count))
+    monkeypatch.setattr(_step, "_num_alloc_retries", lambda parameters: next(count))  # stands in for a GPU
     step = linear()
     assert [step(inputs()).microbatch_size for _ in range(4)] == [8, 8, 4, 4]
     assert step.num_ooms == 0
@@ -733,13 +719,6 @@ def test_what_fits_is_learned_as_a_cost_whatever_a_batch_is(kind):
     assert whole.sizes.limit is None
 
 
-def test_a_large_unit_makes_no_other_parts_smaller():
-    batch, _, settings = COSTS["graphs"]
-    step = linear(lambda model, batch: (model(torch.cat(batch.nodes)).sum(), batch.num_nodes), **settings)
-    step.sizes.shrink(24)
-    assert step(batch).num_microbatches == 4  # 12 | 1 1 2 | 9 | 4 3 1
-
-
 def test_the_backward_pass_may_be_another_ones():
     seen = []
 
@@ -799,10 +778,14 @@ def test_what_happened_is_told_and_written_into_the_run_directory(tmp_path, monk
     assert "not the sum" in inexact["reason"]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, "large", True])
-def test_a_size_that_is_none_is_refused(size):
-    with pytest.raises(UsageError, match="microbatch_size"):
-        linear(microbatch_size=size)
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [("microbatch_size", [0, -1, 2.5, "large", True]), ("max_grad_norm", [0, -1.0, float("nan")])],
+)
+def test_a_setting_out_of_range_is_refused(setting, values):
+    for value in values:
+        with pytest.raises(UsageError, match=setting):
+            linear(**{setting: value})
 
 
 def test_a_step_needs_a_batch():
@@ -947,12 +930,6 @@ def test_parts_are_scaled_by_about_the_true_weight_before_it_is_known(as_tensor)
     torch.testing.assert_close(step.model.weight, whole.model.weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
-def test_a_norm_that_is_none_is_refused(norm):
-    with pytest.raises(UsageError, match="max_grad_norm"):
-        linear(max_grad_norm=norm)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -1063,31 +1040,6 @@ def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_th
     assert_equal_tensors(limited, free)
 
 
-def test_the_state_of_numpys_generator_is_told_after_every_kind_of_draw():
-    reader = _NumpyState()
-
-    def check():
-        told, real = reader.read(), np.random.get_state(legacy=False)
-        assert np.array_equal(told["state"]["key"], real["state"]["key"])
-        assert told["state"]["pos"] == real["state"]["pos"]
-        assert (told["has_gauss"], told["gauss"]) == (real["has_gauss"], real["gauss"])
-
-    before, generator = np.random.get_state(), np.random.get_bit_generator()
-    try:
-        np.random.seed(3)
-        for draw in (np.random.rand, np.random.randn, np.random.randn, lambda: None, lambda: np.random.shuffle([1, 2])):
-            draw()
-            check()
-            check()
-        np.random.set_bit_generator(np.random.PCG64(1))
-        for _ in range(2):
-            np.random.rand()
-            assert reader.read() == np.random.get_state(legacy=False)
-    finally:
-        np.random.set_bit_generator(generator)
-        np.random.set_state(before)
-
-
 def test_a_loop_of_ones_own_goes_on_bit_exact_from_what_it_saved(tmp_path):
     def make():
         seed_everything(3)
@@ -1115,3 +1067,40 @@ def test_a_loop_of_ones_own_goes_on_bit_exact_from_what_it_saved(tmp_path):
     assert [resumed["step"](x).num_ooms for x in data[3:]] == [0, 0, 0]
     for one, other in zip(straight["model"].parameters(), resumed["model"].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Recomputed(torch.nn.Module):
+    """Two blocks with dropout, whose activations may be computed again in the backward pass."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Tanh()) for _ in range(2)
+        )
+        self.is_checkpointed, self.num_passes = is_checkpointed, 0
+        self.blocks[0].register_forward_pre_hook(lambda *_: setattr(self, "num_passes", self.num_passes + 1))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x
+
+
+def test_activation_checkpointing_of_torch_gives_the_same_gradients_also_after_a_split():
+    def gradients(is_checkpointed):
+        seed_everything(3)
+        model, fault = Recomputed(is_checkpointed), Fault()
+
+        def loss(model, x):
+            total = model(x).square().sum()
+            fault()
+            return total, len(x)
+
+        step = SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, allow_inexact=True)
+        outcome = step.gradients(torch.ones(6, 4))
+        assert (outcome.num_ooms, outcome.num_microbatches) == (1, 2)
+        return [parameter.grad for parameter in model.parameters()], model.num_passes
+
+    (plain, passes), (recomputed, more) = gradients(False), gradients(True)
+    assert_equal_tensors(plain, recomputed)
+    assert more == passes + 2  # each part once more, in its backward pass

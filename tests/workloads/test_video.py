@@ -115,6 +115,7 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
     assert all(len(versions) == 2 and not versions[0]["flip"] for versions in own.values())
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_after_each_stage_and_within_a_fold_ends_the_same(whole, tmp_path):
     expected = outputs(whole[0])
     words = [sys.executable, "-m", "memfit", "run", str(config(tmp_path)), "--max-parallel", "1"]
@@ -203,6 +204,7 @@ class _Context:
         self.saved[name] = value
 
 
+@pytest.mark.long
 def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
     model = training.ClipNet(4)
     batches = [
@@ -283,6 +285,7 @@ def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch)
         assert done == expected, cleanup
 
 
+@pytest.mark.long
 def test_another_entry_runs_the_notebook_alone_and_keeps_it_with_its_outputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(config(tmp_path, entry="notebook"))

@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import signal
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -53,34 +51,6 @@ def test_the_same_recipe_gives_the_same_bytes_and_a_killed_call_goes_on(clips, t
     assert "CC-BY-4.0" in json.loads((folder / "clips.json").read_text())["licences"][1]
 
 
-_MAKE = """
-import sys
-from pathlib import Path
-from memfit_workloads.video.clips import make_clips
-print("begins", flush=True)
-make_clips(Path(sys.argv[1]), 5, seed=3)
-"""
-
-
-def test_a_process_that_is_held_while_it_encodes_writes_the_same_bytes(tmp_path):
-    """VP8 in real time looks at the clock, unless its speed is fixed."""
-    make_clips(tmp_path / "free", 5, seed=3)
-    num_stops = 0
-    with subprocess.Popen([sys.executable, "-c", _MAKE, tmp_path / "held"], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"begins\n"
-        while process.poll() is None:
-            if list((tmp_path / "held").glob(".*.webm")):
-                process.send_signal(signal.SIGSTOP)
-                time.sleep(0.2)
-                process.send_signal(signal.SIGCONT)
-                num_stops += 1
-            time.sleep(0.002)
-    assert process.returncode == 0 and num_stops > 1
-    films = [one for one in sorted((tmp_path / "free").iterdir()) if one.suffix not in (".csv", ".json")]
-    assert len(films) == 5
-    assert [one.name for one in films if (tmp_path / "held" / one.name).read_bytes() != one.read_bytes()] == []
-
-
 def test_each_segment_has_a_real_and_a_tampered_clip_and_the_bad_ones_are_named(clips):
     folder, rows = clips
     assert [row["label"] for row in rows] == ["real", "tampered"] * 12
@@ -93,7 +63,7 @@ def test_each_segment_has_a_real_and_a_tampered_clip_and_the_bad_ones_are_named(
             info, frames = probe(folder / row["path"]), sample_frames(folder / row["path"], 8, 32)
             assert (info.width, info.height) == (160, 120) and 0.8 < info.seconds < 1.3
             assert frames.shape == (8, 3, 32, 32) and frames.base is None
-    assert len({row["codec"] for row in rows if not row["bad"]}) == 4
+    assert len({row["codec"] for row in rows if not row["bad"]}) == 2
 
 
 def test_frames_are_taken_by_their_times_when_the_rate_varies(tmp_path):
@@ -113,15 +83,10 @@ def test_one_film_in_many_formats_shows_the_same_frames():
 
 
 CODECS = [
-    ("mpeg4", "mp4"),
     ("libx264", "mp4"),
-    ("libx264", "mov"),
-    ("libvpx", "webm"),
-    ("libvpx-vp9", "webm"),
-    ("mjpeg", "mkv"),
-    ("flv", "flv"),
-    ("mpeg4", "avi"),
     ("mpeg2video", "mpg"),
+    pytest.param("libvpx-vp9", "webm", marks=pytest.mark.long),
+    pytest.param("mpeg4", "avi", marks=pytest.mark.long),
 ]
 
 

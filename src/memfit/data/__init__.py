@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from memfit.data._batches import DateBatches as DateBatches
     from memfit.data._batches import WindowBatch as WindowBatch
     from memfit.data._batches import windows as windows
+    from memfit.data._buffers import Buffers as Buffers
     from memfit.data._loader import Loader as Loader
+    from memfit.data._loader_footprint import data_size as data_size
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._manifest import check_panel as check_panel
+    from memfit.data._manifest import write_sealed as write_sealed
     from memfit.data._measure import LoaderReport as LoaderReport
     from memfit.data._measure import MeasuredLoader as MeasuredLoader
     from memfit.data._measure import Pace as Pace
@@ -23,22 +26,25 @@ if TYPE_CHECKING:
     from memfit.data._panel import Panel as Panel
     from memfit.data._sequences import SequenceLoader as SequenceLoader
     from memfit.data._source import Columns as Columns
+    from memfit.data._source import Source as Source
     from memfit.data._source import match_columns as match_columns
     from memfit.data._versions import Version as Version
     from memfit.data._versions import prune as prune
+    from memfit.data._versions import versions as versions
 
 _NAMES = {
     "_batches": "DateBatch DateBatches WindowBatch windows",
+    "_buffers": "Buffers",
     "_loader": "Loader",
-    "_loader_footprint": "loader_footprint",
-    "_manifest": "check_panel",
+    "_loader_footprint": "data_size loader_footprint",
+    "_manifest": "check_panel write_sealed",
     "_measure": "LoaderReport MeasuredLoader Pace measure_loader",
     "_packed": "PackedDataset pack",
     "_padding": "Padding",
     "_panel": "Panel",
     "_sequences": "SequenceLoader",
-    "_source": "Columns match_columns",
-    "_versions": "Version prune",
+    "_source": "Columns Source match_columns",
+    "_versions": "Version prune versions",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)

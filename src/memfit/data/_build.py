@@ -34,10 +34,8 @@ from memfit.data._manifest import (
     file_facts,
 )
 from memfit.data._publish import (
-    FreeBytes,
     Progress,
     check_space,
-    free_bytes,
     locked,
     panel_lock,
     progress_events,
@@ -227,12 +225,10 @@ def write_panel(
     *,
     base: Panel | None = None,
     progress: Progress | None = None,
-    free: FreeBytes = free_bytes,
 ) -> tuple[Path, bool, tuple[str, ...]]:
     """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates.
 
-    Return its folder, whether it was there already, and in what it differs from the newest other one there. ``free``
-    gives the bytes that may still be written in a folder.
+    Return its folder, whether it was there already, and in what it differs from the newest other one there.
     """
     stamp = source.stamp()
     key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
@@ -256,7 +252,7 @@ def write_panel(
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
         what = f"a version with {len(axes.dates)} more dates" if base else f"a panel of {shape}"
         needed = _SLACK_BYTES + sum(one.num_bytes(one.shape[0]) for one in grown)
-        check_space(path.parent, what, needed, free(path.parent))
+        check_space(path.parent, what, needed)
         with writing(path, "the panel", needed) as aside:
             _write_arrays(base, aside, spec, source, axes, grown, progress or progress_events())
             if source.stamp() != stamp:

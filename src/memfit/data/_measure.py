@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from memfit.data._packed import PackedDataset
 from memfit.data._panel import Panel
@@ -106,22 +107,25 @@ class MeasuredLoader:
         Raises:
             DoesNotFitError: If no count fits the budget.
         """
-        reports = sorted(self.reports, key=lambda one: one.num_workers)
         limit = self.budget_bytes
-        fitting = [one for one in reports if limit is None or one.worker_private_bytes <= limit]
+        fitting = [one for one in self.reports if limit is None or one.worker_private_bytes <= limit]
         if not fitting:
-            least = min(reports, key=lambda one: one.worker_private_bytes)
+            least = min(self.reports, key=lambda one: one.worker_private_bytes)
             raise DoesNotFitError(
                 f"{_workers(least.num_workers)} take {format_bytes(least.worker_private_bytes)}, the least measured.",
                 rule=f"the workers may take {format_bytes(limit or 0)}.",
                 remedy="measure 0 workers too, which take nothing beside the trainer",
             )
-        shares = [one.trained.wait_share for one in fitting if one.trained is not None]
-        if len(shares) < len(fitting):
-            rates = [one.warm.per_second(one.warm.num_samples) for one in fitting]
-            return next(one for one, rate in zip(fitting, rates, strict=True) if rate >= _AS_GOOD * max(rates))
-        place = next((at for at, share in enumerate(shares) if share <= _MOST_WAIT), shares.index(min(shares)))
-        return fitting[place]
+        rate = max(one.warm.per_second(one.warm.num_samples) for one in fitting)
+        shares = {one.num_workers: one.trained.wait_share for one in fitting if one.trained is not None}
+        most_wait = max(_MOST_WAIT, min(shares.values(), default=0.0))
+
+        def is_enough(one: LoaderReport) -> bool:
+            if shares:
+                return shares[one.num_workers] <= most_wait
+            return one.warm.per_second(one.warm.num_samples) >= _AS_GOOD * rate
+
+        return min(filter(is_enough, fitting), key=lambda one: one.num_workers)
 
     @property
     def text(self) -> str:
@@ -158,9 +162,9 @@ def measure_loader(
         num_workers: The counts to measure.
         seconds: The length of each of up to three measurements per count.
         consume: A function that trains on a batch, or the seconds of a step: the batch is read and the rest slept.
+        files: The data's files, which are dropped from the page cache for the cold measurement; None for those of the
+            loader's panel or packed objects.
         budget_bytes: See `MeasuredLoader`.
-        files: The data's files, dropped from and read into the page cache; None for those of the loader's panel or
-            packed objects.
 
     Raises:
         DataError: If the loader gives no batch.
@@ -181,9 +185,9 @@ def measure_loader(
             rule="there is one count of workers at least, and times are above 0.",
             remedy="leave num_workers and seconds out for (0, 1, 2, 4) and 3.0",
         )
+    step = consume if callable(consume) or consume is None else _step_of(float(consume))
     others = _descendants()
-    counts = sorted(set(num_workers))
-    reports = [_measure_one(make_loader, count, seconds, consume, files, others) for count in counts]
+    reports = [_measure_one(make_loader, count, seconds, step, files, others) for count in sorted(set(num_workers))]
     return MeasuredLoader(reports, budget_bytes)
 
 
@@ -191,16 +195,15 @@ def _measure_one(
     make_loader: Callable[[int], Iterable[Any]],
     num_workers: int,
     seconds: float,
-    consume: Callable[[Any], object] | float | None,
+    step: Callable[[Any], object] | None,
     files: Sequence[Path] | None,
-    others: set[int],
+    others: set[psutil.Process],
 ) -> LoaderReport:
-    loader = make_loader(num_workers)
+    loader, cold = make_loader(num_workers), None
     data = files_of(loader) if files is None else list(files)
-    cold = None
     if data and hasattr(os, "posix_fadvise"):
         _drop_pages(loader, data)
-        pace, _ = _pace(loader, None, seconds, num_epochs=1)
+        pace, _, _ = _pace(loader, None, seconds, others, num_epochs=1)
         cold = pace if pace.num_batches else None
     _close(loader)
     del loader
@@ -209,13 +212,10 @@ def _measure_one(
     began = time.perf_counter()
     loader = make_loader(num_workers)
     made_seconds = time.perf_counter() - began
-    sizes: list[int] = []
-    warm, first_seconds = _pace(loader, None, seconds, at_end=lambda: sizes.append(_private_bytes_of_new(others)))
-    trained = None
-    if consume is not None:
-        trained, _ = _pace(loader, consume if callable(consume) else _step_of(float(consume)), seconds)
+    warm, first_seconds, private_bytes = _pace(loader, None, seconds, others)
+    trained = None if step is None else _pace(loader, step, seconds, others)[0]
     _close(loader)
-    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, sizes[-1])
+    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, private_bytes)
 
 
 def _drop_pages(loader: Any, files: Sequence[Path]) -> None:
@@ -241,40 +241,33 @@ def _read_files(files: Sequence[Path], most_seconds: float) -> None:
 
 def _pace(
     loader: Iterable[Any],
-    consume: Callable[[Any], object] | None,
+    step: Callable[[Any], object] | None,
     seconds: float,
-    *,
+    others: set[psutil.Process],
     num_epochs: int | None = None,
-    at_end: Callable[[], object] | None = None,
-) -> tuple[Pace, float]:
-    """Return a measurement and the seconds to its first batch; call ``at_end`` while the workers live."""
-    clock = time.perf_counter
-    waited = computed = first = 0.0
-    num_batches = num_samples = num_bytes = 0
+) -> tuple[Pace, float, int]:
+    """Return a measurement, the seconds to its first batch, and the private bytes of the loader's processes."""
+    clock, batches = time.perf_counter, _endless(loader, num_epochs)
+    waits: list[float] = []
+    steps: list[float] = []
+    sizes: list[tuple[int, int]] = []
     began = asked = clock()
-    batches = _endless(loader, num_epochs)
-    for number, batch in enumerate(batches):
-        if consume is None:
+    for batch in batches:
+        if step is None:
             _read(batch)
-        arrived = clock()
-        if number == 0:
-            first = arrived - began
-        else:
-            waited += arrived - asked
-            size = size_of(batch)
-            num_batches, num_samples, num_bytes = num_batches + 1, num_samples + size[0], num_bytes + size[1]
+        waits.append(clock() - asked)
+        sizes.append(size_of(batch))
         begun = clock()
-        if consume is not None:
-            consume(batch)
+        if step is not None:
+            step(batch)
         asked = clock()
-        if number:
-            computed += asked - begun
-        if number and asked - began - first >= seconds:
+        steps.append(0.0 if step is None else asked - begun)
+        if len(waits) > 1 and asked - began - waits[0] >= seconds:
             break
-    if at_end is not None:
-        at_end()
+    private_bytes = _private_bytes_of_new(others)
     batches.close()
-    return Pace(num_batches, num_samples, num_bytes, waited, computed if consume else 0.0), first
+    samples, num_bytes = (sum(one[place] for one in sizes[1:]) for place in (0, 1))
+    return Pace(len(sizes) - 1, samples, num_bytes, sum(waits[1:]), sum(steps[1:])), waits[0], private_bytes
 
 
 def _endless(loader: Iterable[Any], num_epochs: int | None) -> Generator[Any, None, None]:
@@ -333,21 +326,11 @@ def size_of(batch: Any) -> tuple[int, int]:
 def _read(batch: Any) -> None:
     """Read every byte of a batch that lies in host memory."""
     for leaf in leaves(batch):
-        array = _as_array(leaf)
-        if array is not None and array.size:
-            np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
-    """Return an array, or the bytes of a tensor on the CPU; None for all else."""
-    if isinstance(leaf, np.ndarray):
-        return None if leaf.dtype.hasobject else leaf
-    if (torch := sys.modules.get("torch")) is None or not isinstance(leaf, torch.Tensor):
-        return None
-    if leaf.device.type != "cpu" or leaf.layout != torch.strided:
-        return None
-    found: np.ndarray[Any, Any] = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+        if isinstance(leaf, np.ndarray):
+            if leaf.size and not leaf.dtype.hasobject:
+                np.maximum.reduce(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+        elif getattr(getattr(leaf, "device", None), "type", "") == "cpu":  # a tensor
+            leaf.sum()
 
 
 def files_of(loader: Any) -> list[Path]:
@@ -380,23 +363,19 @@ def _close(loader: Any) -> None:
         loader._iterator = None
 
 
-def _descendants() -> set[int]:
-    import psutil
-
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
-def _private_bytes_of_new(others: set[int]) -> int:
+def _private_bytes_of_new(others: set[psutil.Process]) -> int:
     """Return the non-reclaimable bytes of this process's descendants without the others."""
-    import psutil
-
     reader, private = ProcReader(), 0
-    for pid in _descendants() - others:
-        if (rollup := reader.rollup(pid)) is not None:
+    for process in _descendants() - others:
+        if (rollup := reader.rollup(process.pid)) is not None:
             private += rollup.held + rollup.shared_memory
         elif not sys.platform.startswith("linux"):
             with suppress(psutil.Error):  # ended since it was listed
-                private += int(psutil.Process(pid).memory_full_info().uss)
+                private += int(process.memory_full_info().uss)
     return private
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, damaged
-from memfit.errors import DataError, check_counts, nearest
+from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -268,24 +268,6 @@ class Panel:
     def _array(self, name: str) -> Array:
         facts = self.manifest.arrays[name]
         return _map(self.path / f"{name}.npy", facts["dtype"], tuple(facts["shape"]))
-
-    def eligible(self, lookback: int, *, target: str | None = None, min_assets: int = 1) -> npt.NDArray[np.bool_]:
-        """Where a window may end: (num_dates, num_assets), in memory of its own.
-
-        Args:
-            lookback: Dates per window, all of them with a row and finite features.
-            target: A target that must be finite there, if any.
-            min_assets: A date on which fewer assets are left is left out as a whole.
-
-        Raises:
-            DataError: If the panel has no such target, or a number is below 1.
-        """
-        check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
-        found: npt.NDArray[np.bool_] = self.history >= lookback
-        if target is not None:
-            found &= np.isfinite(self.target(target))
-        found[found.sum(axis=1) < min_assets] = False
-        return found
 
     def target(self, name: str) -> Array:
         """A target by name: a read-only view (num_dates, num_assets).

@@ -17,14 +17,8 @@ from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
 
 Progress = Callable[[int, int], None]
-FreeBytes = Callable[[Path], int]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the bytes that may still be written there."""
-    return shutil.disk_usage(directory).free
 
 
 def panel_lock(path: Path) -> FileLock:
@@ -69,8 +63,9 @@ def sweep(path: Path) -> None:
                 pass
 
 
-def check_space(directory: Path, what: str, needed: int, free: int) -> None:
+def check_space(directory: Path, what: str, needed: int) -> None:
     """Refuse what is known not to fit before anything is written."""
+    free = shutil.disk_usage(directory).free
     if free < needed:
         raise DataError(
             f"{what} needs {format_bytes(needed)} ({needed} bytes) on disk; "
@@ -105,7 +100,7 @@ def naming_full_disk(what: str, needed: int | None, folder: Path) -> Iterator[No
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        free = free_bytes(folder)
+        free = shutil.disk_usage(folder).free
         need = "" if needed is None else f" it needs {format_bytes(needed)} ({needed} bytes) on disk;"
         raise DataError(
             f"{what} could not be written ({error.strerror}):{need} {format_bytes(free)} ({free} bytes) are free.",

@@ -3,65 +3,58 @@
 This is the only package of memfit that imports torch.
 """
 
-from memfit.errors import MissingExtraError
+from memfit.errors import MissingExtraError as _MissingExtraError
 
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise MissingExtraError.of("torch", "torch", "memfit.training") from error
+    raise _MissingExtraError.of("torch", "torch", "memfit.training") from error
 
-from memfit.training._activations import CheckpointedBlocks, checkpoint_activations
-from memfit.training._average import average_checkpoints
-from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
-from memfit.training._compute import autocast, find_device, to_device
-from memfit.training._ema import Ema
-from memfit.training._keyed import KeyedDataset, KeyedSampler
-from memfit.training._leaks import Leak, LeakDetector
-from memfit.training._oom import Cleanup, OomKind, classify_oom, clean_up
-from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
-from memfit.training._process import rng_state, seed_everything, set_rng_state
-from memfit.training._records import EpochRecord, FitResult, SkipPolicy, StepOutcome
-from memfit.training._sizes import MicrobatchSizes
-from memfit.training._split import WHOLE, ByGroup, BySample, Split
-from memfit.training._step import SafeStep
-from memfit.training._trainer import Trainer
+from memfit.training._average import average_checkpoints as average_checkpoints
+from memfit.training._checkpoint import CheckpointFolder as CheckpointFolder
+from memfit.training._checkpoint import CheckpointWarning as CheckpointWarning
+from memfit.training._checkpoint import load_checkpoint as load_checkpoint
+from memfit.training._checkpoint import save_checkpoint as save_checkpoint
+from memfit.training._compute import autocast as autocast
+from memfit.training._compute import find_device as find_device
+from memfit.training._compute import to_device as to_device
+from memfit.training._ema import Ema as Ema
+from memfit.training._flight import write_flight_record as write_flight_record
+from memfit.training._guard import OptimizerGuard as OptimizerGuard
+from memfit.training._keyed import KeyedDataset as KeyedDataset
+from memfit.training._keyed import KeyedSampler as KeyedSampler
+from memfit.training._keyed import TrainingData as TrainingData
+from memfit.training._keyed import keyed_rng as keyed_rng
+from memfit.training._leaks import Leak as Leak
+from memfit.training._leaks import LeakDetector as LeakDetector
+from memfit.training._oom import Cleanup as Cleanup
+from memfit.training._oom import OomKind as OomKind
+from memfit.training._oom import classify_oom as classify_oom
+from memfit.training._oom import clean_up as clean_up
+from memfit.training._oom import device_bytes as device_bytes
+from memfit.training._oom import release as release
+from memfit.training._preflight import Longest as Longest
+from memfit.training._preflight import PhaseMemory as PhaseMemory
+from memfit.training._preflight import PreflightReport as PreflightReport
+from memfit.training._preflight import find_longest as find_longest
+from memfit.training._preflight import preflight as preflight
+from memfit.training._process import rng_state as rng_state
+from memfit.training._process import seed_everything as seed_everything
+from memfit.training._process import set_rng_state as set_rng_state
+from memfit.training._records import EpochRecord as EpochRecord
+from memfit.training._records import FitResult as FitResult
+from memfit.training._records import SkipPolicy as SkipPolicy
+from memfit.training._records import StepOutcome as StepOutcome
+from memfit.training._sizes import MicrobatchSizes as MicrobatchSizes
+from memfit.training._split import WHOLE as WHOLE
+from memfit.training._split import ByGroup as ByGroup
+from memfit.training._split import BySample as BySample
+from memfit.training._split import Split as Split
+from memfit.training._stacks import Stack as Stack
+from memfit.training._stacks import likely_cause as likely_cause
+from memfit.training._stacks import register_stack_dump as register_stack_dump
+from memfit.training._stacks import stacks_of as stacks_of
+from memfit.training._step import SafeStep as SafeStep
+from memfit.training._trainer import Trainer as Trainer
 
-__all__ = [
-    "WHOLE",
-    "ByGroup",
-    "BySample",
-    "CheckpointWarning",
-    "CheckpointedBlocks",
-    "Cleanup",
-    "Ema",
-    "EpochRecord",
-    "FitResult",
-    "KeyedDataset",
-    "KeyedSampler",
-    "Leak",
-    "LeakDetector",
-    "Longest",
-    "MicrobatchSizes",
-    "OomKind",
-    "PhaseMemory",
-    "PreflightReport",
-    "SafeStep",
-    "SkipPolicy",
-    "Split",
-    "StepOutcome",
-    "Trainer",
-    "autocast",
-    "average_checkpoints",
-    "checkpoint_activations",
-    "classify_oom",
-    "clean_up",
-    "find_device",
-    "find_longest",
-    "load_checkpoint",
-    "preflight",
-    "rng_state",
-    "save_checkpoint",
-    "seed_everything",
-    "set_rng_state",
-    "to_device",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 
 IntegerBuffers = Literal["equal", "last"]
@@ -57,7 +56,7 @@ def average_checkpoints(
 
     Raises:
         UsageError: If names, shapes or types differ, values are not numbers, or the files are unrelated.
-        DamagedError: If a file is cut short or differs from its checksum.
+        DamagedError: If a file is cut short or differs from its checksums.
 
     Source: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407.
 
@@ -95,7 +94,6 @@ def average_checkpoints(
         averaged[name] = done[place]
     is_one = len({source.fit for source in sources}) == 1
     state = {
-        "memfit_checkpoint": 1,
         "model": averaged,
         "fit": sources[0].fit if is_one else None,
         "identity": contents[0].get("identity"),
@@ -128,27 +126,11 @@ def _check_paths(paths: Sequence[Path], output: Path) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return a file's content; that of a checkpoint after its checksum was checked."""
-    try:
-        return load_checkpoint(path, mmap=True)
-    except DamagedError as damaged:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            if "no checksum" not in damaged.what:  # one of ours, and a byte of it changed
-                raise damaged from None
-            raise UsageError(
-                f"{path} holds more than tensors and plain values: {str(error).splitlines()[0]}",
-                rule="files are loaded with weights_only=True, which runs no code of theirs.",
-                remedy="save its state_dict() alone, with torch.save",
-            ) from error
-        except (RuntimeError, EOFError, OSError, ValueError):
-            raise damaged from None
-        if not isinstance(content, Mapping):
-            raise _no_state(path, content) from None
-        if "memfit_checkpoint" in content:  # one of ours always has a checksum
-            raise damaged
-        return content
+    """Return a file's content after its checksums were compared."""
+    content: Any = load_checkpoint(path, mmap=True)
+    if not isinstance(content, Mapping):
+        raise _no_state(path, content)
+    return content
 
 
 def _unwrap(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

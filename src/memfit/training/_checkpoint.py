@@ -1,19 +1,18 @@
 """Write checkpoints that are whole or refused, and keep the last good ones in a folder.
 
-The SHA-256 stands inside the file, as the comment of the zip archive that ``torch.save`` writes: no kill between two
-renames can leave a file and a checksum that do not belong together.
+``torch.save`` writes a zip archive with a CRC-32 of each record, which is compared before anything is loaded.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import pickle
 import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.rundir import record, sync_folder
+from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
 
 LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
@@ -32,47 +32,35 @@ _LOCK = ".lock"
 Position = tuple[int, int]
 
 _FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
-_ASIDE_FILE = re.compile(r"\.(checkpoint_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
+_ASIDE_FILE = re.compile(r"\.((checkpoint|ema)_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
 _KEPT_STEPS = 2
-#: What every fit writes, whatever it was made with.
-_PARTS = (
-    *("epoch", "step", "history", "within_epoch", "fit", "identity"),
-    *("model", "optimizer", "sizes", "validation", "data", "rng", "environment"),
-)
+#: The layout of what a Trainer saves, its entry ``memfit_checkpoint``; files of ``save_checkpoint`` have none.
+FORMAT = 2
 _PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
-_SEAL = re.compile(rb"memfit checkpoint sha256 ([0-9a-f]{64})\n")
-_SEAL_BYTES = len(b"memfit checkpoint sha256 ") + 64 + 1
-_COMMENT_LENGTH_BYTES = 2  # the last field of a zip archive: how long the comment behind it is
-_END_RECORD_BYTES = 22  # the archive's end record, comment length included
-_CHUNK_BYTES = 1 << 20
 
 
 class CheckpointWarning(UserWarning):
     """A damaged checkpoint was passed over, or a resume cannot be bit-exact."""
 
 
-class _HashingFile:
-    """A file for ``torch.save`` that hashes what is written."""
+class _Output:
+    """A file for ``torch.save`` that keeps the reason of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.digest = hashlib.sha256()
+        self.flush = file.flush
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
         try:
             return self._file.write(data)
         except Exception as error:  # torch raises an error of its own instead, without the reason
             self.error = error
             raise
 
-    def flush(self) -> None:
-        self._file.flush()
-
 
 def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = True) -> None:
-    """Write a checkpoint with a checksum, force it to disk and rename it into place; no tensor is copied.
+    """Write a checkpoint with checksums, force it to disk and rename it into place; no tensor is copied.
 
     Args:
         path: The file; its folder must exist.
@@ -92,18 +80,21 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    has_checksums = torch.serialization.get_crc32_options()
     try:
-        with open(aside, "w+b") as file:
-            hashing = _HashingFile(file)
+        with open(aside, "wb") as file:
+            output = _Output(file)
+            torch.serialization.set_crc32_options(True)
             try:
-                torch.save(state, cast(BinaryIO, hashing))  # it needs write and flush alone
+                torch.save(state, cast(BinaryIO, output))  # it needs write and flush alone
             except RuntimeError as error:
-                raise (hashing.error or error) from None
-            _seal(file, hashing.digest.hexdigest())
+                raise (output.error or error) from None
+            finally:
+                torch.serialization.set_crc32_options(has_checksums)
             file.flush()
             os.fsync(file.fileno())
         if prove:
-            _load(aside, mmap=True)
+            _load(aside, path, mmap=True)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -111,35 +102,23 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
     sync_folder(path.parent)
 
 
-def _seal(file: BinaryIO, digest: str) -> None:
-    """Append the checksum as the archive's comment; it covers the archive as it was without one."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(end - _END_RECORD_BYTES)
-    end_record = file.read(_END_RECORD_BYTES)
-    if not (end_record.startswith(b"PK\x05\x06") and end_record.endswith(b"\0\0")):
-        raise RuntimeError(f"torch {torch.__version__} ends its files otherwise than memfit knows: {end_record!r}")
-    file.seek(end - _COMMENT_LENGTH_BYTES)
-    file.write(_SEAL_BYTES.to_bytes(_COMMENT_LENGTH_BYTES, "little"))
-    file.write(b"memfit checkpoint sha256 " + digest.encode() + b"\n")
-
-
 def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
-    """Return a checkpoint's content, on the CPU, after every byte of it was checked.
+    """Return a checkpoint's content, on the CPU, after the checksum of each record was compared.
 
     It has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more. With
     ``mmap`` the tensors' bytes are mapped instead of read.
 
     Raises:
-        DamagedError: If the file is cut short or differs from its checksum.
+        DamagedError: If the file is cut short or differs from its checksums.
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
     """
     try:
         with open(path, "rb") as file:
             _verify(file, Path(path))
             if mmap:
-                return _load(Path(path), mmap=True)
+                return _load(Path(path), Path(path), mmap=True)
             file.seek(0)  # the same open file: no rename in between can change what is loaded
-            return _load(file)
+            return _load(file, Path(path))
     except OSError as error:
         if error.errno == errno.ENOMEM:  # of memory
             raise
@@ -150,41 +129,40 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
         ) from error
 
 
-def _load(source: Path | BinaryIO, *, mmap: bool = False) -> dict[str, Any]:
+def _load(source: Path | BinaryIO, path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"This state cannot be loaded from a checkpoint: {str(error).splitlines()[0]}",
+            f"The state in {path} cannot be loaded: {str(error).splitlines()[0]}",
             rule="checkpoints are loaded with weights_only=True: tensors and plain values, never code.",
             remedy="make the model's extra state and the optimizer's state tensors, numbers, strings, lists or dicts",
         ) from error
+    except RuntimeError as error:
+        if classify_oom(error) is not None:
+            raise
+        raise _damaged(path, str(error).partition("\n")[0]) from None
     return state
 
 
 def _verify(file: BinaryIO, path: Path) -> None:
-    size = os.fstat(file.fileno()).st_size
-    body_bytes = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
-    file.seek(max(0, size - _SEAL_BYTES))
-    seal = _SEAL.fullmatch(file.read())
-    if seal is None or body_bytes <= 0:
-        raise _damaged(path, f"{path} ({size} bytes) has no checksum at its end: it is cut short, or not memfit's.")
-    file.seek(0)
-    digest = hashlib.sha256()
-    left = body_bytes
-    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-        digest.update(chunk)
-        left -= len(chunk)
-    comment_length = file.read(_COMMENT_LENGTH_BYTES)
-    digest.update(bytes(_COMMENT_LENGTH_BYTES))
-    found, expected = digest.hexdigest(), seal.group(1).decode()
-    if found != expected or int.from_bytes(comment_length, "little") != _SEAL_BYTES:
-        raise _damaged(path, f"{path} ({size} bytes) is damaged: SHA-256 {found[:12]}…, not {expected[:12]}….")
+    """Compare the CRC-32 of each record in the archive."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # torch stores its records as plain files; one that is said to be something else would not be read as it is
+            odd = [one.filename for one in archive.infolist() if one.is_dir() or one.compress_type or one.external_attr]
+            record = odd[0] if odd else archive.testzip()
+    except Exception as error:  # a flipped bit of a header can make many, also seeks to places before the file
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        raise _damaged(path, f"it is cut short, or not written by torch.save ({error})") from None
+    if record is not None:
+        raise _damaged(path, f"its record {record} differs from its checksum")
 
 
 def _damaged(path: Path, what: str) -> DamagedError:
     return DamagedError(
-        what,
+        f"{path} is damaged: {what}.",
         rule="memfit writes a checkpoint aside and renames it, so a broken one was changed from outside.",
         remedy="name another checkpoint; to start over, pass another checkpoint_dir",
     )
@@ -197,6 +175,7 @@ class CheckpointFolder:
     checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, removed with the epoch's own
     latest_checkpoint.pt               the newest: what a resume goes on from; a hard link where there are any
     best_model.pt                      the best by the metric of validation; likewise
+    ema_epoch_<n>.pt                   a milestone with the averaged weights, of a Trainer with an ``Ema``
 
     Nothing is deleted before the newest file was read back and found whole.
     """
@@ -360,9 +339,10 @@ class CheckpointFolder:
         except DamagedError as error:
             damaged.append(error)
             return None
-        if missing := [name for name in _PARTS if not isinstance(state, dict) or name not in state]:
+        found = state.get("memfit_checkpoint") if isinstance(state, dict) else None
+        if found != FORMAT:
             raise UsageError(
-                f"{path} is no checkpoint of a Trainer of this version: it holds no '{missing[0]}'.",
+                f"{path} is no checkpoint of a Trainer of this version: its format is {found}, not {FORMAT}.",
                 rule="a fit goes on from what a Trainer wrote into checkpoint_dir, not from a file of save_checkpoint.",
                 remedy="move the file away, or pass another checkpoint_dir",
             )

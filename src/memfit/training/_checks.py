@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from memfit.errors import UsageError, nearest
+from memfit.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,17 +32,11 @@ def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageErro
 
 
 def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
-    """Refuse an argument that a call does not have, or one whose ``Checked`` type excludes its value."""
+    """Refuse an argument whose ``Checked`` type excludes its value."""
     signature = inspect.signature(call)
-    known = [name for name, one in signature.parameters.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
-    takes_more = len(known) < len(signature.parameters) - ("self" in signature.parameters)
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
-        for name in settings:
-            if name not in known and not takes_more:
-                rule = f"the arguments are {', '.join(known)}"
-                raise unknown_argument(name, known, rule)
         types = get_type_hints(call, include_extras=True)
         for name, value in signature.bind(*args, **settings).arguments.items():
             if _CHECKED in get_args(types.get(name))[1:]:
@@ -50,11 +44,6 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
         return call(*args, **settings)
 
     return wrapped
-
-
-def unknown_argument(name: str, known: Iterable[str], rule: str, remedy: str = "") -> UsageError:
-    """Return the error for an argument that a call does not have."""
-    return UsageError(f"There is no argument '{name}'.", rule=f"{rule}.", remedy=remedy or nearest(name, known))
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

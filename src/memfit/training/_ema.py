@@ -1,21 +1,15 @@
-"""Average the weights exponentially over the steps, and save snapshots of that at listed epochs."""
+"""Average the weights exponentially over the steps."""
 
 from __future__ import annotations
 
-import string
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.errors import UsageError
-from memfit.rundir import record
-from memfit.training._checkpoint import CheckpointWarning, save_checkpoint
 
-_OWN_NAMES = ("checkpoint_", "latest_checkpoint", "best_model", ".")
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -28,10 +22,7 @@ class Ema:
     Args:
         decay: The share of the average that stays at each step, from 0 to below 1. It looks back over about
             ``1 / (1 - decay)`` steps.
-        snapshot_epochs: The epochs at whose end ``snapshot`` writes a file. Choose late ones.
         warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at update ``n``.
-        snapshot_name: How the files are named, by ``{epoch}`` and ``{fold}``.
-        fold: What ``{fold}`` stands for.
 
     Source: ``get_ema_multi_avg_fn`` of ``torch.optim.swa_utils``; ``tf.train.ExponentialMovingAverage`` (warm-up).
 
@@ -47,42 +38,16 @@ class Ema:
         (2.0, 0.0)
     """
 
-    def __init__(
-        self,
-        decay: float,
-        *,
-        snapshot_epochs: Sequence[int] = (),
-        warmup: bool = False,
-        snapshot_name: str = "ema_epoch_{epoch}.pt",
-        fold: int | str | None = None,
-    ) -> None:
+    def __init__(self, decay: float, *, warmup: bool = False) -> None:
         self.decay = decay
         self.warmup = warmup
-        self.snapshot_epochs = tuple(sorted(set(snapshot_epochs)))
-        self.snapshot_name = snapshot_name
-        self.fold = fold
         self.num_updates = 0
         self._average: dict[str, torch.Tensor] = {}
-        if not 0 <= decay < 1 or any(epoch < 1 for epoch in snapshot_epochs):
+        if not 0 <= decay < 1:
             raise UsageError(
-                f"decay is {self.decay}, and snapshot_epochs are {self.snapshot_epochs}.",
-                rule="the decay is at least 0 and below 1; epochs are counted from 1.",
-                remedy="pass for example Ema(0.999, snapshot_epochs=(3, 6, 10))",
-            )
-        try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(snapshot_name) if name is not None}
-        except ValueError:
-            fields = set()
-        if (
-            fields != ({"epoch"} if fold is None else {"epoch", "fold"})
-            or "/" in snapshot_name
-            or snapshot_name.startswith(_OWN_NAMES)
-        ):
-            raise UsageError(
-                f"snapshots cannot be named '{self.snapshot_name}' with fold={self.fold}.",
-                rule="the name holds {epoch}, and {fold} exactly if fold is given; it is no path, and none of the "
-                "checkpoints' own names.",
-                remedy="pass for example snapshot_name='ranker_fold{fold}_ema_epoch{epoch}.pt', fold=3",
+                f"decay is {self.decay}.",
+                rule="the decay is at least 0 and below 1.",
+                remedy="pass for example Ema(0.999)",
             )
 
     def prepare(self, model: torch.nn.Module) -> None:
@@ -160,45 +125,3 @@ class Ema:
             for name, one in state["average"].items()
         }
         self.num_updates = state["num_updates"]
-
-    def path(self, folder: Path, epoch: int) -> Path:
-        """Return the file of an epoch's snapshot."""
-        return folder / self.snapshot_name.format(epoch=epoch, fold=self.fold)
-
-    def snapshot(self, model: torch.nn.Module, epoch: int, folder: Path, facts: Mapping[str, Any]) -> Path | None:
-        """Write the averaged model at the end of an epoch, counted from 1, if that epoch is listed; return the file.
-
-        ``facts`` goes into it too: by ``fit`` and ``identity``, ``memfit average`` knows files of one training.
-        """
-        if epoch not in self.snapshot_epochs or self.num_updates == 0:
-            return None
-        path = self.path(folder, epoch)
-        for left in folder.glob(f".{path.name}.*.tmp"):  # of a writer that was killed
-            left.unlink(missing_ok=True)
-        with self.applied(model):
-            state = {
-                **facts,
-                "memfit_checkpoint": 1,
-                "epoch": epoch,
-                "model": model.state_dict(),
-                "ema": {"decay": self.decay, "warmup": self.warmup, "num_updates": self.num_updates},
-            }
-            save_checkpoint(path, state, prove=epoch == self.snapshot_epochs[0])
-        record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
-        return path
-
-    def report_missing(self, folder: Path, *, done: int, num_epochs: int) -> tuple[int, ...]:
-        """Warn of listed epochs that have no snapshot and will have none; return them.
-
-        A snapshot of the last of the ``done`` epochs may still be written.
-        """
-        missing = tuple(
-            epoch
-            for epoch in self.snapshot_epochs
-            if epoch > num_epochs or (epoch < done and not self.path(folder, epoch).exists())
-        )
-        if missing:
-            record("ema_missing", epochs=list(missing), num_epochs=num_epochs)
-            what = f"There will be no snapshot of the average at epochs {list(missing)}"
-            warnings.warn(f"{what}: {done} of {num_epochs} are done.", CheckpointWarning, stacklevel=3)
-        return missing

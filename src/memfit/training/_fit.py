@@ -10,6 +10,7 @@ import itertools
 import math
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -24,13 +25,12 @@ from torch.utils.data import DataLoader
 from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import phase, record
-from memfit.training._checkpoint import position_of, tensor_bytes
+from memfit.training._checkpoint import CheckpointWarning, position_of, save_checkpoint, tensor_bytes
 from memfit.training._compute import autocast
-from memfit.training._epoch_memory import EpochMemory
+from memfit.training._figures import EpochMemory, describe
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
-from memfit.training._pace import describe, has_decoder
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._records import MEASURED, Direction, FitResult, best_epoch
@@ -38,13 +38,13 @@ from memfit.training._state import Progress, capture, optimizer_identity, restor
 from memfit.training._validation import Evaluate, MeanLoss, attempt_twice, evaluated
 
 if TYPE_CHECKING:
+    from memfit.training._ema import Ema
     from memfit.training._trainer import Trainer
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_PACE = (*MEASURED, "pad_share")
 _RESERVED_NAMES = frozenset(
-    {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *_PACE, "num_threads"}
+    {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *MEASURED, "num_threads"}
 )
 
 
@@ -83,9 +83,8 @@ class Fit:
             **self.data.identity(),
             **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
         }
-        self._labels_too = has_decoder(trainer.model)
         self._leaks = LeakDetector()
-        self._memory = EpochMemory(trainer.model, trainer.optimizer, trainer.ema)
+        self._memory = EpochMemory()
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
         self._is_open = self._has_room = False
@@ -112,6 +111,7 @@ class Fit:
             raise death from error
         finally:
             self.data.close(persistent_too=True)
+        self._warn_of_missed_milestones()
         self.trainer.model.eval()
         history = tuple(self.progress.history)
         epochs_run = len(history) - (resumed_from or 0)
@@ -129,8 +129,6 @@ class Fit:
         else:
             self._restore(*taken)
         done = len(self.progress.history)
-        if self.ema is not None and self.folder is not None:
-            self.ema.report_missing(self.folder.path, done=done, num_epochs=self.plan.num_epochs)
         if done < self.plan.num_epochs and not self._is_early():
             self._prepare(save=self._save if taken is None and self.folder is not None else None)
         return None if taken is None else done
@@ -243,7 +241,6 @@ class Fit:
             if time.monotonic() >= self._next_save and self.folder is not None:
                 self._save()
                 self._enter("train")
-        self._memory.count_parts()
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -269,7 +266,7 @@ class Fit:
                 self.trainer.schedule.step()
             if self.ema is not None:
                 self.ema.update(self.trainer.model)
-        progress.add_step(outcome, batches, labels_too=self._labels_too)
+        progress.add_step(outcome, len(batches))
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
@@ -320,11 +317,9 @@ class Fit:
         """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
         history, folder = self.progress.history, self.folder
         newest = history[-1]
-        if self.ema is not None and folder is not None:
-            provenance = dict(self.trainer.provenance)
-            facts = {"fit": self.progress.fit, "identity": self.identity, "provenance": provenance}
+        if self.ema is not None and folder is not None and newest.epoch in folder.milestones:
             with folder.writing():
-                self.ema.snapshot(self.trainer.model, newest.epoch, folder.path, facts)
+                self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
         if self.plan.valid is not None and newest.metrics is None:
             newest = history[-1] = replace(newest, metrics=self._validate())
         best = self._best_epoch()
@@ -337,7 +332,7 @@ class Fit:
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
         memory = self._memory.end()
-        pace = {name: value for name in _PACE if (value := getattr(newest, name)) is not None}
+        pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
         text = f"{text}  {describe(pace)}".rstrip()
         shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
         record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **shown, text=text)
@@ -348,6 +343,24 @@ class Fit:
         if self.stop.noted:
             raise self._stopped()
         return is_done or self._is_early()
+
+    def _save_average(self, ema: Ema, path: Path) -> None:
+        """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
+        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": self.identity}
+        with ema.applied(self.trainer.model):
+            state = {"epoch": epoch, "model": self.trainer.model.state_dict(), "provenance": self.trainer.provenance}
+            save_checkpoint(path, {**facts, **state})
+        record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
+
+    def _warn_of_missed_milestones(self) -> None:
+        """Warn of milestones after the last epoch: an average of these epochs will not be there to blend."""
+        if self.ema is None or self.folder is None:
+            return
+        done = len(self.progress.history)
+        if missed := sorted(epoch for epoch in self.folder.milestones if epoch > done):
+            record("ema_missing", epochs=missed, num_epochs=done)
+            text = f"There is no average of the weights at epochs {missed}: the training ended after epoch {done}."
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
 
     def _validate(self) -> dict[str, float]:
         self._enter("validate")
@@ -402,8 +415,6 @@ class Fit:
         record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
         why = f"{metric} was best in epoch {best}" if self._is_early() else "on_epoch said so"
         say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
-        if self.ema is not None and self.folder is not None:
-            self.ema.report_missing(self.folder.path, done=done, num_epochs=done)
 
     def _leave_if_stopped(self) -> None:
         if self.stop.noted and self.folder is not None:

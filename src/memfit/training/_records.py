@@ -74,8 +74,6 @@ class EpochRecord:
         num_steps: Optimizer steps.
         metrics: What validation gave; None without validation.
         num_skipped: Steps whose batch was skipped; they count in ``num_steps`` and not in ``train_loss``.
-        pad_share: The share of padding in the positions of encoder and decoder, 0 to 1; None for batches without an
-            ``attention_mask``. Labels of -100 are padding for a model whose config has ``is_encoder_decoder``.
         samples_per_second: Over the steps and what they waited for; checkpoints and validation are left out. None if
             the samples of a batch cannot be counted. It is measured, so it is not compared, and no checkpoint has it:
             a resume knows it of the steps that it makes itself.
@@ -89,7 +87,6 @@ class EpochRecord:
     num_steps: int
     metrics: dict[str, float] | None = None
     num_skipped: int = 0
-    pad_share: float | None = None
     samples_per_second: float | None = field(default=None, compare=False, repr=False)
     seconds: float | None = field(default=None, compare=False, repr=False)
     wait_share: float | None = field(default=None, compare=False, repr=False)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from typing import Any
 
 import numpy as np
 import torch
-
-#: Numpy's ``mt19937_state``: 624 words and the position of the next.
-_TWISTER_BYTES = 625 * 4
 
 
 class Snapshot:
@@ -26,13 +22,12 @@ class Snapshot:
         #: Buffers and their copies, by the buffers' identity.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rng: tuple[Any, ...] = ()
-        self._numpy = _NumpyState()
         self._scaler_state: dict[str, Any] = {}
 
     def take(self) -> None:
         """Note how things are, over the copies of the last time: only the first call allocates."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._rng = random.getstate(), self._numpy.read(), torch.get_rng_state(), cuda
+        self._rng = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
         children = [child for module in self.modules for child in module._modules.values()]
         if children != self._children or not self.modules:  # walking the tree anew costs ten times as much
             self.modules = list(self._model.modules())
@@ -98,25 +93,3 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements share one place in memory, so that nothing can be written there."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-class _NumpyState:
-    """Reads numpy's global generator, which takes 0.1 ms, only when it may have changed.
-
-    Equal bytes of the Mersenne twister are an equal state while no normal number is kept from the draw before.
-    """
-
-    def __init__(self) -> None:
-        self._seen: tuple[int, bytes] | None = None
-        self._state: Any = None
-
-    def read(self) -> Any:
-        """Return what ``numpy.random.set_state`` takes."""
-        generator = np.random.mtrand._rand._bit_generator
-        seen = None
-        if type(generator) is np.random.MT19937:
-            address = generator.ctypes.state_address
-            seen = address, ctypes.string_at(address, _TWISTER_BYTES)
-        if seen is None or seen != self._seen or self._state["has_gauss"]:
-            self._state, self._seen = np.random.get_state(legacy=False), seen
-        return self._state

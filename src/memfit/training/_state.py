@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.training._checkpoint import CheckpointWarning, Position
-from memfit.training._pace import Pace, padding_in
+from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position
+from memfit.training._figures import Pace
 from memfit.training._process import rng_state, set_rng_state
 from memfit.training._records import MEASURED, EpochRecord, StepOutcome
 
@@ -30,8 +30,6 @@ class Progress:
     loss_sum: float = 0.0
     weight: float = 0.0
     num_skipped: int = 0
-    num_positions: int = 0
-    num_padding: int = 0
     pace: Pace = field(default_factory=Pace)  # since the start or the resume; in no checkpoint
 
     @property
@@ -43,14 +41,10 @@ class Progress:
     def position(self) -> Position:
         return len(self.history), self.step
 
-    def add_step(self, outcome: StepOutcome, batches: Sequence[Any], *, labels_too: bool) -> None:
-        """Count an optimizer step, its batches and their padding; see ``padding_in``."""
+    def add_step(self, outcome: StepOutcome, num_batches: int) -> None:
+        """Count an optimizer step and its batches."""
         self.step += 1
-        self.num_batches += len(batches)
-        for batch in batches:
-            padding, positions = padding_in(batch, labels_too)
-            self.num_padding += padding
-            self.num_positions += positions
+        self.num_batches += num_batches
         self.num_skipped += outcome.skipped
         if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
             self.loss_sum += outcome.loss_sum
@@ -59,10 +53,9 @@ class Progress:
     def end_epoch(self) -> None:
         """Make the epoch under way a whole one."""
         train_loss = self.loss_sum / self.weight if self.weight else math.nan
-        pad_share = self.num_padding / self.num_positions if self.num_positions else None
-        facts: dict[str, Any] = {"num_skipped": self.num_skipped, "pad_share": pad_share, **self.pace.figures()}
-        self.history.append(EpochRecord(self.epoch, train_loss, self.step, **facts))
-        self.step = self.num_batches = self.num_skipped = self.num_positions = self.num_padding = 0
+        figures: dict[str, Any] = self.pace.figures()
+        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped, **figures))
+        self.step = self.num_batches = self.num_skipped = 0
         self.loss_sum = self.weight = 0.0
         self.pace = Pace()
 
@@ -75,7 +68,7 @@ def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str,
         for name in MEASURED:
             del entry[name]
     return {
-        "memfit_checkpoint": 1,
+        "memfit_checkpoint": FORMAT,
         "epoch": len(progress.history),
         **{name: entries.pop(name) for name in ("fit", "step", "history")},
         "within_epoch": entries,

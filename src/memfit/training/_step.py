@@ -416,7 +416,8 @@ class SafeStep:
         opaque = next((type(leaf).__name__ for _, leaf in leaves(batch.content) if is_opaque(leaf)), "")
         is_whole = not is_cut and (opaque != "" or any(one.ndim and len(one) > 1 for _, one, _ in batch.versions))
         remedy = (
-            "checkpoint_activations(model) from memfit.training, shorter samples, bfloat16 autocast, or more memory"
+            "activation checkpointing (torch.utils.checkpoint, or gradient_checkpointing_enable() of Transformers), "
+            "shorter samples, bfloat16 autocast, or more memory"
         )
         if is_whole and self._never_splits:
             remedy = f"pass microbatch_size='auto' to split it, or: {remedy}"

@@ -13,7 +13,7 @@ from pydantic import Field
 from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import Checked, check_parts, checked_arguments, unknown_argument
+from memfit.training._checks import Checked, check_parts, checked_arguments
 from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
@@ -53,14 +53,15 @@ class Trainer:
         precision: ``"bf16-mixed"`` and ``"fp16-mixed"`` run loss and evaluation under autocast; float16 also gets a
             ``GradScaler``. ``"auto"`` chooses by the device. None is ``"float32"``: no autocast.
         schedule: A schedule of the learning rate, stepped after each optimizer step that was not skipped.
-        ema: An average of the weights, updated after each optimizer step; its snapshots go to ``checkpoint_dir``.
+        ema: An average of the weights, updated after each optimizer step.
         seed: Seeds the global generators when a fit begins anew, and the stream that data draw from. Call
             ``seed_everything`` before the model is built: its first weights are drawn there.
         global_batch_size: Samples of an optimizer step, a multiple of the loader's batch; None is one batch.
         checkpoint_dir: Where checkpoints are written and looked for; None saves nothing.
         checkpoint_seconds: Write a checkpoint within an epoch too when the last one is so old.
         keep_epochs: How many of the newest epochs' checkpoints stay, beside the best.
-        milestones: Epochs whose checkpoints stay as well.
+        milestones: Epochs whose checkpoints stay as well; with ``ema`` each also leaves ``ema_epoch_<n>.pt``, the model
+            with the averaged weights.
         first_batch_seconds: Seconds that the workers of a ``DataLoader`` may do nothing before an epoch's first batch;
             then the fit fails with their stacks.
         on_step: ``on_step(outcome)``, called with the ``StepOutcome`` after each optimizer step.
@@ -115,10 +116,6 @@ class Trainer:
                 rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
                 remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
             )
-        for name in step.keys() - StepSettings.__annotations__:
-            known = {*Trainer.__init__.__annotations__, *StepSettings.__annotations__} - {"step", "return"}
-            rule = "Trainer takes its own settings and those of SafeStep"
-            raise unknown_argument(name, known, rule, _ELSEWHERE.get(name, ""))
         given: Any = model
         if optimizer is None and isinstance(given, torch.nn.Module):
             optimizer = torch.optim.AdamW(model.parameters())
@@ -201,19 +198,6 @@ class Trainer:
         with StopSignals(interrupt=self.folder is not None) as stop:
             return Fit(self, plan, stop).run()
 
-
-#: What other trainers take, and what to write here.
-_ELSEWHERE = {
-    "weight": "leave it out: the loss returns the weight",
-    "callbacks": "pass on_step= and on_epoch=, which are called after each step and epoch",
-    "logger": "log in on_step= and on_epoch=, or read fit's result: result.history",
-    "cleanup": "call memfit.training.clean_up() in on_step= or on_epoch=",
-    "scheduler": "pass schedule=, which is stepped after each optimizer step",
-    "lr_scheduler": "pass schedule=, which is stepped after each optimizer step",
-    "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
-    "epochs": "write trainer.fit(train, num_epochs=3)",
-    "max_epochs": "write trainer.fit(train, num_epochs=3)",
-}
 
 #: What a schedule counts in, beside its constants.
 _COUNTERS = frozenset({"last_epoch", "verbose"})

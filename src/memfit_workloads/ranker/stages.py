@@ -78,7 +78,7 @@ def _fit(
     model, optimizer = _model(context, panel, params, fit_dates)
     batches = ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=settings.num_workers)
     averaged = settings.ema_decay is not None and (settings.ema_epochs or settings.scored == "ema")
-    ema = Ema(settings.ema_decay or 0.0, snapshot_epochs=settings.ema_epochs) if averaged else None
+    ema = Ema(settings.ema_decay or 0.0) if averaged else None
 
     def evaluate(model: PatchRanker, lists: Any) -> dict[str, float]:
         with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
@@ -92,6 +92,7 @@ def _fit(
         schedule=_schedule(optimizer, settings, len(batches)),
         ema=ema,
         checkpoint_dir=context.dir,
+        milestones=settings.ema_epochs,
         seed=context.seed,
         max_grad_norm=settings.max_grad_norm,
         provenance=finance.provenance(context, params),

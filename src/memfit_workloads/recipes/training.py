@@ -28,7 +28,6 @@ from memfit.training import (
     StepOutcome,
     Trainer,
     autocast,
-    checkpoint_activations,
     find_device,
     seed_everything,
 )
@@ -58,7 +57,9 @@ def make_model(params: RecipesParams, vocab_size: int) -> torch.nn.Module:
         found = transformers.T5ForConditionalGeneration(config)
     found.config.use_cache = False
     if params.gradient_checkpointing:
-        checkpoint_activations(found)
+        is_new = hasattr(found, "activation_checkpointing_enable")  # its name since transformers 5.23
+        enable = found.activation_checkpointing_enable if is_new else found.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return found.to(torch.bfloat16) if params.precision == "bf16" else found  # type: ignore[no-any-return]
 
 
@@ -129,8 +130,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
 
     Returns:
         The plan of the batch, ``microbatch_size`` that fitted in the end, ``train_loss`` and ``valid_loss`` of a token
-        in nats, ``pad_share`` of the batches and ``frozen_share`` of the weights in the last epoch, what attention
-        and kernels the model has, and what ``compile`` took.
+        in nats, ``frozen_share`` of the weights in the last epoch, what attention and kernels the model has, and what
+        ``compile`` took.
     """
     phase("load")
     seed_everything(context.seed)
@@ -187,7 +188,6 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "train_loss": last.train_loss,
         "valid_loss": last.metrics["valid_loss"],
         "num_epochs": len(result.history),
-        "pad_share": last.pad_share,
         "frozen_share": monitor.share,
         "capabilities": able,
         "compile": compiled.summary() if compiled else None,

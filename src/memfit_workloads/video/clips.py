@@ -35,13 +35,6 @@ _ENCODINGS: tuple[tuple[str, str, tuple[dict[str, str], ...]], ...] = (
         "mp4",
         tuple({"preset": "veryfast", "crf": c, "x264-params": "no-mbtree=1"} for c in ("20", "24", "28")),
     ),
-    ("mpeg4", "avi", tuple({"qmin": q, "qmax": q} for q in ("3", "5", "8"))),
-    # A positive cpu-used would be a start only: VP8 then chooses by the clock, and a busy machine gives other bytes.
-    (
-        "libvpx",
-        "webm",
-        tuple({"deadline": "realtime", "cpu-used": "-8", "crf": q, "b": "2M"} for q in ("6", "12", "20")),
-    ),
     ("mjpeg", "mkv", tuple({"qmin": q, "qmax": q} for q in ("3", "5", "8"))),
 )
 _POOR = {"qmin": "28", "qmax": "31"}
@@ -150,7 +143,7 @@ def _recipe(
                 codec, ending, _ = _ENCODINGS[rng.integers(len(_ENCODINGS))]
                 bad = str(rng.choice(["truncated", "empty", "text"])) if rng.random() < bad_share else ""
                 path = f"clip_{len(clips):05d}.{ending}"
-                quality, variable = int(rng.integers(3)), bool(rng.random() < 0.25 and ending != "avi")
+                quality, variable = int(rng.integers(3)), bool(rng.random() < 0.25)
                 segment, start = f"{film} {at} s", round(at + shift, 3)
                 clips.append(Clip(path, label, how, segment, source, start, seconds, codec, quality, variable, bad))
             if len(clips) >= num_clips:
@@ -173,7 +166,7 @@ def _make(clip: Clip, path: Path, rng: np.random.Generator, files: dict[str, tup
     elif clip.kind == "recompress":
         aside = path.with_suffix(".poor.avi")
         _encode(frames, aside, "mpeg4", _POOR)
-        frames = np.stack(list(_decode(aside, 0.0)))[: len(frames)]
+        frames = np.stack([_picture(frame) for frame, _ in _decode_timed(aside, 0.0)])[: len(frames)]
         aside.unlink()
     elif clip.kind == "overlay":
         height, width = rng.integers(24, 48), rng.integers(32, 64)
@@ -212,11 +205,6 @@ def _cut(path: Path, start: float, seconds: float) -> Frames:
 
 def _picture(frame: Any) -> Frames:
     return frame.reformat(_WIDTH, _HEIGHT, "rgb24").to_ndarray()  # type: ignore[no-any-return]
-
-
-def _decode(path: Path, start: float) -> Iterator[Frames]:
-    for frame, _ in _decode_timed(path, start):
-        yield _picture(frame)
 
 
 def _decode_timed(path: Path, start: float) -> Iterator[tuple[Any, float]]:
