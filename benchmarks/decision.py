@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from statsmodels.tsa.stattools import diebold_mariano_test
 
-from memfit.evaluation import (
+from memfit_workloads.finance import (
     Scores,
     bootstrap_interval,
     decide,
@@ -49,8 +49,8 @@ from memfit.evaluation import (
     minimum_dates,
     power,
     slow_variation,
+    volatility_correlation,
 )
-from memfit_workloads.finance import volatility_correlation
 
 ALPHA = 0.05
 #: What is asked of size, false decisions and coverage; the second size where n is the least that memfit accepts.
@@ -202,8 +202,10 @@ def world_rates(kind: str, *, num_worlds: int, seed: int) -> dict[str, float]:
             if f"better by {metric}" in counts:
                 counts[f"better by {metric}"] += decision.verdict == "A better"
         counts["volatility"] += volatility_correlation(scores.of("score_h5"), daily).warns
-        counts["slow"] += found["rank_ic"].is_slow
-        counts["slow where decided"] += found["rank_ic"].is_slow and found["rank_ic"].verdict != "no difference shown"
+        counts["slow"] += found["rank_ic"].slow.is_shown
+        counts["slow where decided"] += (
+            found["rank_ic"].slow.is_shown and found["rank_ic"].verdict != "no difference shown"
+        )
     return {name: count / num_worlds for name, count in counts.items()}
 
 

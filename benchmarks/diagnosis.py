@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.diagnosis import Diagnosis, diagnose
-from memfit.evaluation import wilson_interval
+from memfit.reports import wilson_interval
 
 #: What is asked: shares of kinds and phases, of figures, the false alarms, and the memory of a large log in MiB.
 KINDS, PHASES, FIGURES, FALSE_ALARMS, STREAM_MIB = 0.95, 0.90, 1.0, 0, 200

@@ -36,8 +36,8 @@ import pyarrow.parquet as pq
 
 from memfit import config
 from memfit.data import DateBatch, DateBatches, Loader, LoaderReport, Panel, measure_loader
-from memfit.evaluation import compare_seeds
 from memfit.pipeline import RunConfig, context_of
+from memfit.reports import compare_seeds
 from memfit.rundir import RunDir
 from memfit.tuning import Trial, read_trials
 from memfit_workloads.finance.generated import Market, write_market

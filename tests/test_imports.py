@@ -48,7 +48,7 @@ def test_the_report_of_loaded_modules_sees_a_heavy_one() -> None:
         "import memfit",
         "import memfit; memfit.Budget, memfit.Footprint, memfit.Job, memfit.measure, memfit.plan, memfit.run",
         "import memfit; memfit.Panel",
-        "import memfit.config, memfit.rundir, memfit.data, memfit.splits, memfit.evaluation, memfit.jobs",
+        "import memfit.config, memfit.rundir, memfit.data, memfit.splits, memfit.jobs",
         "import memfit.pipeline, memfit.reports, memfit.cli",
         _COMMAND.format(arguments=["--help"]),
         _COMMAND.format(arguments=["--version"]),
@@ -65,7 +65,7 @@ def test_memfit_loads_nothing_heavy(code: str) -> None:
 @pytest.mark.parametrize(("words", "most"), [(["--version"], 6), (["ps"], 12), (["stop", "--help"], 12)])
 def test_a_verb_loads_what_it_needs_and_no_other_verbs_packages(words: list[str], most: int) -> None:
     packages = {name for name in loaded(_COMMAND.format(arguments=words)) if name.startswith("memfit.")}
-    others = {"data", "diagnosis", "estimation", "evaluation", "pipeline", "planning", "training"}
+    others = {"data", "diagnosis", "estimation", "pipeline", "planning", "training"}
     assert packages.isdisjoint({f"memfit.{name}" for name in others})
     assert len(packages) <= most, packages
 

@@ -1,10 +1,8 @@
-"""``memfit compare`` of runs: what differs comes first, then numbers, seeds and targets, each with its n."""
+"""``memfit compare`` of runs: what differs comes first, then numbers and seeds, each with its n."""
 
-import hashlib
 import itertools
 import json
 import math
-import re
 import shutil
 from statistics import NormalDist
 
@@ -72,7 +70,7 @@ def test_one_difference_is_the_change_and_the_table_of_before_and_after_follows(
         "number                     before (B)              after (A)  A less B\n"
         "jobs completed   2 of 2 (34% to 100%)   3 of 3 (44% to 100%)          \n"
         "fold.rank_ic    0.0300 ± 0.0100 (n 2)  0.0600 ± 0.0100 (n 3)     +0.03\n"
-        "One run each proves no difference: give --seeds, or --metric with a column of days.\n"
+        "One run each proves no difference: run both with five seeds or more, and give --seeds.\n"
         "±: standard error over n units. Jobs: 95 % interval of the rate.\n"
     )
 
@@ -236,35 +234,6 @@ def test_a_damaged_manifest_is_refused_by_name(make, run):
     assert f"{path} has no stage" in done.err
 
 
-def test_without_a_number_to_compare_two_day_tables_are_refused(make, run, tmp_path):
-    make("old", [0.1])
-    (tmp_path / "days.csv").write_text("date,h1_rank_ic\n")
-    for words in (("old", "days.csv"), ("days.csv", "random", "--metric", "h1_rank_ic", "--differs", "code")):
-        done = run(*words)
-        assert done.exit_code == 2
-        assert "days.csv is no run" in done.err or "random is no run" in done.err
-
-
-@pytest.mark.slow
-def test_days_of_runs_are_compared_once_every_difference_is_named(make, run, tmp_path):
-    pytest.importorskip("arch")
-    import pyarrow.feather
-
-    from cli.test_compare import METRIC, days, records
-
-    for seed, (name, params) in enumerate((("new", {"lr": 1.0, "batch": 8}), ("old", {})), 0):
-        made = make(name, [0.1], params=PARAMS | params)
-        pyarrow.feather.write_feather(days(seed, 0.1 if name == "new" else 0.0), made.path / "days.feather")
-    assert run("new", "old", "--metric", METRIC).exit_code == 2
-    assert not records()
-    done = run("new", "old", "--metric", METRIC, "--differs", "params.batch")
-    lines = done.out.splitlines()
-    assert lines[0].startswith("change    params.lr: 0.1 -> 1.0")
-    assert lines[2] == f"A better: {METRIC}, A less B"
-    [line] = records()[0].read_text().splitlines()
-    assert re.fullmatch(r".*/runs/new/run_\w+", json.loads(line)["a"])
-
-
 # Seeds
 
 
@@ -347,7 +316,6 @@ def test_over_seeds_a_second_difference_is_refused_too(make, run):
         (("sgd", "sgd", "--seeds", "--metric", "fold.rank"), "no number fold.rank in common"),
         (("sgd", "none", "--seeds", "--metric", "fold.rank_ic"), "'none' names no experiment"),
         (("sgd", "other", "--seeds", "--metric", "fold.rank_ic"), "no seed is in both: A has 1, 2, B has 9"),
-        (("sgd", "sgd", "--seeds", "--targets", "x.yaml"), "--targets is given with --seeds"),
     ],
 )
 def test_what_cannot_be_compared_over_seeds_is_refused(make, run, words, message):
@@ -358,85 +326,12 @@ def test_what_cannot_be_compared_over_seeds_is_refused(make, run, words, message
     assert message in done.err
 
 
-# Targets
-
-TARGETS = """\
-fold.rank_ic: {target: 0.04, milestone: Phase A}
-fold.sharpe: {target: 0.05, milestone: Phase B}
-"""
-
-
-def test_a_milestone_is_ticked_by_a_stored_run_with_its_evidence(make, run, tmp_path):
-    make("old", [0.02, 0.03])
-    new = make("new", [0.05, 0.04])
-    (tmp_path / "targets.yaml").write_text(TARGETS)
-    done = run("new", "old", "--targets", "targets.yaml")
-    files = sorted((new.path / "checkpoints").glob("fold_*.json"))
-    sha = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    assert done.exit_code == 0
-    text = done.out.partition("number ")[2]
-    lines = [" ".join(words) for words in rows(text)]
-    assert lines[1] == "fold.rank_ic 0.0250 ± 0.0050 (n 2) 0.0450 ± 0.0050 (n 2) >= 0.0400 reached"
-    assert lines[2] == "fold.sharpe - - >= 0.0500 -"
-    assert text.splitlines()[3:] == [
-        "[x] Phase A",
-        f"    fold.rank_ic 0.0450 ± 0.0050 (n 2): {new.path}",
-        f"      config {new.header['fingerprint']}",
-        f"      manifests {sha} (2 files)",
-        "[ ] Phase B: open (fold.sharpe)",
-    ]
-    [one, other] = json.loads(run("new", "old", "--targets", "targets.yaml", "--json").out)["targets"]
-    assert one["evidence"]["sha256"] == sha and one["evidence"]["manifests"] == ["fold_1.json", "fold_2.json"]
-    assert (other["after"], other["gap"], other["evidence"]) == (None, None, None)
-
-
-def test_a_gap_is_shown_as_a_difference_and_as_a_factor_in_either_direction(make, run, tmp_path):
-    make("old", [0.5])
-    make("new", [0.2])
-    (tmp_path / "up.yaml").write_text("fold.rank_ic: {target: 0.5}")
-    (tmp_path / "down.yaml").write_text("fold.rank_ic: {target: 0.05, direction: lower}")
-    up, down = (json.loads(run("new", "old", "--targets", f"{name}.yaml", "--json").out)["targets"][0]
-                for name in ("up", "down"))  # fmt: skip
-    assert (up["gap"], up["factor"]) == (pytest.approx(0.3), pytest.approx(2.5))
-    assert (down["gap"], down["factor"]) == (pytest.approx(0.15), pytest.approx(4))
-    done = run("new", "old", "--targets", "down.yaml").out
-    assert "<= 0.0500  0.15 (factor 4)" in done
-    assert "[ ] fold.rank_ic: open" in done
-
-
-def test_a_run_that_did_not_complete_and_the_run_before_tick_no_box(make, run, tmp_path):
-    make("old", [0.9])
-    make("new", [0.9], state="failed")
-    make("low", [0.0])
-    (tmp_path / "targets.yaml").write_text("fold.rank_ic: {target: 0.04}")
-    for name in ("new", "low"):
-        assert "[ ] fold.rank_ic: open" in run(name, "old", "--targets", "targets.yaml").out
-    assert "[x]" in run("old", "low", "--targets", "targets.yaml").out
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rank_ic: {target: 0.04}", "targets.yaml: rank_ic is no name of a number"),
-        ("fold.rank_ic: {target: high}", "targets.fold.rank_ic.target"),
-        ("fold.rank_ic: {target: 1, direction: up}", "targets.fold.rank_ic.direction"),
-        ("fold.rank_ic: {goal: 1}", "targets.fold.rank_ic"),
-        ("fold.rank_ic: 0.04", "targets.fold.rank_ic"),
-        ("- a", "holds a list"),
-        ("", "targets.yaml holds no target"),
-    ],
-)
-def test_a_bad_file_of_targets_is_refused(make, run, tmp_path, text, message):
-    make("old", [0.1])
-    (tmp_path / "targets.yaml").write_text(text)
-    done = run("old", "old", "--targets", "targets.yaml")
+@pytest.mark.parametrize("flag", ["--targets", "--record", "--horizon"])
+def test_a_flag_that_went_to_the_finance_workloads_says_what_to_type(run, flag):
+    done = run("new", "old", flag, "5")
     assert done.exit_code == 2
-    assert message in done.err and "rule:" in done.err and "do:" in done.err
-
-
-def test_a_file_of_targets_that_is_not_there_is_refused(make, run):
-    make("old", [0.1])
-    assert "targets.yaml is not there" in run("old", "old", "--targets", "targets.yaml").err
+    assert f"no such option: {flag}" in done.err.lower()
+    assert "type memfit_workloads.finance." in done.err and "docs/workflow.md" in done.err
 
 
 # Real runs

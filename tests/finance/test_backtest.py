@@ -11,17 +11,27 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from memfit.errors import DataError
-from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary, backtest, compound
-from memfit_workloads.finance._sleeves import BacktestSettings
+from memfit_workloads.finance import BacktestInput, BacktestResult, BacktestSettings
 
 NAN = math.nan
+#: Sums over the dates of gross, cost, turnover, exposure and net exposure.
+STORED = {
+    "long": [-0.648030282909204, 0.07994239722970715, 79.94239722970721, 244.98276740884918, 244.98276740884918],
+    "long_short": [
+        0.020314960813924046,
+        0.07984780586935399,
+        79.84780586935403,
+        243.20302824945114,
+        0.5198674746934985,
+    ],
+}
 
 
 def run(scores, returns_1, *, eligible=None, **chosen) -> BacktestResult:
     scores = np.asarray(scores, float)
     codes = tuple(f"C{number}" for number in range(scores.shape[1]))
     dates = np.datetime64("2024-01-01") + np.arange(len(scores))
-    return backtest(dates, codes, scores, returns_1, BacktestSettings(**chosen), eligible=eligible)
+    return BacktestInput(dates, codes, scores, returns_1, eligible).run(BacktestSettings(**chosen))
 
 
 def column(result: BacktestResult, name: str) -> list:
@@ -107,24 +117,6 @@ def test_costs_are_the_rate_times_what_was_bought_and_sold() -> None:
     rng = np.random.default_rng(0)
     result = run(rng.random((40, 10)), rng.normal(0, 0.02, (40, 10)), horizon=3, cost_bps=25, k_ratio=0.3)
     assert column(result, "cost") == pytest.approx([25e-4 * traded for traded in column(result, "turnover")])
-    dates = result.trades["date"].to_numpy()
-    changes = np.abs(result.trades["weight_change"].to_numpy())
-    by_date = [changes[dates == date].sum() for date in result.days["date"].to_numpy()]
-    assert by_date == pytest.approx(column(result, "turnover"))
-    assert set(result.trades["side"].to_pylist()) == {"buy", "sell"}
-
-
-def test_a_limit_of_turnover_is_kept_and_reported_and_slows_every_trade_alike() -> None:
-    rng = np.random.default_rng(0)
-    scores, returns_1 = rng.random((40, 10)), rng.normal(0, 0.02, (40, 10))
-    free = run(scores, returns_1, horizon=1, k_ratio=0.3)
-    bound = run(scores, returns_1, horizon=1, k_ratio=0.3, max_turnover=0.5)
-    assert max(column(free, "turnover")) > 1.5
-    assert max(column(bound, "turnover")) <= 0.5 * (1 + 1e-9)
-    assert bound.summary.num_bound == sum(column(bound, "is_bound")) > 30
-    assert free.summary.num_bound == 0
-    first = bound.trades.slice(0, 3)["weight_change"].to_pylist()
-    assert first == pytest.approx([0.5 / 3] * 3)
 
 
 def test_a_date_without_scores_is_empty_and_its_sleeve_is_cash() -> None:
@@ -153,8 +145,6 @@ def test_too_few_candidates_fall_back_to_the_best_k_min() -> None:
     assert column(result, "is_fallback") == [False, True, True, False]
     assert column(result, "num_held") == [3, 2, 2, 3]
     assert result.summary.share_fallback == 0.5
-    day = result.trades["date"].to_numpy() == np.datetime64("2024-01-03")
-    assert set(np.array(result.trades["code"].to_pylist())[day]) <= {"C0", "C1", "C2"}
 
 
 def test_a_share_is_rounded_up_without_the_noise_of_binary_fractions() -> None:
@@ -170,11 +160,6 @@ def test_a_missing_return_ends_the_position_once_and_is_counted() -> None:
     result = run(scores, returns_1, horizon=5, k_min=1, k_ratio=0.5, cost_bps=0, missing_return=-0.5)
     assert result.summary.num_missing == 1
     assert result.summary.total_return == pytest.approx(-0.2)  # half of two of five sleeves
-    dropped = [row for row in result.trades.to_pylist() if row["side"] == "drop"]
-    assert [(row["code"], row["sleeve"], str(row["date"])) for row in dropped] == [
-        ("C0", 0, "2024-01-03"),
-        ("C0", 1, "2024-01-03"),
-    ]
     assert column(result, "exposure")[3] == pytest.approx(0.4 / 0.8)  # two sleeves are open, and two ended as cash
 
 
@@ -207,6 +192,12 @@ def test_the_benchmark_is_the_whole_universe_in_the_same_sleeves() -> None:
     assert column(whole, "active") == pytest.approx([0.0] * 30)
 
 
+def test_without_a_return_there_is_no_figure() -> None:
+    result = run(np.ones((3, 2)), np.full((3, 2), NAN))
+    assert result.days.num_rows == result.summary.num_dates == 0
+    assert math.isnan(result.summary.sharpe) and math.isnan(result.summary.annual_return)
+
+
 def test_dates_at_the_end_without_returns_are_left_out_and_others_stand_still() -> None:
     returns_1 = np.full((6, 2), 0.01)
     returns_1[4:], returns_1[2] = NAN, NAN
@@ -215,6 +206,20 @@ def test_dates_at_the_end_without_returns_are_left_out_and_others_stand_still() 
     assert (result.summary.num_trailing, result.summary.num_unmarked, result.summary.num_missing) == (2, 1, 0)
     assert column(result, "net") == pytest.approx([0.01, 0.01, 0.0, 0.01])
     assert result.summary.end == "2024-01-04"
+
+
+def test_the_figures_of_a_seeded_market_stay_as_they_are() -> None:
+    """Stored from the accounts that this module had before, which agreed to 1e-12."""
+    rng = np.random.default_rng(7)
+    scores, returns_1 = rng.normal(size=(250, 40)), rng.normal(0, 0.02, (250, 40))
+    scores[rng.random(scores.shape) < 0.1] = NAN
+    returns_1[rng.random(returns_1.shape) < 0.01] = NAN
+    returns_1[100] = NAN
+    for side, expected in STORED.items():
+        chosen = {"horizon": 5, "k_ratio": 0.2, "min_score": 0.5, "cost_bps": 10, "missing_return": -0.3, "side": side}
+        days = run(scores, returns_1, **chosen).days
+        found = [sum(days[name].to_pylist()) for name in ("gross", "cost", "turnover", "exposure", "net_exposure")]
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-11)
 
 
 def test_the_summary_is_what_the_days_say() -> None:
@@ -235,39 +240,15 @@ def test_the_summary_is_what_the_days_say() -> None:
     assert found.max_drawdown == pytest.approx(-max(falls))
 
 
-def test_a_summary_without_dates_reads_back_from_json_with_null_for_what_is_undefined() -> None:
-    result = run(np.ones((3, 2)), np.full((3, 2), NAN))
-    assert result.days.num_rows == result.trades.num_rows == 0
-    text = result.summary.model_dump_json()
-    assert '"sharpe":null' in text
-    assert "NaN" not in text
-    back = BacktestSummary.model_validate_json(text)
-    assert math.isnan(back.sharpe)
-    assert back.model_dump_json() == text
-
-
-def test_returns_by_fifth_of_the_scores_are_over_the_horizon() -> None:
-    growth = np.array([0.0, 0.01, 0.02, 0.03, 0.04])
-    result = run(np.tile(np.arange(5.0), (6, 1)), np.tile(growth, (6, 1)), horizon=3)
-    expected = (1 + growth) ** 3 - 1
-    assert result.quantiles["mean_return"].to_pylist() == pytest.approx(expected)
-    assert result.quantiles["mean_excess"].to_pylist() == pytest.approx(expected - expected.mean())
-    assert result.quantiles["num_dates"].to_pylist() == [4] * 5
-
-
-def test_a_return_over_more_dates_than_there_are_is_none() -> None:
-    assert compound(np.zeros((2, 3)), 5).shape == (0, 3)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"returns_1": np.zeros((2, 3))}, "scores have the shape"),
+        ({"returns_1": np.zeros((2, 3))}, "returns_1 has the shape"),
         ({"codes": ("A", "A")}, "a code occurs twice"),
         ({"dates": ["2024-01-02", "2024-01-02", "2024-01-03"]}, "2024-01-02 follows 2024-01-02"),
         ({"returns_1": [[0, 0], [0, -1.5], [0, 0]]}, "B has the return -1.5 on 2024-01-02"),
         ({"returns_1": [[0, 0], [math.inf, 0], [0, 0]]}, "A has the return inf"),
-        ({"eligible": np.ones((3, 1), bool)}, "eligible"),
+        ({"eligible": np.ones((3, 1), bool)}, "eligible has the shape"),
     ],
 )
 def test_what_cannot_be_walked_through_is_refused(change, message) -> None:
@@ -278,7 +259,7 @@ def test_what_cannot_be_walked_through_is_refused(change, message) -> None:
         "returns_1": np.zeros((3, 2)),
     } | change
     with pytest.raises(DataError, match=message):
-        backtest(settings=BacktestSettings(), **given_values)
+        BacktestInput(**given_values)
 
 
 @pytest.mark.parametrize("wrong", [{"k_ratio": 0.0}, {"k_ratio": 1.1}, {"horizon": 0}, {"tau": 90}, {"cost_bps": -1}])

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import UsageError
-from memfit_workloads.finance._controls import (
+from memfit_workloads.finance import (
     BacktestInput,
+    BacktestSettings,
+    forward_returns,
+    judge,
     run_controls,
     shift_scores,
     shift_test,
     shuffle_scores,
     sweep,
 )
-from memfit_workloads.finance._gate import judge
-from memfit_workloads.finance._leaks import forward_returns
-from memfit_workloads.finance._sleeves import BacktestSettings
 from memfit_workloads.finance.prices import features_of, read_prices
 
 real = pytest.mark.skipif(

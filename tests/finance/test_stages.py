@@ -10,10 +10,9 @@ from pyarrow import feather
 from pydantic import ValidationError
 
 from memfit.errors import ConfigError, DamagedError, UsageError
-from memfit.evaluation import decide, rank_ic, read_scores
 from memfit.pipeline import Output, run
 from memfit_workloads import finance
-from memfit_workloads.finance._judge import decide_on
+from memfit_workloads.finance import decide, decide_on, rank_ic, read_scores
 from stages_here import digest_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -83,16 +82,13 @@ def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(judged):
     assert "also h5_spread: effect" in told and "warning" not in told
 
 
-def test_a_comparison_after_the_run_counts_the_run_s_own_decision(judged, memfit, monkeypatch, tmp_path):
+def test_a_comparison_after_the_run_counts_the_run_s_own_decision(judged, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(judged["state"]))
-    days = judged["backtest"].path("days")
-    feather.write_feather(feather.read_table(days), str(tmp_path / "copy.feather"))
-    for number, (folder, metric) in enumerate([("here", "h5_spread"), ("there", "h5_hit_rate")], start=2):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
-        done = memfit("compare", str(days), "random", "--metric", metric, "--json")
-        again = memfit("compare", "../copy.feather", "random", "--metric", metric, "--json")
-        assert [json.loads(one.out)["num_comparisons"] for one in (done, again)] == [number, number]
+    days = judged["backtest"].table("days")
+    for number, metric in enumerate(["h5_spread", "h5_delta_p_at_k_pos"], start=2):
+        record = finance.record_of(days, "random", metric)
+        found = [finance.decide_on_record(days, "random", metric, 5, record=record) for _ in range(2)]
+        assert [one.num_comparisons for one in found] == [number, number]
 
 
 def test_a_decision_that_cannot_be_counted_is_none_and_says_where_to_count_it(judged, monkeypatch, tmp_path):

@@ -16,12 +16,11 @@ import kills
 from memfit import config
 from memfit.config import Settings
 from memfit.errors import ConfigError, UsageError
-from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import RunConfig
 from memfit.pipeline._describe import describe
-from memfit.reports import read_targets
 from memfit.training import load_checkpoint
 from memfit.tuning import TuneSettings
+from memfit_workloads import finance
 from memfit_workloads.forecaster import optim, stages
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import plausibility
@@ -173,9 +172,8 @@ def trained(tmp_path_factory):
 def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores(trained):
     here, folds, evaluated = trained
     for fold in folds:
-        scores = fold.table("scores")
-        columns = [scores.column(name).to_numpy() for name in ("date", "score_h4", "target_h4")]
-        dates, found = rank_ic_by_date(*columns)
+        scores = finance.read_scores(fold.table("scores"))
+        dates, found = scores.dates, finance.rank_ic(scores.of("score_h4"), scores.of("target_h4"))
         splits, panel = fold_dates(here, fold)
         assert set(dates) == set(panel.dates[splits])
         result = fold.result
@@ -193,7 +191,7 @@ def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores
     assert 0 < result["h1_rank_ic_se"] < result["h1_rank_ic"]
     assert (result["implausible"], result["why"]) == (False, "")
     assert len(result["report"]) == 3
-    assert {name.removeprefix("evaluate.") for name in read_targets(FOLDER / "targets.yaml")} <= result.keys()
+    assert {name.removeprefix("evaluate.") for name in config.read_file(FOLDER / "targets.yaml")} <= result.keys()
 
 
 def fold_dates(here, fold):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memfit.errors import UsageError
-from memfit.evaluation import rank_ic
+from memfit_workloads.finance import rank_ic
 from memfit_workloads.finance.generated import SIGNAL_DATES, Market, planted_signal, read_market, write_market
 
 SMALL = Market(num_dates=60, num_assets=40, num_features=3, turnover=0.5, seed=3)

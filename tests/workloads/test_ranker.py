@@ -11,7 +11,6 @@ import torch
 
 from memfit.data import Panel
 from memfit.errors import StoppedError
-from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import Output
 from memfit.training import CheckpointWarning, load_checkpoint
 from memfit_workloads import finance
@@ -114,10 +113,10 @@ def test_the_reported_figures_are_those_of_the_saved_scores_on_test_dates_alone(
     scores = fold.scores
     names = [f"{what}_h{horizon}" for what in ("score", "target") for horizon in (1, 2, 5)]
     assert scores.column_names == ["date", "code", *names]
+    read = finance.read_scores(scores)
+    assert set(read.dates) == set(fold.panel.dates[fold.test_dates])
     for horizon in (1, 2, 5):
-        columns = [scores.column(name).to_numpy() for name in ("date", f"score_h{horizon}", f"target_h{horizon}")]
-        dates, ic = rank_ic_by_date(*columns)
-        assert set(dates) == set(fold.panel.dates[fold.test_dates])
+        ic = finance.rank_ic(read.of(f"score_h{horizon}"), read.of(f"target_h{horizon}"))
         assert metrics[f"h{horizon}_rank_ic"] == pytest.approx(np.nanmean(ic))
     first = scores.slice(0, 1).to_pylist()[0]
     date = np.flatnonzero(fold.panel.dates == np.datetime64(first["date"]))[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memfit.data import Panel
-from memfit.evaluation import rank_ic
+from memfit_workloads.finance import rank_ic
 from memfit_workloads.ranker.batches import ListBatches
 from memfit_workloads.ranker.loss import RankerLoss
 from memfit_workloads.ranker.params import RankerParams

@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from memfit.evaluation import evaluate_folds
 from memfit_workloads import finance
-from memfit_workloads.finance._judge import decide_on
+from memfit_workloads.finance import decide_on, evaluate_folds
 from memfit_workloads.finance.panels import market
 from memfit_workloads.finance.prices import FEATURES, daily_features
 from memfit_workloads.ranker.params import RankerParams

@@ -62,6 +62,9 @@ _DROPPED = {
     "--threads": "--set threads_per_job=N",
     "--no-tight-malloc": "--set memory.tight_malloc=false",
     "--cuda-allocator": "--set memory.cuda_allocator=KEY:VALUE",
+    "--targets": "memfit_workloads.finance.judge_targets(FILE, RUN) in Python; docs/workflow.md shows it",
+    "--record": "memfit_workloads.finance.decide_on_record(...) in Python; docs/workflow.md shows it",
+    "--horizon": "memfit_workloads.finance.decide_on_record(...) in Python; docs/workflow.md shows it",
 }
 
 

@@ -9,6 +9,7 @@ from memfit.reports._compare import compare_numbers as compare_numbers
 from memfit.reports._compare import compare_over_seeds as compare_over_seeds
 from memfit.reports._compare import print_before_after as print_before_after
 from memfit.reports._compare import print_seeds as print_seeds
+from memfit.reports._compare import read_numbers as read_numbers
 from memfit.reports._diagnosis import explain_in_a_line as explain_in_a_line
 from memfit.reports._diagnosis import print_checks as print_checks
 from memfit.reports._diagnosis import print_diagnosis as print_diagnosis
@@ -17,6 +18,7 @@ from memfit.reports._diagnosis import print_verification as print_verification
 from memfit.reports._diagnosis import write_incident as write_incident
 from memfit.reports._differences import find_changes as find_changes
 from memfit.reports._differences import print_changes as print_changes
+from memfit.reports._differences import read_manifests as read_manifests
 from memfit.reports._estimate import print_estimate as print_estimate
 from memfit.reports._live import LiveRun as LiveRun
 from memfit.reports._live import Room as Room
@@ -30,6 +32,9 @@ from memfit.reports._numbers import or_dash as or_dash
 from memfit.reports._numbers import plain_table as plain_table
 from memfit.reports._page import write_page as write_page
 from memfit.reports._plan import print_run_plan as print_run_plan
+from memfit.reports._rates import SeedComparison as SeedComparison
+from memfit.reports._rates import compare_seeds as compare_seeds
+from memfit.reports._rates import wilson_interval as wilson_interval
 from memfit.reports._run_view import JobRow as JobRow
 from memfit.reports._run_view import RunView as RunView
 from memfit.reports._run_view import summarize_metrics as summarize_metrics
@@ -48,6 +53,3 @@ from memfit.reports._summary import explain_record as explain_record
 from memfit.reports._summary import forecast_error as forecast_error
 from memfit.reports._summary import print_summary as print_summary
 from memfit.reports._summary import summarize as summarize
-from memfit.reports._targets import judge_targets as judge_targets
-from memfit.reports._targets import print_targets as print_targets
-from memfit.reports._targets import read_targets as read_targets

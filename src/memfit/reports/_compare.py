@@ -6,21 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from memfit.errors import UsageError, nearest
 from memfit.reports._differences import Changes, find_changes, find_differences, read_manifests, read_settings
 from memfit.reports._numbers import format_number, plain_table, say
+from memfit.reports._rates import SeedComparison, compare_seeds, wilson_interval
 from memfit.reports._run_view import RunView, finite, is_number, summarize_metrics
 from memfit.reports._summary import BAD
 from memfit.rundir import RunDir
 
-if TYPE_CHECKING:
-    from memfit.evaluation import SeedComparison
-
-_NO_PROOF = "One run each proves no difference: give --seeds, or --metric with a column of days."
+_NO_PROOF = "One run each proves no difference: run both with five seeds or more, and give --seeds."
 #: Why there is no verdict over seeds.
 _WHY = {
     "too few pairs": "Fewer than 5 pairs prove little: run more seeds.",
@@ -105,8 +103,6 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAf
 
 def _completed(run: RunDir) -> dict[str, float]:
     """Return how many jobs completed of those that ended, with Wilson's interval of the rate."""
-    from memfit.evaluation import wilson_interval
-
     view = RunView(run)
     view.read()
     counts = view.counts(view.rows())
@@ -171,8 +167,6 @@ def compare_over_seeds(
         UsageError: If the runs of a side differ in more than the seed, or A and B in more than one thing not named.
         DataError: If no seed is in both.
     """
-    from memfit.evaluation import compare_seeds
-
     (runs_a, left_a), (runs_b, left_b) = (_by_seed(side, letter, metric) for side, letter in ((a, "A"), (b, "B")))
     means = [{seed: read_numbers(run)[metric].mean for seed, run in runs.items()} for runs in (runs_a, runs_b)]
     statistics = compare_seeds(means[0], means[1], level)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memfit.reports._numbers import format_number, short_path
+from memfit.reports._rates import wilson_interval
 from memfit.reports._run_view import finite
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir
@@ -189,8 +190,6 @@ def summarize_study(run: RunDir) -> dict[str, Any]:
 
 
 def _rate(num: int, n: int) -> dict[str, float]:
-    from memfit.evaluation import wilson_interval  # loads NumPy and Arrow
-
     lower, upper = wilson_interval(num, n)
     return {"num": num, "n": n, "lower": lower, "upper": upper}
 

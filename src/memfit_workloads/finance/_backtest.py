@@ -1,40 +1,59 @@
 """The backtest of a ranking: overlapping sleeves, marked daily, net of costs, against the universe.
 
-Shapes: D dates, A assets.
+Shapes: D dates, A assets, H sleeves (one per date of the holding period).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, NDArray
-from pydantic import BeforeValidator, WithJsonSchema
+from numpy.typing import NDArray
+from pydantic import Field
 
+from memfit.config import Settings
 from memfit.errors import DataError
-from memfit_workloads.finance._market import Record
-from memfit_workloads.finance._sleeves import BacktestSettings, Selection, SleeveRun, run_sleeves, select
+from memfit_workloads.finance._matrices import Floats, check_shapes
 
-NUM_QUANTILES = 5
-
-_Floats = NDArray[np.float64]
 _Bools = NDArray[np.bool_]
+_Ints = NDArray[np.int64]
+# Each round of sizing a sleeve net of its own costs leaves the cost rate's share of the last round's error.
+_SIZING_ROUNDS = 6
 
 
-def _nan_for_null(value: object) -> object:
-    return math.nan if value is None else value
+class BacktestSettings(Settings):
+    """How scores become positions, and what trading costs.
+
+    Attributes:
+        horizon: Dates that a sleeve is held; so many sleeves overlap.
+        k_ratio: Share of the date's scored, eligible assets that a sleeve holds on each side. Larger: more names, less
+            risk of a single one, a weaker average score.
+        k_min: The fewest assets per side. With fewer candidates the date falls back to the best ``k_min`` by score.
+        min_score: An asset is a candidate only if its score is above this (of a short side: below its negative). None
+            lets all pass; 0 suits scores in units of a return, where it means that a gain is expected.
+        side: ``long`` buys the best. ``long_short`` puts half of the sleeve's money into the best and sells the worst
+            short for the other half, so that gross exposure is 1 in both.
+        cost_bps: Costs in basis points (1/10,000) of each unit of money bought or sold.
+        missing_return: What a held asset is taken to earn on a date without a return (a delisting: -0.3 is a loss of
+            30 %). From then on its money is cash until the sleeve ends.
+        dates_per_year: Dates in a year, for annual figures.
+    """
+
+    horizon: Annotated[int, Field(ge=1)] = 5
+    k_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    k_min: Annotated[int, Field(ge=1)] = 3
+    min_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    side: Literal["long", "long_short"] = "long"
+    cost_bps: Annotated[float, Field(ge=0.0, le=1000.0)] = 10.0
+    missing_return: Annotated[float, Field(ge=-1.0, le=0.0)] = 0.0
+    dates_per_year: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 252.0
 
 
-#: A float that is NaN where it is undefined; JSON has ``null`` for that.
-Figure = Annotated[
-    float, BeforeValidator(_nan_for_null), WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]})
-]
-
-
-class BacktestSummary(Record):
+@dataclass(frozen=True)
+class BacktestSummary:
     """A backtest in numbers. Returns are simple and as a share: 0.1 is 10 %. What is undefined is NaN.
 
     Attributes:
@@ -63,7 +82,6 @@ class BacktestSummary(Record):
         share_empty: Share of rebalance dates on which nothing could be chosen.
         mean_held: Assets per sleeve, mean over the rebalance dates.
         num_missing: Positions that ended for want of a return.
-        num_bound: Dates on which ``max_turnover`` held a trade back.
     """
 
     start: str
@@ -71,50 +89,29 @@ class BacktestSummary(Record):
     num_dates: int
     num_unmarked: int
     num_trailing: int
-    total_return: Figure
-    total_return_gross: Figure
-    annual_return: Figure
-    annual_return_gross: Figure
-    annual_benchmark: Figure
-    annual_active: Figure
-    annual_active_gross: Figure
-    active_t: Figure
-    volatility: Figure
-    sharpe: Figure
-    sharpe_error: Figure
-    max_drawdown: Figure
-    mean_turnover: Figure
-    hit_rate: Figure
-    share_fallback: Figure
-    share_empty: Figure
-    mean_held: Figure
+    total_return: float
+    total_return_gross: float
+    annual_return: float
+    annual_return_gross: float
+    annual_benchmark: float
+    annual_active: float
+    annual_active_gross: float
+    active_t: float
+    volatility: float
+    sharpe: float
+    sharpe_error: float
+    max_drawdown: float
+    mean_turnover: float
+    hit_rate: float
+    share_fallback: float
+    share_empty: float
+    mean_held: float
     num_missing: int
-    num_bound: int
-
-
-class QuantileRow(Record):
-    """A fifth of the scores.
-
-    Attributes:
-        quantile: 1 the worst scores, 5 the best.
-        mean_return: Over ``horizon`` dates, averaged over assets and then over dates.
-        mean_excess: The same beyond the mean of the date.
-        num_dates: Dates that count.
-
-    Example:
-        >>> QuantileRow(quantile=5, mean_return=0.01, mean_excess=0.002, num_dates=250).mean_excess
-        0.002
-    """
-
-    quantile: int
-    mean_return: Figure
-    mean_excess: Figure
-    num_dates: int
 
 
 @dataclass(frozen=True)
 class BacktestResult:
-    """A backtest: its settings, days, trades and summary.
+    """A backtest: its settings, days and summary.
 
     Attributes:
         settings: How it was run.
@@ -123,245 +120,278 @@ class BacktestResult:
             close; ``equity`` and ``equity_benchmark`` at the next close, 1 at the start; ``drawdown`` of the equity,
             at most 0; ``turnover`` (bought and sold); ``exposure`` (long and short positions together) and
             ``net_exposure``; ``num_scored``, ``num_candidates``, ``num_held`` (by the sleeve opened on this date),
-            ``num_positions`` (by all sleeves), ``num_missing``; ``is_rebalance``, ``is_fallback``, ``is_empty``,
-            ``is_bound``.
-        trades: One row per trade: ``date``, ``code``, ``sleeve`` (0 to horizon - 1), ``side`` (``buy``, ``sell``, or
-            ``drop`` where a position ended for want of a return), ``weight_change`` as a share of the equity.
-        quantiles: One row per fifth of the scores, with the columns of `QuantileRow`.
+            ``num_positions`` (by all sleeves), ``num_missing``; ``is_rebalance``, ``is_fallback``, ``is_empty``.
         summary: The whole in numbers.
     """
 
     settings: BacktestSettings
     days: pa.Table
-    trades: pa.Table
-    quantiles: pa.Table
     summary: BacktestSummary
 
 
-def backtest(
-    dates: ArrayLike,
-    codes: tuple[str, ...],
-    scores: ArrayLike,
-    returns_1: ArrayLike,
-    settings: BacktestSettings,
-    *,
-    eligible: ArrayLike | None = None,
-) -> BacktestResult:
-    """Trade on the scores of each date, hold for ``horizon`` dates, and mark every position daily.
+@dataclass(frozen=True)
+class BacktestInput:
+    """What a backtest takes, to run it, and again with a change.
 
-    Scores of a date are taken as known at its close, traded at that close, and earn from there on. The money is in
-    ``horizon`` sleeves: on each date one of them is sold and opened anew with that date's best assets. So a return
-    over h dates is earned once in h dates, and never once a date. Each sleeve keeps its own account, which starts with
-    ``1 / horizon`` of the money; its weights are equal when it is opened, and drift with prices until it ends. During
-    the first ``horizon - 1`` dates some sleeves are still cash (``exposure``). Positions open at the end are marked,
-    not sold.
-
-    The benchmark is the universe: the same sleeves with every eligible asset that has a score, without costs. A
-    ``long_short`` book is measured against cash.
-
-    Args:
+    Attributes:
         dates: Consecutive dates of the market in ascending order, shape (D,).
         codes: Names of the assets, length A.
         scores: Higher is better, NaN where there is none, shape (D, A).
         returns_1: Simple return from each date's close to the next, shape (D, A), NaN where unknown. Rows at the end
             without any return are left out.
-        settings: How scores become positions, and what trading costs.
         eligible: Which assets may be bought on which date, shape (D, A); None for all. A date without any is not to be
             traded; any other date on which nothing can be chosen counts as empty.
 
     Raises:
         DataError: If shapes differ, dates do not ascend, a code comes twice, or a return is below -1 or infinite.
-
-    Source:
-        N. Jegadeesh and S. Titman, Returns to Buying Winners and Selling Losers (1993): overlapping portfolios.
-
-    Example:
-        >>> dates = np.arange("2024-01-01", "2024-02-10", dtype="datetime64[D]")
-        >>> growth = np.full((40, 2), 1.01 ** (1 / 20) - 1)  # 1 % in 20 dates
-        >>> result = backtest(dates, ("A", "B"), np.ones((40, 2)), growth, BacktestSettings(horizon=20, cost_bps=0))
-        >>> equity = result.days["equity"].to_numpy()
-        >>> f"{equity[39] / equity[19] - 1:.4f}"
-        '0.0100'
     """
-    date, score_da, return_da, eligible_da = _checked(dates, codes, scores, returns_1, eligible)
-    with_return: _Bools = np.asarray(np.isfinite(return_da).any(axis=1))
-    num_dates = int(np.max(np.flatnonzero(with_return), initial=-1)) + 1
-    num_trailing = len(date) - num_dates
-    date, score_da, return_da = date[:num_dates], score_da[:num_dates], return_da[:num_dates]
-    eligible_da = None if eligible_da is None else eligible_da[:num_dates]
-    selection = select(score_da, eligible_da, settings)
-    run = run_sleeves(selection, return_da, settings)
-    days = _days_table(date, selection, run, _benchmark(score_da, eligible_da, return_da, settings))
-    summary = _summarize(days, settings, num_trailing, int((~with_return[:num_dates]).sum()))
-    quantiles = _quantiles_table(score_da, eligible_da, return_da, settings.horizon)
-    return BacktestResult(settings, days, _trades_table(date, codes, run), quantiles, summary)
 
+    dates: NDArray[Any]
+    codes: tuple[str, ...]
+    scores: Floats
+    returns_1: Floats
+    eligible: _Bools | None = None
 
-def _checked(
-    dates: ArrayLike, codes: tuple[str, ...], scores: ArrayLike, returns_1: ArrayLike, eligible: ArrayLike | None
-) -> tuple[NDArray[Any], _Floats, _Floats, _Bools | None]:
-    date = np.asarray(dates, "datetime64[D]")
-    score_da, return_da = np.asarray(scores, np.float64), np.asarray(returns_1, np.float64)
-    eligible_da = None if eligible is None else np.asarray(eligible, np.bool_)
-    shapes = {score_da.shape, return_da.shape, (len(date), len(codes))}
-    if len(shapes) > 1 or (eligible_da is not None and eligible_da.shape not in shapes):
-        raise DataError(
-            f"there are {len(date)} dates and {len(codes)} codes; scores have the shape {score_da.shape}, returns "
-            f"{return_da.shape}, eligible {None if eligible_da is None else eligible_da.shape}.",
-            rule="a backtest takes arrays of one shape (num_dates, num_assets).",
-            remedy="fill absent assets with NaN",
-        )
-    early = np.flatnonzero(np.diff(date.astype(np.int64)) <= 0)
-    if len(early) or len(set(codes)) < len(codes):
-        what = f"{date[early[0] + 1]} follows {date[early[0]]}" if len(early) else "a code occurs twice"
-        raise DataError(
-            f"dates are out of order, or dates or codes are not distinct: {what}.",
-            rule="a backtest walks through distinct dates in ascending order.",
-            remedy="sort by date and drop duplicates; check_market names them",
-        )
-    bad = (return_da < -1) | np.isinf(return_da)
-    if bad.any():
-        row, column = (int(found[0]) for found in np.nonzero(bad))
-        raise DataError(
-            f"{codes[column]} has the return {return_da[row, column]} on {date[row]}; {int(bad.sum())} such returns.",
-            rule="a simple return is finite and at least -1 (a loss of everything).",
-            remedy="check the prices: a close of 0 or a wrong adjustment; check_market names them",
-        )
-    return date, score_da, return_da, eligible_da
+    def __post_init__(self) -> None:
+        whole = np.ones((len(self.dates), len(self.codes)), bool) if self.eligible is None else self.eligible
+        object.__setattr__(self, "dates", np.asarray(self.dates, "datetime64[D]"))
+        object.__setattr__(self, "eligible", np.asarray(whole, np.bool_))
+        for name in ("scores", "returns_1"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.float64))
+        arrays = {"scores": self.scores, "returns_1": self.returns_1, "eligible": whole}
+        check_shapes(self.dates, self.codes, arrays)
+        early = np.flatnonzero(np.diff(self.dates.astype(np.int64)) <= 0)
+        if len(early) or len(set(self.codes)) < len(self.codes):
+            what = f"{self.dates[early[0] + 1]} follows {self.dates[early[0]]}" if len(early) else "a code occurs twice"
+            raise DataError(
+                f"dates are out of order, or dates or codes are not distinct: {what}.",
+                rule="a backtest walks through distinct dates in ascending order.",
+                remedy="sort by date and drop duplicates; check_market names them",
+            )
+        if len(bad := np.argwhere((self.returns_1 < -1) | np.isinf(self.returns_1))):
+            row, column = bad[0]
+            raise DataError(
+                f"{self.codes[column]} has the return {self.returns_1[row, column]} on {self.dates[row]}; {len(bad)} "
+                "such returns.",
+                rule="a simple return is finite and at least -1 (a loss of everything).",
+                remedy="check the prices: a close of 0 or a wrong adjustment; check_market names them",
+            )
 
+    @property
+    def num_dates(self) -> int:
+        """How many dates are marked: those up to the last return."""
+        return int(np.max(np.flatnonzero(np.isfinite(self.returns_1).any(axis=1)), initial=-1)) + 1
 
-def _benchmark(
-    scores: _Floats, eligible: _Bools | None, returns_1: _Floats, settings: BacktestSettings
-) -> _Floats | None:
-    """Daily returns of the whole scored universe in the same sleeves, before costs; None for a long-short book."""
-    if settings.side == "long_short":
-        return None
-    whole = settings.model_copy(
-        update={"k_ratio": 1.0, "k_min": 1, "min_score": None, "cost_bps": 0.0, "max_turnover": None}
-    )
-    return run_sleeves(select(scores, eligible, whole), returns_1, whole, record_trades=False).gross
+    def trade(self, settings: BacktestSettings, scores: Floats | None = None) -> tuple[Selection, Trading]:
+        """Return what the scores choose on each date that is marked, and what the sleeves earn with that."""
+        assert self.eligible is not None
+        chosen = self.scores if scores is None else np.asarray(scores, np.float64)
+        num_dates = self.num_dates
+        selection = select(chosen[:num_dates], self.eligible[:num_dates], settings)
+        return selection, trade(selection.weights, self.returns_1[:num_dates], settings)
 
+    def run(self, settings: BacktestSettings, *, scores: Floats | None = None) -> BacktestResult:
+        """Trade on the scores of each date, hold for ``horizon`` dates, and mark every position daily.
 
-def _days_table(dates: NDArray[Any], selection: Selection, run: SleeveRun, benchmark: _Floats | None) -> pa.Table:
-    net = run.gross - run.cost
-    universe = np.zeros(len(net)) if benchmark is None else benchmark
-    equity = np.cumprod(1.0 + net)
-    return pa.table(
-        {
-            "date": pa.array(dates, pa.date32()),
-            "gross": run.gross,
-            "cost": run.cost,
+        Scores of a date are taken as known at its close, traded at that close, and earn from there on. The money is in
+        ``horizon`` sleeves: on each date one of them is sold and opened anew with that date's best assets. So a return
+        over h dates is earned once in h dates, and never once a date. Each sleeve keeps its own account, which starts
+        with ``1 / horizon`` of the money; its weights are equal when it is opened, and drift with prices until it ends.
+        During the first ``horizon - 1`` dates some sleeves are still cash (``exposure``). Positions open at the end are
+        marked, not sold.
+
+        The benchmark is the universe: the same sleeves with every eligible asset that has a score, without costs. A
+        ``long_short`` book is measured against cash.
+
+        Args:
+            settings: How scores become positions, and what trading costs.
+            scores: Scores in place of the input's.
+
+        Source:
+            N. Jegadeesh and S. Titman, Returns to Buying Winners and Selling Losers (1993): overlapping portfolios.
+
+        Example:
+            >>> dates = np.arange("2024-01-01", "2024-02-10", dtype="datetime64[D]")
+            >>> growth = np.full((40, 2), 1.01 ** (1 / 20) - 1)  # 1 % in 20 dates
+            >>> given = BacktestInput(dates, ("A", "B"), np.ones((40, 2)), growth)
+            >>> equity = given.run(BacktestSettings(horizon=20, cost_bps=0)).days["equity"].to_numpy()
+            >>> f"{equity[39] / equity[19] - 1:.4f}"
+            '0.0100'
+        """
+        selection, traded = self.trade(settings, scores)
+        universe = np.zeros(len(traded.gross))
+        if settings.side == "long":
+            whole = {"k_ratio": 1.0, "k_min": 1, "min_score": None, "cost_bps": 0.0}
+            universe = self.trade(settings.model_copy(update=whole), scores)[1].gross
+        net = traded.gross - traded.cost
+        equity = np.cumprod(1.0 + net)
+        days = {
+            "date": self.dates[: len(net)],
+            "gross": traded.gross,
+            "cost": traded.cost,
             "net": net,
             "benchmark": universe,
             "active": net - universe,
             "equity": equity,
             "equity_benchmark": np.cumprod(1.0 + universe),
             "drawdown": equity / np.maximum.accumulate(np.maximum(equity, 1.0)) - 1.0,
-            "turnover": run.turnover,
-            "exposure": run.exposure,
-            "net_exposure": run.net_exposure,
+            "turnover": traded.turnover,
+            "exposure": traded.exposure,
+            "net_exposure": traded.net_exposure,
             "num_scored": selection.num_scored,
             "num_candidates": selection.num_candidates,
-            "num_held": np.array([len(assets) for assets, _ in selection.picks], np.int64),
-            "num_positions": run.num_positions,
-            "num_missing": run.num_missing,
+            "num_held": (selection.weights != 0).sum(axis=1),
+            "num_positions": traded.num_positions.astype(np.int64),
+            "num_missing": traded.num_missing.astype(np.int64),
             "is_rebalance": selection.is_traded,
             "is_fallback": selection.is_fallback,
             "is_empty": selection.is_empty,
-            "is_bound": run.is_bound,
         }
-    )
+        return BacktestResult(settings, pa.table(days), self._summarize(days, settings))
+
+    def _summarize(self, days: dict[str, NDArray[Any]], settings: BacktestSettings) -> BacktestSummary:
+        net, gross, universe = days["net"], days["gross"], days["benchmark"]
+        year, n = settings.dates_per_year, len(net)
+        totals = [float(np.prod(1.0 + daily) - 1.0) for daily in (net, gross, universe)]
+        annual, annual_gross, annual_benchmark = (_annual(total, n, year) for total in totals)
+        deviation = float(net.std(ddof=1)) if n > 1 else math.nan
+        traded = days["is_rebalance"]
+        return BacktestSummary(
+            start=str(days["date"][0]) if n else "",
+            end=str(days["date"][-1]) if n else "",
+            num_dates=n,
+            num_unmarked=int(np.isnan(self.returns_1[:n]).all(axis=1).sum()),
+            num_trailing=len(self.dates) - n,
+            total_return=totals[0],
+            total_return_gross=totals[1],
+            annual_return=annual,
+            annual_return_gross=annual_gross,
+            annual_benchmark=annual_benchmark,
+            annual_active=_mean(net - universe) * year,
+            annual_active_gross=_mean(gross - universe) * year,
+            active_t=t_of_mean(gross - universe),
+            volatility=deviation * math.sqrt(year),
+            sharpe=_mean(net) / deviation * math.sqrt(year) if deviation > 1e-12 else math.nan,
+            sharpe_error=math.sqrt(year / n) if n else math.nan,
+            max_drawdown=float(days["drawdown"].min()) if n else math.nan,
+            mean_turnover=_mean(days["turnover"]),
+            hit_rate=_mean(net[days["exposure"] > 0] > 0),
+            share_fallback=_mean(days["is_fallback"][traded]),
+            share_empty=_mean(days["is_empty"][traded]),
+            mean_held=_mean(days["num_held"][traded]),
+            num_missing=int(days["num_missing"].sum()),
+        )
 
 
-def _trades_table(dates: NDArray[Any], codes: tuple[str, ...], run: SleeveRun) -> pa.Table:
-    date, asset, sleeve, change, is_dropped = run.trades
-    side = np.where(is_dropped, 2, (change < 0).astype(np.int64))
-    return pa.table(
-        {
-            "date": pa.array(dates[date], pa.date32()),
-            "code": pa.DictionaryArray.from_arrays(pa.array(asset, pa.int32()), pa.array(codes, pa.string())),
-            "sleeve": pa.array(sleeve, pa.int32()),
-            "side": pa.DictionaryArray.from_arrays(pa.array(side, pa.int8()), pa.array(["buy", "sell", "drop"])),
-            "weight_change": change,
-        }
-    )
+@dataclass(frozen=True)
+class Selection:
+    """What each date's scores chose.
 
-
-def _quantiles_table(scores: _Floats, eligible: _Bools | None, returns_1: _Floats, horizon: int) -> pa.Table:
-    """Mean return over the next ``horizon`` dates by fifth of the score; a date needs as many assets as fifths."""
-    sums, num_dates = np.zeros((2, NUM_QUANTILES)), 0
-    ahead_da = compound(returns_1, horizon)
-    for date in range(len(ahead_da)):
-        usable = np.isfinite(scores[date]) & np.isfinite(ahead_da[date])
-        if eligible is not None:
-            usable &= eligible[date]
-        ahead, score = ahead_da[date, usable], scores[date, usable]
-        if len(ahead) < NUM_QUANTILES:
-            continue
-        fifth = np.empty(len(ahead), np.int64)
-        fifth[np.argsort(score, kind="stable")] = np.arange(len(ahead)) * NUM_QUANTILES // len(ahead)
-        means = np.bincount(fifth, ahead) / np.bincount(fifth)
-        sums += means, means - ahead.mean()
-        num_dates += 1
-    means = sums / num_dates if num_dates else np.full_like(sums, np.nan)
-    return pa.table(
-        {
-            "quantile": np.arange(1, NUM_QUANTILES + 1),
-            "mean_return": means[0],
-            "mean_excess": means[1],
-            "num_dates": np.full(NUM_QUANTILES, num_dates),
-        }
-    )
-
-
-def compound(returns_1: _Floats, horizon: int) -> _Floats:
-    """The return over ``horizon`` dates from each date on, shape (max(D - horizon + 1, 0), A), NaN where one misses.
-
-    Example:
-        >>> compound(np.array([[0.1], [0.1], [-0.5]]), 2).round(3).tolist()
-        [[0.21], [-0.45]]
+    Attributes:
+        weights: The share of the sleeve's money in each asset, negative for a short one, shape (D, A).
+        num_scored: Eligible assets with a score, shape (D,).
+        num_candidates: Those that pass ``min_score``, shape (D,); of a long-short book on either side.
+        is_fallback: Dates on which fewer than ``k_min`` assets passed, shape (D,).
+        is_empty: Dates that were to be traded and on which nothing could be chosen, shape (D,).
+        is_traded: Dates with any eligible asset: those on which a sleeve was to be opened, shape (D,).
     """
-    num_dates = max(len(returns_1) - horizon + 1, 0)
-    growth = np.ones((num_dates, returns_1.shape[1]))
-    for later in range(horizon if num_dates else 0):
-        growth *= 1.0 + returns_1[later : later + num_dates]
-    growth -= 1.0
-    return growth
+
+    weights: Floats
+    num_scored: _Ints
+    num_candidates: _Ints
+    is_fallback: _Bools
+    is_empty: _Bools
+    is_traded: _Bools
 
 
-def _summarize(days: pa.Table, settings: BacktestSettings, num_trailing: int, num_unmarked: int) -> BacktestSummary:
-    columns = {name: days[name].to_numpy() for name in days.column_names}
-    net, gross, universe = columns["net"], columns["gross"], columns["benchmark"]
-    year, n = settings.dates_per_year, len(net)
-    totals = {name: float(np.prod(1.0 + daily) - 1.0) for name, daily in (("", net), ("_gross", gross))}
-    deviation = float(net.std(ddof=1)) if n > 1 else math.nan
-    invested, traded = columns["exposure"] > 0, columns["is_rebalance"]
-    return BacktestSummary(
-        start=str(columns["date"][0]) if n else "",
-        end=str(columns["date"][-1]) if n else "",
-        num_dates=n,
-        num_unmarked=num_unmarked,
-        num_trailing=num_trailing,
-        total_return=totals[""],
-        total_return_gross=totals["_gross"],
-        annual_return=_annual(totals[""], n, year),
-        annual_return_gross=_annual(totals["_gross"], n, year),
-        annual_benchmark=_annual(float(np.prod(1.0 + universe) - 1.0), n, year),
-        annual_active=_mean(net - universe) * year,
-        annual_active_gross=_mean(gross - universe) * year,
-        active_t=t_of_mean(gross - universe),
-        volatility=deviation * math.sqrt(year),
-        sharpe=_mean(net) / deviation * math.sqrt(year) if deviation > 1e-12 else math.nan,
-        sharpe_error=math.sqrt(year / n) if n else math.nan,
-        max_drawdown=float(columns["drawdown"].min()) if n else math.nan,
-        mean_turnover=_mean(columns["turnover"]),
-        hit_rate=_mean(net[invested] > 0),
-        share_fallback=_mean(columns["is_fallback"][traded]),
-        share_empty=_mean(columns["is_empty"][traded]),
-        mean_held=_mean(columns["num_held"][traded]),
-        num_missing=int(columns["num_missing"].sum()),
-        num_bound=int(columns["is_bound"].sum()),
+def select(scores: Floats, eligible: _Bools, settings: BacktestSettings) -> Selection:
+    """Return the assets that each date's scores choose: of equal scores the first ones; a score is finite."""
+    usable = np.isfinite(scores) & eligible
+    num_scored, is_traded = usable.sum(axis=1), np.asarray(eligible.any(axis=1))
+    signs = (1.0,) if settings.side == "long" else (1.0, -1.0)
+    most = num_scored // len(signs)
+    weights, passed = np.zeros(scores.shape), []
+    for sign in signs:
+        least = -math.inf if settings.min_score is None else settings.min_score
+        passing = (usable & (sign * scores > least)).sum(axis=1)
+        passed.append(passing)
+        for date in np.flatnonzero(most):
+            where, k_min = np.flatnonzero(usable[date]), settings.k_min
+            # 0.1 * 30 is 3.0000000000000004: that is 3 assets, not 4.
+            size = max(k_min, math.ceil(settings.k_ratio * len(where) - 1e-9))
+            count = min(k_min if passing[date] < k_min else min(size, passing[date]), most[date])
+            best = np.argsort(-sign * scores[date, where], kind="stable")[:count]
+            weights[date, where[best]] = sign / (len(signs) * count)
+    candidates = passed[0] if settings.min_score is None else np.sum(passed, axis=0)
+    return Selection(
+        weights=weights,
+        num_scored=num_scored,
+        num_candidates=np.where(most > 0, candidates, 0),
+        is_fallback=(most > 0) & (np.min(passed, axis=0) < settings.k_min),
+        is_empty=is_traded & (most == 0),
+        is_traded=is_traded,
     )
+
+
+@dataclass(frozen=True)
+class Trading:
+    """What the sleeves earned: each of shape (D,), as shares of the equity at the date's close before trading.
+
+    Attributes:
+        gross: Earned from this close to the next one, before costs.
+        cost: Paid for the trades of this close.
+        turnover: Bought and sold, together.
+        exposure: Long and short positions together, after the trades.
+        net_exposure: Long minus short positions, after the trades.
+        num_positions: Distinct assets held over all sleeves (a count).
+        num_missing: Of those, without a return (a count).
+    """
+
+    gross: Floats
+    cost: Floats
+    turnover: Floats
+    exposure: Floats
+    net_exposure: Floats
+    num_positions: Floats
+    num_missing: Floats
+
+
+def trade(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> Trading:
+    """Open a sleeve on each date, hold it for ``horizon`` dates, and mark all of them daily.
+
+    Each of the H sleeves keeps its own account, starting with 1/H of the money: at the close of date t sleeve
+    ``t mod H`` sells what it held and buys by the weights for all that it has, net of costs (positions that stay are
+    adjusted, not sold and bought back). Between its rebalances a sleeve's weights drift with prices: nothing is traded.
+    On a row without any return nothing is marked and all positions stay.
+
+    Args:
+        weights: The share of a sleeve's money in each asset, by the date that it is opened on, shape (D, A).
+        returns_1: Simple return from each date's close to the next, shape (D, A), NaN where there is none.
+        settings: ``horizon``, ``cost_bps`` and ``missing_return`` count here.
+    """
+    num_dates, num_assets = returns_1.shape
+    held = np.zeros((settings.horizon, num_assets))  # money in each asset by sleeve, negative when short
+    value = np.full(settings.horizon, 1.0 / settings.horizon)  # money of each sleeve, cash included
+    rate, figures = settings.cost_bps / 1e4, np.zeros((7, num_dates))
+    for date in range(num_dates):
+        sleeve, equity, cost = date % settings.horizon, value.sum(), 0.0
+        if equity <= 0:  # a short book can lose more than it has: from there on there is nothing to invest
+            break
+        old = held[sleeve].copy()
+        for _ in range(_SIZING_ROUNDS if rate else 1):
+            held[sleeve] = weights[date] * (max(value[sleeve], 0.0) - cost)
+            cost = rate * np.abs(held[sleeve] - old).sum()
+        value[sleeve] -= cost
+        positions, known = (held != 0).any(axis=0), np.isfinite(returns_1[date])
+        lost = positions & ~known & known.any()
+        earned = np.where(known, returns_1[date], settings.missing_return if known.any() else 0.0)
+        gains = held @ earned
+        money = gains.sum(), cost, np.abs(held[sleeve] - old).sum(), np.abs(held).sum(), held.sum()
+        figures[:, date] = *(np.array(money) / equity), positions.sum(), lost.sum()
+        value += gains
+        held *= 1.0 + earned
+        held[:, lost] = 0.0
+    return Trading(*figures)
 
 
 def _annual(total: float, num_dates: int, dates_per_year: float) -> float:
@@ -377,8 +407,8 @@ def _mean(values: NDArray[Any]) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def t_of_mean(daily: _Floats) -> float:
-    """The mean over its standard error, of independent dates; NaN where it is undefined."""
+def t_of_mean(daily: Floats) -> float:
+    """Return the mean over its standard error, of independent dates; NaN where it is undefined."""
     if len(daily) < 2 or daily.std() < 1e-15:
         return math.nan
     return float(daily.mean() / (daily.std(ddof=1) / math.sqrt(len(daily))))

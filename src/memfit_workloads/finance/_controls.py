@@ -8,21 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from memfit.errors import UsageError
-from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary, Figure, backtest, t_of_mean
-from memfit_workloads.finance._market import Record
-from memfit_workloads.finance._sleeves import BacktestSettings, run_sleeves, select
+from memfit_workloads.finance._backtest import (
+    BacktestInput,
+    BacktestResult,
+    BacktestSettings,
+    BacktestSummary,
+    t_of_mean,
+)
+from memfit_workloads.finance._matrices import Floats
 
-_Floats = NDArray[np.float64]
 
-
-def shuffle_scores(scores: ArrayLike, rng: np.random.Generator) -> _Floats:
-    """The scores of each date, dealt anew among the assets that have one; shape (D, A).
+def shuffle_scores(scores: ArrayLike, rng: np.random.Generator) -> Floats:
+    """Return the scores of each date, dealt anew among the assets that have one; shape (D, A).
 
     Example:
         >>> shuffle_scores([[3.0, 3.0, np.nan]], np.random.default_rng(0))
@@ -35,8 +37,8 @@ def shuffle_scores(scores: ArrayLike, rng: np.random.Generator) -> _Floats:
     return shuffled
 
 
-def shift_scores(scores: ArrayLike, num_dates: int) -> _Floats:
-    """The scores moved to later dates (``num_dates`` > 0: old news) or to earlier ones (< 0: a look ahead).
+def shift_scores(scores: ArrayLike, num_dates: int) -> Floats:
+    """Return the scores moved to later dates (``num_dates`` > 0: old news) or to earlier ones (< 0: a look ahead).
 
     Dates that nothing moves to have no scores.
 
@@ -53,7 +55,8 @@ def shift_scores(scores: ArrayLike, num_dates: int) -> _Floats:
     return shifted
 
 
-class ShiftTest(Record):
+@dataclass(frozen=True)
+class ShiftTest:
     """What scores that are late or early by one date earn, over the dates that all three cover.
 
     Attributes:
@@ -65,14 +68,15 @@ class ShiftTest(Record):
         loss_t: Mean of the daily difference between as they are and delayed, over its standard error.
     """
 
-    annual_active_gross: Figure
-    delayed: Figure
-    advanced: Figure
-    kept_share: Figure
-    loss_t: Figure
+    annual_active_gross: float
+    delayed: float
+    advanced: float
+    kept_share: float
+    loss_t: float
 
 
-class Controls(Record):
+@dataclass(frozen=True)
+class Controls:
     """A backtest's controls.
 
     Attributes:
@@ -85,50 +89,17 @@ class Controls(Record):
     """
 
     num_shuffles: int
-    shuffled_mean: Figure
-    shuffled_error: Figure
-    shuffled_sd: Figure
-    rank_of_real: Figure
+    shuffled_mean: float
+    shuffled_error: float
+    shuffled_sd: float
+    rank_of_real: float
     shift: ShiftTest
-
-
-@dataclass(frozen=True)
-class BacktestInput:
-    """What a backtest takes, to run it again with a change. See `backtest` for the fields.
-
-    Attributes:
-        dates: Shape (D,).
-        codes: Length A.
-        scores: Shape (D, A).
-        returns_1: Shape (D, A).
-        eligible: Shape (D, A), or None for all.
-
-    Example:
-        >>> given = BacktestInput(np.arange(4), ("A", "B"), np.ones((4, 2)), np.full((4, 2), 0.01))
-        >>> round(given.run(BacktestSettings(horizon=1, cost_bps=0)).summary.total_return, 6)
-        0.040604
-    """
-
-    dates: NDArray[Any]
-    codes: tuple[str, ...]
-    scores: _Floats
-    returns_1: _Floats
-    eligible: NDArray[np.bool_] | None = None
-
-    def run(self, settings: BacktestSettings, *, scores: _Floats | None = None) -> BacktestResult:
-        """The backtest, with other scores where given.
-
-        Raises:
-            DataError: As `backtest` does.
-        """
-        chosen = self.scores if scores is None else scores
-        return backtest(self.dates, self.codes, chosen, self.returns_1, settings, eligible=self.eligible)
 
 
 def run_controls(
     given: BacktestInput, settings: BacktestSettings, *, num_shuffles: int = 10, seed: int = 0
 ) -> Controls:
-    """Backtests of shuffled, delayed and advanced scores beside the real ones, all before costs.
+    """Run backtests of shuffled, delayed and advanced scores beside the real ones, all before costs.
 
     Args:
         given: The scores and returns.
@@ -137,7 +108,6 @@ def run_controls(
         seed: Of the shuffles.
 
     Raises:
-        DataError: As `backtest` does.
         UsageError: If ``num_shuffles`` is below 2.
 
     Example:
@@ -155,17 +125,13 @@ def run_controls(
             rule="their spread is what luck makes of a backtest, and it takes two.",
             remedy="ask for 2 or more, for example 10",
         )
-    rng = np.random.default_rng(seed)
-    real = given.run(settings)
+    rng, real = np.random.default_rng(seed), given.run(settings)
     num_dates = real.days.num_rows
-    eligible = None if given.eligible is None else np.asarray(given.eligible, np.bool_)[:num_dates]
-    returns_1 = np.asarray(given.returns_1, np.float64)[:num_dates]
     # A shuffle leaves the universe as it is, so the benchmark is that of the real scores.
     benchmark = real.days["benchmark"].to_numpy()
     shuffled, errors = np.full((2, num_shuffles), np.nan)
     for number in range(num_shuffles):
-        selection = select(shuffle_scores(given.scores, rng)[:num_dates], eligible, settings)
-        gross = run_sleeves(selection, returns_1, settings, record_trades=False).gross
+        gross = given.trade(settings, shuffle_scores(given.scores, rng))[1].gross
         if num_dates > 1:
             active = (gross - benchmark) * settings.dates_per_year
             shuffled[number], errors[number] = active.mean(), active.std(ddof=1) / math.sqrt(num_dates)
@@ -180,15 +146,12 @@ def run_controls(
 
 
 def shift_test(given: BacktestInput, settings: BacktestSettings, *, real: BacktestResult | None = None) -> ShiftTest:
-    """What scores that are late or early by one date earn beside the real ones, before costs.
+    """Return what scores that are late or early by one date earn beside the real ones, before costs.
 
     Args:
         given: The scores and returns.
         settings: As in the real backtest.
         real: The backtest of the scores as they are, where it was run before.
-
-    Raises:
-        DataError: As `backtest` does.
 
     Example:
         >>> returns = np.random.default_rng(0).normal(0.0, 0.02, (300, 30))
@@ -198,14 +161,12 @@ def shift_test(given: BacktestInput, settings: BacktestSettings, *, real: Backte
         >>> test.annual_active_gross < 1 < test.advanced
         True
     """
-    year = settings.dates_per_year
     # The first `horizon` dates and the last one differ in which sleeves are open, whatever the scores.
-    inner = slice(settings.horizon, -1)
-    actives = []
+    inner, actives = slice(settings.horizon, -1), []
     for shift in (0, 1, -1):
-        shifted = None if shift == 0 else shift_scores(given.scores, shift)
-        result = real if shift == 0 and real is not None else given.run(settings, scores=shifted)
-        actives.append((result.days["gross"].to_numpy() - result.days["benchmark"].to_numpy())[inner])
+        shifted = given.run(settings, scores=shift_scores(given.scores, shift)) if shift or real is None else real
+        actives.append((shifted.days["gross"].to_numpy() - shifted.days["benchmark"].to_numpy())[inner])
+    year = settings.dates_per_year
     asis, delayed, advanced = (float(daily.mean()) * year if len(daily) else math.nan for daily in actives)
     return ShiftTest(
         annual_active_gross=asis,
@@ -216,7 +177,8 @@ def shift_test(given: BacktestInput, settings: BacktestSettings, *, real: Backte
     )
 
 
-class SweepRow(Record):
+@dataclass(frozen=True)
+class SweepRow:
     """A backtest at one value of ``k_ratio``.
 
     Attributes:
@@ -226,12 +188,12 @@ class SweepRow(Record):
     """
 
     k_ratio: float
-    mean_held: Figure
+    mean_held: float
     summary: BacktestSummary
 
 
 def sweep(given: BacktestInput, settings: BacktestSettings, k_ratios: Sequence[float]) -> tuple[SweepRow, ...]:
-    """The backtest at several values of ``k_ratio``, in ascending order.
+    """Run the backtest at several values of ``k_ratio``, in ascending order.
 
     Every value that is tried is one more chance to be lucky: choose on one fold, and judge on the others.
 
@@ -249,8 +211,7 @@ def sweep(given: BacktestInput, settings: BacktestSettings, k_ratios: Sequence[f
         >>> [(row.k_ratio, row.mean_held) for row in sweep(given, BacktestSettings(), [0.5, 0.2])]
         [(0.2, 4.0), (0.5, 10.0)]
     """
-    wrong = [ratio for ratio in k_ratios if not 0 < ratio <= 1]
-    if wrong or not k_ratios:
+    if not k_ratios or not all(0 < ratio <= 1 for ratio in k_ratios):
         raise UsageError(
             f"the values of k_ratio are {list(k_ratios)}.",
             rule="k_ratio is the share of the assets that is held: above 0 and at most 1.",

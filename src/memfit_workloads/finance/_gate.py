@@ -4,38 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from memfit.config import Settings
-from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary
+from memfit_workloads.finance._backtest import BacktestResult
+from memfit_workloads.finance._checks import Finding
 from memfit_workloads.finance._controls import Controls
-from memfit_workloads.finance._market import Finding, Record
-from memfit_workloads.finance._sleeves import BacktestSettings
 
 Colour = Literal["green", "yellow", "red"]
 
-_RANK: dict[Colour, int] = {"green": 0, "yellow": 1, "red": 2}
+#: A check: its name, its colour, and what was measured.
+_Row = tuple[str, Colour, str]
+_WORST_FIRST = ("red", "yellow", "green")
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
-# Name, unit, meaning, and which way to turn it.
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting to turn after a yellow verdict.
+
+    Attributes:
+        name: As in the settings.
+        unit: The unit of the value.
+        meaning: What it sets.
+        direction: Which way to turn it, and what that does.
+        value: What it was, as text; empty where this result does not say.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    direction: str
+    value: str = ""
+
+
 _KNOBS = (
-    ("k_ratio", "share of the eligible assets", "how much of the universe a sleeve holds",
-     "raise it for more names and less chance, lower it for the strongest scores alone; sweep on one fold only"),
-    ("k_min", "assets", "the fewest assets of a sleeve, and the size of the fallback",
-     "lower it, so that fewer candidates are still a selection by rule"),
-    ("min_score", "units of the score", "a candidate's score is above it",
-     "lower it, or set it to null: with no threshold every scored asset is a candidate"),
-    ("tau", "days", "the training's time decay: a sample that is so much older counts 1/e",
-     "lower it where old dates mislead, raise it where recent ones are too few; this trains anew"),
-    ("cost_bps", "basis points (1/10,000) of the money traded", "what a trade costs",
-     "check it against what is really paid; it is an assumption, never a way to a better result"),
-    ("max_turnover", "share of the equity bought and sold per date", "a limit on trading",
-     "lower it to trade and pay less, at the price of older positions"),
-    ("horizon", "dates", "how long a sleeve is held",
-     "raise it to trade less, with a model that was trained on that horizon"),
+    Knob("k_ratio", "share of the eligible assets", "how much of the universe a sleeve holds",
+         "raise it for more names and less chance, lower it for the strongest scores alone; sweep on one fold only"),
+    Knob("k_min", "assets", "the fewest assets of a sleeve, and the size of the fallback",
+         "lower it, so that fewer candidates are still a selection by rule"),
+    Knob("min_score", "units of the score", "a candidate's score is above it",
+         "lower it, or set it to null: with no threshold every scored asset is a candidate"),
+    Knob("tau", "days", "the training's time decay: a sample that is so much older counts 1/e",
+         "lower it where old dates mislead, raise it where recent ones are too few; this trains anew"),
+    Knob("cost_bps", "basis points (1/10,000) of the money traded", "what a trade costs",
+         "check it against what is really paid; it is an assumption, never a way to a better result"),
+    Knob("horizon", "dates", "how long a sleeve is held",
+         "raise it to trade less, with a model that was trained on that horizon"),
 )  # fmt: skip
+_KNOBS_OF = {"fallback": {"min_score", "k_min"}, "profit": {"k_ratio", "tau"}, "luck": {"k_ratio", "tau"}}
+_OF_COSTS = {"cost_bps", "horizon"}
 
 
 class GateSettings(Settings):
@@ -85,25 +106,8 @@ class GateSettings(Settings):
     shift_t: Annotated[float, Field(gt=0)] = 4.0
 
 
-class Knob(Settings):
-    """A setting to turn after a yellow verdict.
-
-    Attributes:
-        name: As in the settings.
-        value: What it was, as text; empty where this result does not say.
-        unit: The unit of the value.
-        meaning: What it sets.
-        direction: Which way to turn it, and what that does.
-    """
-
-    name: str
-    value: str
-    unit: str
-    meaning: str
-    direction: str
-
-
-class Reason(Record):
+@dataclass(frozen=True)
+class Reason:
     """One check of the gate.
 
     Attributes:
@@ -117,7 +121,8 @@ class Reason(Record):
     text: str
 
 
-class Verdict(Record):
+@dataclass(frozen=True)
+class Verdict:
     """What the gate says.
 
     Attributes:
@@ -149,179 +154,100 @@ def judge(
         settings: The thresholds.
 
     Example:
-        >>> from memfit_workloads.finance._backtest import backtest
+        >>> from memfit_workloads.finance import BacktestInput, BacktestSettings
         >>> import numpy as np
         >>> returns = np.random.default_rng(0).normal(0, 0.02, (100, 30))  # the scores know the next day
-        >>> oracle = backtest(np.arange(100), tuple(map(str, range(30))), returns, returns, BacktestSettings(horizon=1))
-        >>> verdict = judge(oracle, (), controls=None)
+        >>> oracle = BacktestInput(np.arange(100), tuple(map(str, range(30))), returns, returns)
+        >>> verdict = judge(oracle.run(BacktestSettings(horizon=1)), (), controls=None)
         >>> verdict.colour, verdict.reasons[0].name
         ('red', 'annual_return')
     """
     limits = GateSettings() if settings is None else settings
-    summary = result.summary
-    reasons = [
-        *_of_findings(findings),
-        *_of_selection(summary, limits),
-        *_of_plausibility(summary, limits),
-        *_of_rank_ic(rank_ic, result, limits),
-        *_of_controls(controls, result.settings, limits),
-        _of_profit(summary, limits),
-    ]
-    reasons.sort(key=lambda reason: -_RANK[reason.colour])
-    knobs = _knobs({reason.name for reason in reasons if reason.colour == "yellow"}, result)
-    return Verdict(colour=reasons[0].colour, reasons=tuple(reasons), knobs=knobs)
+    rows: list[_Row] = [(f"data:{one.name}", one.severity, one.evidence) for one in findings]
+    rows = rows or [("data", "green", "no finding in the data")]
+    rows += [*_of_summary(result, rank_ic, limits), *_of_controls(controls, result.settings.horizon, limits)]
+    net, gross = result.summary.total_return, result.summary.total_return_gross
+    rows.append(
+        ("profit", _outside(net, limits.min_total_return, math.inf, "yellow", at_least=False),
+         f"{net:+,.1%} after costs, {gross:+,.1%} before (more than {limits.min_total_return:+.1%})")
+    )  # fmt: skip
+    reasons = sorted((Reason(*row) for row in rows), key=lambda reason: _WORST_FIRST.index(reason.colour))
+    yellow = {reason.name for reason in reasons if reason.colour == "yellow"}
+    chosen = set[str]().union(*(_KNOBS_OF.get(name, set()) for name in yellow))
+    chosen |= _OF_COSTS if "profit" in yellow and gross > net else set()
+    values = {name: str(value) for name, value in result.settings}
+    knobs = tuple(replace(one, value=values.get(one.name, "")) for one in _KNOBS if one.name in chosen)
+    return Verdict(reasons[0].colour, tuple(reasons), knobs)
 
 
-def _of_findings(findings: Sequence[Finding]) -> Iterable[Reason]:
-    for finding in findings:
-        yield Reason(name=f"data:{finding.name}", colour=finding.severity, text=finding.evidence)
-    if not findings:
-        yield Reason(name="data", colour="green", text="no finding in the data")
+def _outside(value: float, least: float, most: float, colour: Colour = "red", *, at_least: bool = True) -> Colour:
+    """Return the colour of a value: green within its bounds (NaN too, unless it must be above the least)."""
+    if not at_least:
+        return "green" if value > least else colour
+    return colour if value < least or value > most else "green"
 
 
-def _of_selection(summary: BacktestSummary, limits: GateSettings) -> Iterable[Reason]:
-    n = summary.num_dates
-    if n == 0 or summary.mean_held == 0 or math.isnan(summary.mean_held):
-        yield Reason(name="empty", colour="red", text=f"nothing was ever held on {n} dates")
-        return
-    empty, fallback = summary.share_empty, summary.share_fallback
-    yield Reason(
-        name="empty",
-        colour="red" if empty > limits.max_share_empty else "green",
-        text=f"{empty:.1%} of the rebalance dates have an empty selection (at most {limits.max_share_empty:.1%})",
-    )
-    colour: Colour = "yellow" if fallback >= limits.max_share_fallback else "green"
-    yield Reason(
-        name="fallback",
-        colour="red" if fallback >= limits.red_share_fallback else colour,
-        text=f"{fallback:.1%} of the rebalance dates fell back to k_min (below {limits.max_share_fallback:.0%}; red "
-        f"from {limits.red_share_fallback:.0%})",
-    )
-    yield Reason(
-        name="dates",
-        colour="yellow" if n < limits.min_dates else "green",
-        text=f"{n} dates (at least {limits.min_dates}); annual figures of few dates are mostly luck",
-    )
-    if summary.num_unmarked:
-        text = f"{summary.num_unmarked} dates between the first and the last have no return of any asset"
-        yield Reason(name="unmarked", colour="yellow", text=text)
-
-
-def _of_plausibility(summary: BacktestSummary, limits: GateSettings) -> Iterable[Reason]:
-    if not summary.num_dates:
-        return
-    error = 0.0 if math.isnan(summary.sharpe_error) else summary.sharpe_error
-    volatility = 0.0 if math.isnan(summary.volatility) else summary.volatility
-    most = limits.max_annual_return + 2 * error * volatility
-    annual = summary.annual_return_gross
-    yield Reason(
-        name="annual_return",
-        colour=_within(annual, -math.inf, most),
-        text=f"{annual:+,.1%} a year before costs, {summary.total_return_gross:+,.0%} in all (plausible: up to "
-        f"{most:+.0%} a year)",
-    )
-    least, active = limits.min_annual_active - 2 * error * volatility, summary.annual_active_gross
-    yield Reason(
-        name="active_return",
-        colour=_within(active, least, math.inf),
-        text=f"{active:+,.1%} a year beyond the universe before costs (plausible: from {least:+.0%})",
-    )
-    most = limits.max_sharpe + 2 * error
-    colour = _within(summary.sharpe, -math.inf, most)
+def _of_summary(result: BacktestResult, rank_ic: float, limits: GateSettings) -> Iterable[_Row]:
+    found, n = result.summary, result.summary.num_dates
+    if n == 0 or found.mean_held == 0 or math.isnan(found.mean_held):
+        return [("empty", "red", f"nothing was ever held on {n} dates")]
+    empty, fallback = found.share_empty, found.share_fallback
+    annual, active = found.annual_return_gross, found.annual_active_gross
+    two_errors = 2 * found.sharpe_error
+    loose = two_errors * (0.0 if math.isnan(found.volatility) else found.volatility)
+    most_annual, least_active = limits.max_annual_return + loose, limits.min_annual_active - loose
+    most_sharpe, most_hits = limits.max_sharpe + two_errors, limits.max_hit_rate + 1 / math.sqrt(n)
     hint = "; many assets that move independently, as generated ones do, pass it honestly: raise gate.max_sharpe"
-    yield Reason(
-        name="sharpe",
-        colour=colour,
-        text=f"Sharpe {summary.sharpe:.2f}, n {summary.num_dates} dates (plausible: up to {most:.2f})"
-        + (hint if colour == "red" else ""),
-    )
-    most = limits.max_hit_rate + 1 / math.sqrt(summary.num_dates)
-    yield Reason(
-        name="hit_rate",
-        colour=_within(summary.hit_rate, 0.0, most),
-        text=f"a gain on {summary.hit_rate:.1%} of the dates (plausible: up to {most:.1%})",
-    )
-
-
-def _of_rank_ic(rank_ic: float, result: BacktestResult, limits: GateSettings) -> Iterable[Reason]:
+    fell_back: Colour = "yellow" if fallback >= limits.max_share_fallback else "green"
+    rows: list[_Row] = [
+        ("empty", _outside(empty, 0, limits.max_share_empty),
+         f"{empty:.1%} of the rebalance dates have an empty selection (at most {limits.max_share_empty:.1%})"),
+        ("fallback", "red" if fallback >= limits.red_share_fallback else fell_back,
+         f"{fallback:.1%} of the rebalance dates fell back to k_min (below {limits.max_share_fallback:.0%}; red "
+         f"from {limits.red_share_fallback:.0%})"),
+        ("dates", _outside(n, limits.min_dates, math.inf, "yellow"),
+         f"{n} dates (at least {limits.min_dates}); annual figures of few dates are mostly luck"),
+        ("annual_return", _outside(annual, -math.inf, most_annual),
+         f"{annual:+,.1%} a year before costs, {found.total_return_gross:+,.0%} in all (plausible: up to "
+         f"{most_annual:+.0%} a year)"),
+        ("active_return", _outside(active, least_active, math.inf),
+         f"{active:+,.1%} a year beyond the universe before costs (plausible: from {least_active:+.0%})"),
+        ("sharpe", _outside(found.sharpe, -math.inf, most_sharpe),
+         f"Sharpe {found.sharpe:.2f}, n {n} dates (plausible: up to {most_sharpe:.2f})"
+         + (hint if found.sharpe > most_sharpe else "")),
+        ("hit_rate", _outside(found.hit_rate, 0.0, most_hits),
+         f"a gain on {found.hit_rate:.1%} of the dates (plausible: up to {most_hits:.1%})"),
+    ]  # fmt: skip
+    if found.num_unmarked:
+        text = f"{found.num_unmarked} dates between the first and the last have no return of any asset"
+        rows.append(("unmarked", "yellow", text))
     num_scored = result.days["num_scored"].to_numpy()
-    if math.isnan(rank_ic) or not num_scored.any():
-        return
-    independent = len(num_scored) / result.settings.horizon * max(float(num_scored.mean()) - 1.0, 1.0)
-    most = limits.max_rank_ic + 2 / math.sqrt(independent)
-    yield Reason(
-        name="rank_ic",
-        colour=_within(rank_ic, -most, most),
-        text=f"mean rank IC {rank_ic:+.3f} (plausible: up to {most:.3f} either way)",
-    )
+    if not math.isnan(rank_ic) and num_scored.any():
+        independent = len(num_scored) / result.settings.horizon * max(float(num_scored.mean()) - 1.0, 1.0)
+        most = limits.max_rank_ic + 2 / math.sqrt(independent)
+        text = f"mean rank IC {rank_ic:+.3f} (plausible: up to {most:.3f} either way)"
+        rows.append(("rank_ic", _outside(rank_ic, -most, most), text))
+    return rows
 
 
-def _within(value: float, least: float, most: float) -> Colour:
-    return "red" if value > most or value < least else "green"
-
-
-def _of_controls(
-    controls: Controls | None, backtest_settings: BacktestSettings, limits: GateSettings
-) -> Iterable[Reason]:
+def _of_controls(controls: Controls | None, horizon: int, limits: GateSettings) -> Iterable[_Row]:
     if controls is None:
-        yield Reason(name="controls", colour="yellow", text="shuffled and shifted scores were not tried")
-        return
-    most = limits.max_shuffled + 3 * controls.shuffled_error
-    yield Reason(
-        name="shuffled",
-        colour=_within(controls.shuffled_mean, -most, most),
-        text=f"shuffled scores earn {controls.shuffled_mean:+.2%} a year beyond the universe, mean of "
-        f"{controls.num_shuffles} (0 within {most:.2%})",
-    )
-    rank = controls.rank_of_real
-    yield Reason(
-        name="luck",
-        colour="green" if rank > limits.min_rank_of_real else "yellow",
-        text=f"the scores earn more than {rank:.0%} of the shuffled ones (must be above {limits.min_rank_of_real:.0%})",
-    )
-    shift, horizon = controls.shift, backtest_settings.horizon
+        return [("controls", "yellow", "shuffled and shifted scores were not tried")]
+    most, rank, shift = limits.max_shuffled + 3 * controls.shuffled_error, controls.rank_of_real, controls.shift
     least = limits.min_kept_share * (horizon - 1) / horizon
     # A signal of one date has nothing left a date later, and is not to be blamed for it.
     suspect = horizon > 1 and shift.kept_share < least and shift.loss_t > limits.shift_t
-    text = "the scores earn nothing beyond the universe before costs, so a delay has nothing to take"
+    late = "the scores earn nothing beyond the universe before costs, so a delay has nothing to take"
     if not math.isnan(shift.kept_share):
-        text = (
+        late = (
             f"scores that are a date late keep {shift.kept_share:.0%} of the gross active return (t of the loss "
             f"{shift.loss_t:.1f}; below {least:.0%} at t above {limits.shift_t:g} the scores knew the next date)"
         )
-    yield Reason(name="shift", colour="red" if suspect else "green", text=text)
-
-
-def _of_profit(summary: BacktestSummary, limits: GateSettings) -> Reason:
-    net = summary.total_return
-    return Reason(
-        name="profit",
-        colour="green" if net > limits.min_total_return else "yellow",
-        text=f"{net:+,.1%} after costs, {summary.total_return_gross:+,.1%} before (more than "
-        f"{limits.min_total_return:+.1%})",
-    )
-
-
-def _knobs(yellow: set[str], result: BacktestResult) -> tuple[Knob, ...]:
-    """What to turn for the reasons that are yellow, each knob once."""
-    chosen: set[str] = set()
-    if "fallback" in yellow:
-        chosen |= {"min_score", "k_min"}
-    if "profit" in yellow:
-        chosen |= {"k_ratio", "tau"}
-        if result.summary.total_return_gross > result.summary.total_return:
-            chosen |= {"cost_bps", "max_turnover", "horizon"}
-    if "luck" in yellow:
-        chosen |= {"k_ratio", "tau"}
-    settings = result.settings
-    return tuple(
-        Knob(
-            name=name,
-            value="" if name == "tau" else str(getattr(settings, name)),
-            unit=unit,
-            meaning=meaning,
-            direction=direction,
-        )
-        for name, unit, meaning, direction in _KNOBS
-        if name in chosen
-    )
+    return [
+        ("shuffled", _outside(controls.shuffled_mean, -most, most),
+         f"shuffled scores earn {controls.shuffled_mean:+.2%} a year beyond the universe, mean of "
+         f"{controls.num_shuffles} (0 within {most:.2%})"),
+        ("luck", _outside(rank, limits.min_rank_of_real, math.inf, "yellow", at_least=False),
+         f"the scores earn more than {rank:.0%} of the shuffled ones (must be above {limits.min_rank_of_real:.0%})"),
+        ("shift", "red" if suspect else "green", late),
+    ]  # fmt: skip

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import feather
-from pydantic import BaseModel
 
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import (
-    Decision,
-    Scores,
-    Summary,
-    decide,
-    decide_on_record,
-    evaluate_days,
-    evaluate_folds,
-    read_days,
-    read_scores,
-    record_of,
-    summarize_days,
-)
 from memfit.units import format_bytes
-from memfit_workloads.finance._backtest import BacktestResult
-from memfit_workloads.finance._controls import BacktestInput, Controls, SweepRow, run_controls, sweep
+from memfit_workloads.finance._backtest import BacktestInput, BacktestResult
+from memfit_workloads.finance._checks import Finding, check_market
+from memfit_workloads.finance._controls import Controls, SweepRow, run_controls, sweep
+from memfit_workloads.finance._days import evaluate_days, evaluate_folds, read_days, summarize_days
+from memfit_workloads.finance._decision import Decision, decide, decide_on_record, record_of
 from memfit_workloads.finance._gate import Verdict, judge
-from memfit_workloads.finance._market import Finding, Market, read_market
-from memfit_workloads.finance._quality import check_market
-from memfit_workloads.finance._report import beside, write_backtest
+from memfit_workloads.finance._inference import Summary
+from memfit_workloads.finance._matrices import Market, Scores, forward_returns, read_market, read_scores
+from memfit_workloads.finance._report import beside, plain, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
 from memfit_workloads.finance._sharpe import deflated_sharpe
 from memfit_workloads.finance._volatility import VolatilityCorrelation, volatility_correlation
@@ -141,16 +129,12 @@ def _input(scores: Scores, market: Market | None, horizon: int) -> BacktestInput
             rule="market() of the workload gives a row for each date and asset of the panel.",
             remedy="give the closes of all of them",
         )
-    closes = np.where(market.closes > 0, market.closes, np.nan)
-    ahead = np.full(closes.shape, np.nan)
-    ahead[:-1] = closes[1:] / closes[:-1] - 1.0
     columns = np.searchsorted(np.array(market.codes), np.array(scores.codes))
-    placed = np.full((len(dates), len(scores.codes)), np.nan)
-    placed[np.searchsorted(dates, scores.dates)] = score
+    placed = scores.on(dates, scores.codes)[f"score_h{horizon}"]
     # A date that no model may score is not to be traded; it does not count as one on which nothing could be chosen.
-    eligible = np.zeros(placed.shape, bool)
-    eligible[np.searchsorted(dates, scores.dates)] = True
-    return BacktestInput(dates, scores.codes, placed, ahead[chosen][:, columns], eligible)
+    eligible = np.repeat(np.isin(dates, scores.dates)[:, None], len(scores.codes), axis=1)
+    ahead = forward_returns(market.closes, 1)[chosen][:, columns]
+    return BacktestInput(dates, scores.codes, placed, ahead, eligible)
 
 
 def _with_features(market: Market, panel: Panel) -> Market:
@@ -179,18 +163,21 @@ def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> tuple[De
 
 
 def summarize_judged(judged: Judged) -> dict[str, Any]:
-    """What scores came to, as plain values for JSON; a figure that is undefined is None."""
-    return {
-        "verdict": judged.verdict.model_dump(mode="json"),
-        "settings": judged.result.settings.model_dump(mode="json"),
-        "summary": _plain(judged.result.summary),
-        "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
-        "findings": [finding.model_dump(mode="json") for finding in judged.findings],
-        "controls": _plain(judged.controls),
-        "tried": [_plain(row) for row in judged.tried],
-        "deflated_sharpe": _finite({"": _deflated(judged)})[""],
-        "volatility": _finite(asdict(judged.volatility)),
-    }
+    """Return what scores came to, as plain values for JSON; a figure that is undefined is None."""
+    found: dict[str, Any] = plain(
+        {
+            "verdict": judged.verdict,
+            "settings": judged.result.settings,
+            "summary": judged.result.summary,
+            "metrics": judged.metrics,
+            "findings": judged.findings,
+            "controls": judged.controls,
+            "tried": judged.tried,
+            "deflated_sharpe": _deflated(judged),
+            "volatility": judged.volatility,
+        }
+    )
+    return found
 
 
 def _deflated(judged: Judged) -> float:
@@ -200,30 +187,11 @@ def _deflated(judged: Judged) -> float:
     return deflated_sharpe(judged.result.days["net"].to_numpy(), trials) if trials else math.nan
 
 
-def _plain(record: BaseModel) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(record.model_dump_json())
-    return content
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if value != value else value for name, value in record.items()}
-
-
 def write_report(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Write what scores came to into a JSON file, with the days, the trades and a plot beside it; gives their paths."""
-    more = {
-        "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
-        "volatility": _finite(asdict(judged.volatility)),
-    }
-    return write_backtest(
-        file,
-        judged.result,
-        facts={**facts, **more},
-        days=judged.by_date,
-        verdict=judged.verdict,
-        findings=judged.findings,
-        controls=judged.controls,
-    )
+    """Write what scores came to into a JSON file, with the days and a plot beside it; gives their paths."""
+    facts = {**facts, "metrics": judged.metrics, "volatility": judged.volatility}
+    parts = {"verdict": judged.verdict, "findings": judged.findings, "controls": judged.controls}
+    return write_backtest(file, judged.result, days=judged.by_date, **parts, facts=facts)
 
 
 def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[str, Any]) -> list[str]:

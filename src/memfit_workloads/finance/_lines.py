@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from memfit.evaluation import Decision
+from memfit_workloads.finance._decision import Decision
 
 Detail = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _PERCENT = ("total_return", "annual_return", "annual_benchmark", "max_drawdown", "volatility", "mean_turnover")
@@ -77,8 +77,8 @@ def decision_lines(decision: Decision, second: Decision | None, baseline: str) -
     if second:
         other = second.to_dict()
         yield (
-            f"  also {second.metric}: effect {_number(other['effect'])}, {decision.level:.0%} interval "
-            f"{_number(other['lower'])} to {_number(other['upper'])}; n {second.num_dates} dates; "
+            f"  also {second.metric}: effect {_number(other['effect'])}, {decision.interval.level:.0%} interval "
+            f"{_number(other['lower'])} to {_number(other['upper'])}; n {second.test.num_dates} dates; "
             f"p {_number(other['p_value'], signed=False)}; for information; no decision"
         )
 

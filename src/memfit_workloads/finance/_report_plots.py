@@ -17,18 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROLLING_DATES = 60
-
 _BLUE, _LIGHT, _GREY, _RED = "#1f5fa8", "#8fb8de", "#777777", "#b03a2e"
-_INCHES, _DOTS_PER_INCH = (12.0, 13.0), 110
 
 
 def plot_backtest(result: BacktestResult, *, days: pa.Table | None, verdict: str | None = None) -> bytes:
-    """A PNG of equity and drawdown against the universe, the rank IC over time, returns by score, and turnover.
+    """Return a PNG of equity and drawdown against the universe, and of the rank IC over time.
 
     Args:
         result: The backtest.
-        days: The evaluation's day table, of which the rank IC at the backtest's horizon is drawn; None leaves it out.
+        days: The day table, of which the rank IC at the backtest's horizon is drawn; None leaves it out.
         verdict: The gate's colour, for the title.
 
     Raises:
@@ -40,19 +37,15 @@ def plot_backtest(result: BacktestResult, *, days: pa.Table | None, verdict: str
     except ImportError as error:
         raise MissingExtraError.of("matplotlib", "plots", "the picture of a backtest") from error
     ic = None if days is None else _rank_ic(days, result.settings.horizon)
-    heights = [3.0, 1.6] + ([1.8] if ic is not None else []) + [1.8]
-    figure = Figure(figsize=(_INCHES[0], _INCHES[1] * sum(heights) / 8.2), dpi=_DOTS_PER_INCH, layout="constrained")
+    heights = [3.0, 1.6] + ([1.8] if ic is not None else [])
+    figure = Figure(figsize=(12.0, 1.6 * sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     column = {name: result.days[name].to_numpy() for name in result.days.column_names}
-    top = figure.add_subplot(grid[0, :])
-    _equity(top, column, is_long=result.settings.side == "long")
-    _drawdown(figure.add_subplot(grid[1, :], sharex=top), column, is_long=result.settings.side == "long")
+    _equity(rows[0], column, is_long=result.settings.side == "long")
+    _drawdown(rows[1], column, is_long=result.settings.side == "long")
     if ic is not None:
-        _cumulative_ic(figure.add_subplot(grid[2, 0]), *ic)
-        _rolling_ic(figure.add_subplot(grid[2, 1]), *ic)
-    _quantiles(figure.add_subplot(grid[-1, 0]), result)
-    _turnover(figure.add_subplot(grid[-1, 1]), column)
+        _cumulative_ic(rows[2], *ic)
     _title(figure, result, verdict)
     sink = io.BytesIO()
     figure.savefig(sink, format="png")
@@ -128,53 +121,6 @@ def _cumulative_ic(axes: Axes, dates: NDArray[Any], ic: NDArray[np.float64], hor
     axes.set_title(
         f"Cumulative rank IC, {horizon}-date returns (mean {mean:+.3f}, n = {known.sum()})", loc="left", fontsize=10
     )
-    _dated(axes)
-
-
-def _rolling_ic(axes: Axes, dates: NDArray[Any], ic: NDArray[np.float64], horizon: int) -> None:
-    window = min(ROLLING_DATES, max(len(ic), 1))
-    known = np.isfinite(ic)
-    ones = np.ones(window)
-    if len(ic):
-        counts = np.convolve(known, ones, "valid")
-        sums = np.convolve(np.where(known, ic, 0.0), ones, "valid")
-        mean = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > window / 2)
-        axes.plot(dates[window - 1 :], mean, color=_BLUE, linewidth=1.2)
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_ylabel("mean rank IC")
-    axes.set_title(f"Rank IC over the last {window} dates, {horizon}-date returns", loc="left", fontsize=10)
-    _dated(axes)
-
-
-def _quantiles(axes: Axes, result: BacktestResult) -> None:
-    number = result.quantiles["quantile"].to_numpy()
-    excess = 1e4 * result.quantiles["mean_excess"].to_numpy()
-    axes.bar(number, excess, width=0.7, color=[_BLUE if value >= 0 else _RED for value in excess])
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xticks(number, [f"{place}" for place in number])
-    axes.set_xlabel("fifth of the scores (1 worst, 5 best)")
-    axes.set_ylabel("return beyond the\ndate's mean (bp)")
-    axes.set_title(
-        f"Return over {result.settings.horizon} dates by score (n = {result.quantiles['num_dates'][0]} dates)",
-        loc="left",
-        fontsize=10,
-    )
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _turnover(axes: Axes, column: dict[str, NDArray[Any]]) -> None:
-    turnover = 100 * column["turnover"]
-    axes.plot(column["date"], turnover, color=_LIGHT, linewidth=0.6, label="of the date")
-    window = min(ROLLING_DATES, max(len(turnover), 1))
-    if len(turnover):
-        mean = np.convolve(turnover, np.ones(window) / window, "valid")
-        axes.plot(column["date"][window - 1 :], mean, color=_BLUE, linewidth=1.4, label=f"mean of {window} dates")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("bought and sold\n(% of equity)")
-    axes.set_title("Turnover per date", loc="left", fontsize=10)
-    axes.legend(loc="best", frameon=False, fontsize=9)
     _dated(axes)
 
 

@@ -9,11 +9,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from memfit.config import Settings
 from memfit.errors import ConfigError
+from memfit_workloads.finance._backtest import BacktestSettings
+from memfit_workloads.finance._checks import QualitySettings
 from memfit_workloads.finance._gate import GateSettings
-from memfit_workloads.finance._market import QualitySettings
-from memfit_workloads.finance._sleeves import BacktestSettings
 
-_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|ndcg_at_k|spread|hit_rate)$"
+_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|ndcg_at_k|spread)$"
 
 
 class DecisionSettings(Settings):

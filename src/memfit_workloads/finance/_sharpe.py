@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import DataError, MissingExtraError
 
-_PURPOSE = "a Sharpe ratio's distribution"
-
 
 @dataclass(frozen=True)
 class Sharpe:
@@ -151,7 +149,7 @@ def _measures() -> Any:
     try:
         from skfolio import measures
     except ImportError as error:
-        raise MissingExtraError.of("skfolio", "evaluation", _PURPOSE) from error
+        raise MissingExtraError.of("skfolio", "evaluation", "a Sharpe ratio's distribution") from error
     if not hasattr(measures, "deflated_sharpe_ratio"):
-        raise MissingExtraError.of("skfolio 1.12.2 or newer", "evaluation", _PURPOSE)
+        raise MissingExtraError.of("skfolio 1.12.2 or newer", "evaluation", "a Sharpe ratio's distribution")
     return measures

@@ -18,12 +18,15 @@ import pyarrow.compute as pc
 from memfit import config
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import rank_ic, read_days, read_scores, summarize
 from memfit.pipeline import Context, Output, Stage, Stop
 from memfit.rundir import phase
 from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
+from memfit_workloads.finance._days import read_days
+from memfit_workloads.finance._inference import summarize
 from memfit_workloads.finance._judge import decide_on, judge_scores, summarize_judged, write_report
 from memfit_workloads.finance._lines import decision_lines, judged_lines
+from memfit_workloads.finance._matrices import read_scores
+from memfit_workloads.finance._metrics import rank_ic
 from memfit_workloads.finance._provenance import fold_of, read_provenance
 from memfit_workloads.finance._settings import JudgeSettings
 
@@ -232,9 +235,7 @@ def _decide(context: Context, params: JudgeSettings) -> dict[str, Any]:
     try:
         decision, second = decide_on(context["backtest"].table("days"), params, name=name)
     except OSError as error:  # of the record
-        why = (
-            f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME, and memfit compare."
-        )
+        why = f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME, and run it again."
         return {"no_decision": why, "report": [f"decision: none. {why}"]}
     except (DataError, UsageError) as error:  # too few dates, or a baseline of other assets: the rest stands
         why = f"{error.what} {error.remedy}."

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.lib.stride_tricks import sliding_window_view
 
-from memfit.errors import DataError
-from memfit.evaluation import rank_ic, summarize
+from memfit_workloads.finance._inference import summarize
+from memfit_workloads.finance._matrices import Floats
+from memfit_workloads.finance._metrics import rank_ic
 
 #: Dates before a score whose returns make its asset's volatility; half of them must be known.
 PAST_DATES = 60
@@ -19,8 +20,6 @@ PAST_DATES = 60
 WARN_FROM = 0.5
 #: On fewer dates it may be chance.
 LEAST_DATES = 8
-
-_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class VolatilityCorrelation:
     warns: bool
 
 
-def volatility_correlation(scores: _Floats, returns_1: _Floats) -> VolatilityCorrelation:
+def volatility_correlation(scores: Floats, returns_1: Floats) -> VolatilityCorrelation:
     """Correlate scores with the volatility that was known when they were made.
 
     Assets of equal expected return differ in how often they rise and in their median return: calm ones are above more
@@ -50,21 +49,12 @@ def volatility_correlation(scores: _Floats, returns_1: _Floats) -> VolatilityCor
         scores: Shape (D, A); NaN where there is none.
         returns_1: Simple returns from each date to the next, shape (D, A); NaN where there is none.
 
-    Raises:
-        DataError: If the two are not of one 2-D shape.
-
     Example:
         >>> returns = np.random.default_rng(0).normal(size=(200, 4)) * [0.01, 0.02, 0.03, 0.04]
         >>> found = volatility_correlation(np.tile([4.0, 3.0, 2.0, 1.0], (200, 1)), returns)
         >>> round(found.mean, 2), found.num_dates, found.warns
         (-0.99, 170, True)
     """
-    if scores.ndim != 2 or scores.shape != returns_1.shape:
-        raise DataError(
-            f"scores have the shape {scores.shape} and returns {returns_1.shape}.",
-            rule="volatility_correlation takes two arrays of one shape (num_dates, num_assets).",
-            remedy="fill absent assets with NaN",
-        )
     correlation = summarize(rank_ic(scores, _realised(returns_1)))
     return VolatilityCorrelation(
         mean=correlation.mean,
@@ -74,19 +64,11 @@ def volatility_correlation(scores: _Floats, returns_1: _Floats) -> VolatilityCor
     )
 
 
-def _realised(returns_1: _Floats) -> _Floats:
-    """The standard deviation of the returns that are known on each date, of the last `PAST_DATES`."""
-    known = np.isfinite(returns_1)
-    filled = np.where(known, returns_1, 0.0)
-    count, total, squares = (_past_sum(values) for values in (known.astype(np.float64), filled, filled**2))
-    divisor = np.maximum(count, 1)
-    variance = np.maximum(squares / divisor - (total / divisor) ** 2, 0.0)
-    return np.where(count >= PAST_DATES // 2, np.sqrt(variance), np.nan)
-
-
-def _past_sum(values: _Floats) -> _Floats:
-    """The sum of each date's last `PAST_DATES` rows, without its own."""
-    sums = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])[:-1]
-    past = sums.copy()
-    past[PAST_DATES:] -= sums[:-PAST_DATES]
-    return past
+def _realised(returns_1: Floats) -> Floats:
+    """Return the standard deviation of the returns that are known on each date, of the last `PAST_DATES`."""
+    unknown = np.full((PAST_DATES, returns_1.shape[1]), np.nan)
+    past = sliding_window_view(np.vstack([unknown, returns_1])[:-1], PAST_DATES, axis=0)
+    known = np.isfinite(past).sum(axis=-1)
+    mean = np.nansum(past, axis=-1) / np.maximum(known, 1)
+    variance = np.nansum((past - mean[..., None]) ** 2, axis=-1) / np.maximum(known, 1)
+    return np.where(known >= PAST_DATES // 2, np.sqrt(variance), np.nan)

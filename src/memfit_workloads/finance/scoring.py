@@ -9,7 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import Panel
-from memfit.evaluation import evaluate_days, read_scores, summarize
+from memfit_workloads.finance._days import evaluate_days
+from memfit_workloads.finance._inference import summarize
+from memfit_workloads.finance._matrices import read_scores
 from memfit_workloads.finance._provenance import Indices
 from memfit_workloads.finance.panels import DataParams
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.evaluation import quantile_spread, rank_ic, read_scores, summarize
 from memfit.pipeline import Context
 from memfit_workloads import finance
+from memfit_workloads.finance import quantile_spread, rank_ic, read_scores, summarize
 from memfit_workloads.finance.panels import DataParams, market_of
 from memfit_workloads.forecaster.params import ForecasterParams
 

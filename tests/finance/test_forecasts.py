@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates, power
+from memfit_workloads.finance import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates, power
 
 stattools = pytest.importorskip("statsmodels.tsa.stattools")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import hit_rate, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
+from memfit_workloads.finance import ndcg_at_k, positive_rate, precision_at_k, quantile_spread
 
 NAN = math.nan
 
@@ -95,30 +95,19 @@ def test_the_spread_equals_alphalens_where_the_groups_divide() -> None:
     np.testing.assert_allclose(quantile_spread(scores, targets), spread.to_numpy(), atol=1e-12)
 
 
-def test_the_hit_rate_counts_sides_of_the_medians() -> None:
-    scores = [[5, 4, 3, 2, 1, NAN], [9, 9, 9, 9, NAN, NAN], [2, 1, NAN, NAN, NAN, NAN], [1] + [NAN] * 5]
-    targets = [[0.5, -0.4, 0.1, -0.2, 0.3, 9.0], [0.1, 0.2, 0.3, 0.4, NAN, NAN], [-0.1, 0.1, 0, 0, 0, 0], [1.0] * 6]
-    # Date 1, medians 3 and 0.1: hit, miss, half, hit, miss. Date 2: no score is on a side. Date 3: both miss.
-    np.testing.assert_allclose(hit_rate(scores, targets), [0.5, 0.5, 0.0, NAN])
-
-
-def test_the_market_and_an_offset_of_the_scores_do_not_count_in_hit_rate_and_ndcg() -> None:
+def test_the_market_and_an_offset_of_the_scores_do_not_count_in_ndcg() -> None:
     rng = np.random.default_rng(1)
     scores, targets = rng.standard_normal((2, 5, 40))
-    assert hit_rate(scores + 7, targets - 3).tolist() == hit_rate(scores, targets).tolist()
     np.testing.assert_allclose(ndcg_at_k(scores + 7, targets - 3, k=5), ndcg_at_k(scores, targets, k=5))
 
 
-def test_random_scores_have_no_lift_no_spread_and_hit_half() -> None:
+def test_random_scores_have_no_spread() -> None:
     rng = np.random.default_rng(2)
     targets = rng.standard_normal((4000, 30)) + rng.standard_normal((4000, 1))  # whole days go up or down
     scores = rng.standard_normal(targets.shape)
-    for figure, expected in (
-        (quantile_spread(scores, targets), 0.0),
-        (hit_rate(scores, targets), 0.5),
-    ):
-        assert abs(figure.mean() - expected) < 4 * figure.std() / math.sqrt(len(figure))
-        assert figure.std() > 0.01
+    figure = quantile_spread(scores, targets)
+    assert abs(figure.mean()) < 4 * figure.std() / math.sqrt(len(figure))
+    assert figure.std() > 0.01
 
 
 def test_scores_that_are_all_equal_get_what_chance_gets() -> None:
@@ -126,13 +115,11 @@ def test_scores_that_are_all_equal_get_what_chance_gets() -> None:
     scores = np.ones_like(targets)
     np.testing.assert_allclose(precision_at_k(scores, targets, k=3), positive_rate(scores, targets))
     np.testing.assert_allclose(quantile_spread(scores, targets), 0.0, atol=1e-12)
-    np.testing.assert_allclose(hit_rate(scores, targets), 0.5)
 
 
 def test_perfect_scores_get_the_best_of_each_metric() -> None:
     targets = np.random.default_rng(4).standard_normal((10, 20))
     np.testing.assert_allclose(ndcg_at_k(targets, targets, k=7), 1.0)
-    np.testing.assert_allclose(hit_rate(targets, targets), 1.0)
     ordered = np.sort(targets, axis=1)
     expected = ordered[:, -4:].mean(axis=1) - ordered[:, :4].mean(axis=1)
     np.testing.assert_allclose(quantile_spread(targets, targets), expected)
@@ -153,7 +140,7 @@ def test_what_cannot_be_selected_is_undefined() -> None:
     assert np.isnan(precision_at_k(scores, targets, k=3)).all()
     assert np.isnan(quantile_spread(scores, targets, num_quantiles=3)).all()
     np.testing.assert_allclose(positive_rate(scores, targets), [0.5, NAN])
-    for metric in (positive_rate, hit_rate, quantile_spread):
+    for metric in (positive_rate, quantile_spread):
         assert metric(np.empty((0, 4)), np.empty((0, 4))).shape == (0,)
         assert np.isnan(metric(np.empty((2, 0)), np.empty((2, 0)))).all()
 
@@ -171,8 +158,8 @@ def test_a_size_that_says_nothing_or_too_much_is_refused(size) -> None:
 
 
 def test_shapes_infinite_returns_and_one_quantile_are_refused() -> None:
-    with pytest.raises(DataError, match=r"hit_rate takes two arrays"):
-        hit_rate(np.zeros((2, 3)), np.zeros((3, 2)))
+    with pytest.raises(DataError, match=r"positive_rate takes two arrays"):
+        positive_rate(np.zeros((2, 3)), np.zeros((3, 2)))
     with pytest.raises(DataError, match="1 targets are infinite"):
         quantile_spread([[1.0, 2.0]], [[math.inf, 0.1]], num_quantiles=2)
     with pytest.raises(UsageError, match="num_quantiles is 1"):

@@ -1,4 +1,4 @@
-"""Whether A is higher than B over runs of several seeds."""
+"""Statistics of runs: an interval for a rate, and whether A is higher than B over paired seeds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,52 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memfit.errors import DataError
-from memfit.evaluation._inference import _extra
-from memfit.evaluation._intervals import check_level
+from memfit.errors import DataError, MissingExtraError, UsageError, check_counts
 
 #: Fewer pairs of runs than this give no verdict.
 LEAST_PAIRS = 5
+
+
+def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the lower and upper end of an interval for a rate, by Wilson's score method.
+
+    It stays within 0 and 1, and has a width also where all or none succeeded: one success of one proves little.
+
+    Args:
+        successes: How many of the n succeeded.
+        n: How many were tried. With 0 nothing is known: the interval is 0 to 1.
+        level: The share of such intervals that hold the true rate. Above 0, below 1.
+
+    Raises:
+        UsageError: If a count or the level is out of range.
+
+    Source:
+        E. Wilson, Probable inference, the law of succession, and statistical inference (1927).
+
+    Example:
+        >>> [round(end, 3) for end in wilson_interval(1, 1)], [round(end, 3) for end in wilson_interval(20, 20)]
+        ([0.207, 1.0], [0.839, 1.0])
+    """
+    _check_level(level)
+    check_counts(UsageError, 0, successes=successes, n=n)
+    if successes > n:
+        raise UsageError(
+            f"successes is {successes}, and n is {n}.",
+            rule="no more can succeed than were tried.",
+            remedy=f"pass n={successes} or more",
+        )
+    if n == 0:
+        return 0.0, 1.0
+    squared = statistics.NormalDist().inv_cdf((1 + level) / 2) ** 2
+    middle = successes + squared / 2
+    reach = math.sqrt(squared * (successes * (n - successes) / n + squared / 4))
+    lower, upper = (middle - reach) / (n + squared), (middle + reach) / (n + squared)
+    return (lower if successes else 0.0, upper if successes < n else 1.0)  # exact, where rounding leaves 1e-17
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
 
 
 @dataclass(frozen=True)
@@ -77,8 +117,11 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         >>> found.verdict, f"{found.difference:.2f} ({found.lower:.3f} to {found.upper:.3f}), n {found.n}"
         ('A is higher', '0.16 (0.092 to 0.228), n 5')
     """
-    check_level(level)
-    stats = _extra("scipy.stats", "an interval over seeds")
+    _check_level(level)
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise MissingExtraError.of("scipy", "evaluation", "an interval over seeds") from error
     pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())}
     if not pairs:
         raise DataError(
@@ -105,7 +148,6 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         verdict = "A is higher" if lower > 0 else "A is lower" if upper < 0 else "no difference shown"
     sides = list(zip(*pairs.values(), strict=True))
     sds = [statistics.stdev(side) if n > 1 else math.nan for side in sides]
-    unpaired = tuple(sorted(a.keys() ^ b.keys()))
     return SeedComparison(
         verdict=verdict,
         mean_a=statistics.fmean(sides[0]),
@@ -114,12 +156,12 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         sd_b=sds[1],
         difference=mean,
         standard_error=scale,
-        lower=mean - reach,
-        upper=mean + reach,
+        lower=lower,
+        upper=upper,
         level=level,
         n=n,
         pairs=pairs,
-        unpaired=unpaired,
+        unpaired=tuple(sorted(a.keys() ^ b.keys())),
     )
 
 

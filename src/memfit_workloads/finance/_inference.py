@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import DataError, MissingExtraError, UsageError, check_counts
-from memfit.evaluation._intervals import check_level
 
 Kernel = Literal["rectangular", "bartlett", "none"]
 #: Dates beyond the overlap of labels on which a slow variation is looked for: two months of trading.
@@ -409,7 +408,8 @@ def bootstrap_interval(
         (True, True)
     """
     check_counts(UsageError, 100, num_resamples=num_resamples)
-    check_level(level)
+    if not 0 < level < 1:
+        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
     arch = _extra("arch.bootstrap", "a bootstrap interval")
     values = _check_differences(differences, horizon)
     mean, (scale, _) = float(values.mean()), standard_error(values, horizon)

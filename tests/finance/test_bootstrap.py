@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import bootstrap_interval, diebold_mariano
+from memfit_workloads.finance import bootstrap_interval, diebold_mariano
 
 pytest.importorskip("arch")
 pytest.importorskip("statsmodels")

@@ -55,40 +55,6 @@ def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     return _by_date("rank_ic", scores, targets, block)
 
 
-def rank_ic_by_date(
-    dates: ArrayLike, scores: ArrayLike, targets: ArrayLike
-) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Return the distinct dates, ascending, and the rank IC of each, from a long table of one row per date and asset.
-
-    Args:
-        dates: The date of each row, in any order, shape (n,).
-        scores: Shape (n,); NaN where there is none.
-        targets: Shape (n,); NaN where there is none.
-
-    Raises:
-        DataError: If the three are not of one 1-D shape.
-
-    Example:
-        >>> rank_ic_by_date([7, 8, 7, 8, 7], [0.1, 0.5, 0.2, 0.4, 0.3], [1, 2, 2, 1, 0])
-        (array([7, 8]), array([-0.5,  1. ]))
-    """
-    date, score, target = np.asarray(dates), np.asarray(scores), np.asarray(targets)
-    if date.ndim != 1 or not date.shape == score.shape == target.shape:
-        raise DataError(
-            f"dates have the shape {date.shape}, scores {score.shape} and targets {target.shape}.",
-            rule="rank_ic_by_date takes three columns of one length.",
-            remedy="pass one value per row, or use rank_ic for arrays of shape (num_dates, num_assets)",
-        )
-    distinct, number, counts = np.unique(date, return_inverse=True, return_counts=True)
-    order = np.argsort(number, kind="stable")
-    position = np.empty(len(date), np.int64)
-    position[order] = np.arange(len(date)) - np.repeat(np.cumsum(counts) - counts, counts)
-    shape = (len(distinct), int(counts.max(initial=0)))
-    score_da, target_da = np.full(shape, np.nan), np.full(shape, np.nan)
-    score_da[number, position], target_da[number, position] = score, target
-    return distinct, rank_ic(score_da, target_da)
-
-
 def precision_at_k(
     scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
 ) -> NDArray[np.float64]:
@@ -214,36 +180,6 @@ def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int
         return divide(total, size[:, 0], size[:, 0] > 0)
 
     return _by_date("quantile_spread", scores, targets, block)
-
-
-def hit_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
-    """Return the share of each date's eligible assets whose score and target are on the same side of their medians.
-
-    The medians are those of the date. An asset at either median counts one half. Random scores give 0.5 on average.
-
-    Returns:
-        Shape (D,), from 0 to 1; NaN where fewer than 2 assets are eligible.
-
-    Example:
-        >>> hit_rate([[4, 3, 2, 1]], [[0.4, -0.1, 0.1, -0.3]])
-        array([0.5])
-    """
-
-    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
-        num = common.sum(axis=1)
-        agreement = (_side(score, common) * _side(target, common)).sum(axis=1)
-        return divide(num + agreement, 2 * num, num >= 2)
-
-    return _by_date("hit_rate", scores, targets, block)
-
-
-def _side(values: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return 1 above the median of the row's common cells, -1 below it, 0 elsewhere; (D, A) in and out."""
-    cells = np.where(common, values, np.nan)
-    cells[~common.any(axis=1)] = 0  # an empty row has no median
-    with np.errstate(invalid="ignore"):  # between -inf and inf lies no median, and no cell is on a side of it
-        median = np.nanmedian(cells, axis=1, keepdims=True) if cells.size else 0.0
-        return (cells > median).astype(np.int64) - (cells < median)
 
 
 def _by_rank(scores: NDArray[Any], common: NDArray[np.bool_], weights: NDArray[Any]) -> NDArray[np.float64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 import scipy.stats
 
 from memfit.errors import MissingExtraError, UsageError
-from memfit.evaluation import slow_variation, summarize
-from memfit.evaluation._inference import standard_error
+from memfit_workloads.finance import slow_variation, standard_error, summarize
 
 linear_model = pytest.importorskip("statsmodels.regression.linear_model")
 
@@ -88,13 +86,6 @@ def test_without_statsmodels_it_names_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(MissingExtraError, match="statsmodels is not installed"):
         summarize(np.arange(30.0), horizon=5)
     assert summarize(np.arange(30.0), horizon=1).standard_error > 0
-
-
-def test_importing_the_package_loads_no_statistics_library() -> None:
-    program = "import sys, memfit.evaluation; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"statsmodels", "arch", "skfolio", "scipy", "pandas", "sklearn", "torch"} & set(loaded)
-    assert "pyarrow" in loaded
 
 
 @pytest.mark.parametrize(("num", "horizon"), [(60, 1), (60, 5), (240, 5), (1000, 5), (1000, 20)])

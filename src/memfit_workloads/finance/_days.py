@@ -15,17 +15,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError, nearest
-from memfit.evaluation._inference import Summary, summarize
-from memfit.evaluation._metrics import (
+from memfit_workloads.finance._inference import Summary, summarize
+from memfit_workloads.finance._matrices import Scores, as_days, numbers, read_scores
+from memfit_workloads.finance._metrics import (
     divide,
-    hit_rate,
     ndcg_at_k,
     positive_rate,
     precision_at_k,
     quantile_spread,
     rank_ic,
 )
-from memfit.evaluation._scores import Scores, as_days, numbers, read_scores
 
 #: The columns of a day table that are no metrics.
 _KEYS = ("fold", "date", "num_assets")
@@ -52,8 +51,7 @@ def evaluate_days(
     - ``h{h}_p_at_k_pos``: `precision_at_k`; ``h{h}_random_p_at_k_pos``: `positive_rate`;
     - ``h{h}_delta_p_at_k_pos``: the first less the second, on average 0 for random scores;
     - ``h{h}_ndcg_at_k``: `ndcg_at_k`;
-    - ``h{h}_spread``: `quantile_spread`, in returns over h dates;
-    - ``h{h}_hit_rate``: `hit_rate`.
+    - ``h{h}_spread``: `quantile_spread`, in returns over h dates.
 
     An undefined figure is NaN. The table's metadata hold what a comparison must share: k, quantiles and assets.
 
@@ -119,7 +117,6 @@ def evaluate_folds(
                 f"h{horizon}_delta_p_at_k_pos": precision - random,
                 f"h{horizon}_ndcg_at_k": ndcg_at_k(score, target, **size),  # type: ignore[arg-type]
                 f"h{horizon}_spread": quantile_spread(score, target, num_quantiles=num_quantiles),
-                f"h{horizon}_hit_rate": hit_rate(score, target),
             }
         codes |= {scores.codes[column] for column in np.flatnonzero(scored.any(axis=0))}
         head = {"fold": np.full(len(scores.dates), fold, np.int32), "date": pa.array(scores.dates, pa.date32())}

@@ -19,8 +19,11 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation._days import Series, by_date, description
-from memfit.evaluation._inference import (
+from memfit_workloads.finance._days import Series, by_date, description
+from memfit_workloads.finance._inference import (
+    DieboldMariano,
+    Interval,
+    SlowVariation,
     adjust_p_value,
     bootstrap_interval,
     diebold_mariano,
@@ -28,12 +31,12 @@ from memfit.evaluation._inference import (
     minimum_dates,
     slow_variation,
 )
-from memfit.evaluation._scores import as_days, numbers
+from memfit_workloads.finance._matrices import as_days, numbers
 
 Verdict = Literal["A better", "B better", "no difference shown"]
 
 #: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
-_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0, "_hit_rate": 0.5}
+_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0}
 _DATA = b"memfit_data"
 _HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
 
@@ -56,77 +59,65 @@ class Decision:
             that side of 0. ``no difference shown`` is not "equal": see ``minimal_detectable_effect``.
         metric: The column compared.
         horizon: Dates that a label spans.
-        level: Of the interval; the test's alpha is ``1 - level``.
-        effect: Mean of A less B over the paired dates.
-        lower, upper: Ends of the interval, of `bootstrap_interval`.
-        standard_error, statistic, p_value, kernel: Of the test, see `DieboldMariano`.
-        num_dates: Paired dates.
-        num_folds: Folds of A among them.
+        test: Of the mean of A less B over the paired dates.
+        interval: Of that mean; the test's alpha is 1 less its level.
+        slow: Whether the difference stays above or below its mean for longer than labels overlap. Then the standard
+            error is too small, and a verdict is false more often than alpha.
         num_comparisons: Comparisons tried, this one included.
         adjusted_p_value: After Holm's correction for them.
         minimal_detectable_effect: Smallest true effect that the test shows 4 times in 5, at Bonferroni's alpha.
         mean_a, mean_b: Means over the paired dates.
-        block_length: Dates in a block of the bootstrap.
         num_only_a, num_only_b: Dates that only one has, dropped.
         num_undefined: Common dates on which either metric is undefined, dropped.
         num_other_assets: Paired dates on which A and B scored different numbers of assets.
-        is_slow: The difference stays above or below its mean for longer than labels overlap. Then the standard error is
-            too small, and a verdict is false more often than ``1 - level``.
-        slow_statistic, slow_error_factor: See `SlowVariation`.
         folds: The effect in each fold of A.
     """
 
     verdict: Verdict
     metric: str
     horizon: int
-    level: float
-    effect: float
-    lower: float
-    upper: float
-    standard_error: float
-    num_dates: int
-    num_folds: int
-    statistic: float
-    p_value: float
+    test: DieboldMariano
+    interval: Interval
+    slow: SlowVariation
     num_comparisons: int
     adjusted_p_value: float
     minimal_detectable_effect: float
     mean_a: float
     mean_b: float
-    kernel: str
-    block_length: int
     num_only_a: int
     num_only_b: int
     num_undefined: int
     num_other_assets: int
-    is_slow: bool
-    slow_statistic: float
-    slow_error_factor: float
     folds: tuple[FoldEffect, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; an undefined or infinite figure is None."""
+        """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
+        own = dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}
+        test, interval, slow = own.pop("test"), own.pop("interval"), own.pop("slow")
+        found = own | {"effect": test.pop("mean"), "num_folds": len(self.folds)} | test | interval
+        found |= {"is_slow": slow.pop("is_shown")} | {f"slow_{name}": value for name, value in slow.items()}
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in (dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}).items()
+            for name, value in found.items()
         }
 
     def explain(self) -> dict[str, str]:
         """Return the evidence in words: a line for each title."""
-        kernel = "" if self.kernel == "rectangular" else f", {self.kernel} kernel"
+        test, interval = self.test, self.interval
+        kernel = "" if test.kernel == "rectangular" else f", {test.kernel} kernel"
         tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
         lost = {"only in A": self.num_only_a, "only in B": self.num_only_b, "undefined": self.num_undefined}
         dropped = ", ".join(f"{number} {name}" for name, number in lost.items() if number) or "none"
         lines = {
-            "effect": f"{self.effect:+.5f} ± {self.standard_error:.5f} standard error",
-            f"{self.level * 100:.4g} % interval": f"{self.lower:+.5f} to {self.upper:+.5f}  (blocks of "
-            f"{self.block_length} dates)",
-            "test": f"t {self.statistic:+.2f}, {_p(self.p_value)}, labels over {self.horizon} dates{kernel}",
-            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - self.level:.3g}",
+            "effect": f"{test.mean:+.5f} ± {test.standard_error:.5f} standard error",
+            f"{interval.level * 100:.4g} % interval": f"{interval.lower:+.5f} to {interval.upper:+.5f}  (blocks of "
+            f"{interval.block_length} dates)",
+            "test": f"t {test.statistic:+.2f}, {_p(test.p_value)}, labels over {self.horizon} dates{kernel}",
+            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - interval.level:.3g}",
             "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
-            "dates": f"{self.num_dates} paired; dropped: {dropped}",
+            "dates": f"{test.num_dates} paired; dropped: {dropped}",
         }
-        if self.num_folds > 1:
+        if len(self.folds) > 1:
             lines["by fold"] = ", ".join(f"{one.effect:+.5f} (fold {one.fold}, {one.num_dates})" for one in self.folds)
         if self.num_other_assets:
             lines["note"] = f"on {self.num_other_assets} dates A and B scored different numbers of assets"
@@ -137,13 +128,13 @@ class Decision:
     @property
     def slow_note(self) -> str:
         """A warning if the difference varies slowly; else empty."""
-        if not self.is_slow:
+        if not self.slow.is_shown:
             return ""
         return (
             f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
-            f"{self.slow_statistic:+.1f}). Its true error is about {self.slow_error_factor:.1f} times as large, and t "
-            f"then {self.statistic / self.slow_error_factor:+.1f}. False decisions are more frequent than "
-            f"{1 - self.level:.0%}."
+            f"{self.slow.statistic:+.1f}). Its true error is about {self.slow.error_factor:.1f} times as large, and t "
+            f"then {self.test.statistic / self.slow.error_factor:+.1f}. False decisions are more frequent than "
+            f"{1 - self.interval.level:.0%}."
         )
 
 
@@ -219,17 +210,13 @@ def decide(
     alpha = 1 - level
     sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
-    folds = _fold_effects(days_a, metric, dates, values_b)
-    slow, tested = slow_variation(differences, horizon), dataclasses.asdict(test)
     return Decision(
         verdict=verdicts[sign if sign * test.mean > 0 else 0],
         metric=metric,
         horizon=horizon,
-        level=level,
-        effect=tested.pop("mean"),
-        lower=interval.lower,
-        upper=interval.upper,
-        num_folds=len(folds),
+        test=test,
+        interval=interval,
+        slow=slow_variation(differences, horizon),
         num_comparisons=num_comparisons,
         adjusted_p_value=adjusted,
         minimal_detectable_effect=minimal_detectable_effect(
@@ -237,12 +224,8 @@ def decide(
         ),
         mean_a=float(values_a.mean()),
         mean_b=float(values_b.mean()),
-        block_length=interval.block_length,
-        **(tested | counts),
-        is_slow=slow.is_shown,
-        slow_statistic=slow.statistic,
-        slow_error_factor=slow.error_factor,
-        folds=folds,
+        folds=_fold_effects(days_a, metric, dates, values_b),
+        **counts,
     )
 
 
@@ -369,7 +352,7 @@ def read_record(path: Path) -> dict[str, float]:
             raise DataError(
                 f"{path}, line {number}: not a comparison ({error}).",
                 rule="a record of comparisons has on each line an object with key and p_value, and counts them all.",
-                remedy="mend or remove that line, or name another record with --record",
+                remedy="mend or remove that line, or name another record",
             ) from error
     return found
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from memfit.errors import DataError
-from memfit.evaluation import read_scores
+from memfit_workloads.finance import read_scores
 
 DAY = datetime.date(2024, 1, 2)
 

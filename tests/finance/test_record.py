@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather
 
 from memfit.errors import DataError
-from memfit.evaluation import decide, decide_on_record, read_days, read_record, record_of
+from memfit_workloads.finance import decide, decide_on_record, read_days, read_record, record_of
 
 pytest.importorskip("arch")
 pytest.importorskip("statsmodels")
@@ -44,11 +44,11 @@ def test_the_p_value_is_corrected_by_those_on_record(tmp_path: Path) -> None:
     path = tmp_path / "comparisons.jsonl"
     pairs = [(days(seed, 0.04), days(seed + 50)) for seed in range(6)]
     found = [compare(path, a, b) for a, b in pairs]
-    raw = [one.p_value for one in found]
+    raw = [one.test.p_value for one in found]
     again = compare(path, *pairs[0])
     assert again.num_comparisons == 6
     assert again == decide(*pairs[0], "h1_rank_ic", 1, other_p_values=raw[1:])
-    assert again.adjusted_p_value > again.p_value
+    assert again.adjusted_p_value > again.test.p_value
 
 
 def test_a_line_says_what_was_compared(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_nothing_is_recorded_of_a_comparison_that_was_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match="can be paired"):
         compare(path, days(0).slice(0, 20), days(1))
     assert read_record(path) == {}
-    assert math.isfinite(compare(path, days(0), days(1)).p_value)
+    assert math.isfinite(compare(path, days(0), days(1)).test.p_value)
 
 
 def test_a_table_compared_with_itself_is_refused_and_does_not_count(tmp_path: Path) -> None:

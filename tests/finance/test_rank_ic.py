@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import memfit.evaluation._metrics as module
 from memfit.errors import DataError
-from memfit.evaluation import rank_ic, rank_ic_by_date, summarize
+from memfit_workloads.finance import rank_ic, summarize
 
 
 def spearman_by_date(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -46,15 +45,15 @@ def test_it_equals_scipys_spearman_with_ties_and_absent_assets(pair: tuple[np.nd
     np.testing.assert_allclose(rank_ic(*pair), spearman_by_date(*pair), atol=1e-12)
 
 
-def test_it_equals_scipys_spearman_on_many_dates_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_equals_scipys_spearman_on_many_dates_in_several_blocks() -> None:
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((60, 50)).astype(np.float32)
     targets = rng.standard_normal((60, 50)).round(1)
     scores[rng.random(scores.shape) < 0.2] = np.nan
     whole = rank_ic(scores, targets)
     np.testing.assert_allclose(whole, spearman_by_date(scores, targets), atol=1e-12)
-    monkeypatch.setattr(module, "_BLOCK_CELLS", 350)  # 7 dates a block, and a remainder
-    assert rank_ic(scores, targets).tolist() == whole.tolist()
+    many = np.tile(scores, (100, 1)), np.tile(targets, (100, 1))  # 300,000 cells are two blocks
+    assert rank_ic(*many).tolist() == np.tile(whole, 100).tolist()
 
 
 def test_fewer_than_two_common_assets_or_no_spread_is_undefined() -> None:
@@ -77,26 +76,10 @@ def test_only_the_order_within_a_date_counts(seed: int) -> None:
     np.testing.assert_allclose(rank_ic(-scores, targets), -rank_ic(scores, targets), atol=1e-15)
 
 
-@settings(max_examples=100, deadline=None)
-@given(score_and_target_pairs(), st.integers(0, 2**32))
-def test_a_long_table_in_any_order_gives_what_the_arrays_give(pair: tuple[np.ndarray, np.ndarray], seed: int) -> None:
-    scores, targets = pair
-    dates = np.repeat(np.arange("2024-01-01", len(scores), dtype="datetime64[D]"), scores.shape[1])
-    keep = np.random.default_rng(seed).permutation(scores.size)
-    # Rows without a score may also be missing altogether, as long as the date keeps one row.
-    present = ~np.isnan(scores.ravel()) | (np.arange(scores.size) % scores.shape[1] == 0)
-    keep = keep[present[keep]]
-    distinct, ic = rank_ic_by_date(dates[keep], scores.ravel()[keep], targets.ravel()[keep])
-    assert distinct.tolist() == np.unique(dates).tolist()
-    np.testing.assert_allclose(ic, rank_ic(scores, targets), atol=1e-12)
-
-
 def test_no_dates_give_no_figures() -> None:
     assert rank_ic(np.empty((0, 5)), np.empty((0, 5))).shape == (0,)
     assert np.isnan(rank_ic(np.empty((3, 0)), np.empty((3, 0)))).tolist() == [True] * 3
-    dates, ic = rank_ic_by_date([], [], [])
-    assert len(dates) == len(ic) == 0
-    summary = summarize(ic)
+    summary = summarize([])
     assert summary.num_dates == summary.num_undefined == 0
     assert math.isnan(summary.mean)
 
@@ -106,8 +89,6 @@ def test_shapes_that_do_not_match_are_refused() -> None:
         rank_ic(np.zeros((2, 3)), np.zeros((3, 2)))
     with pytest.raises(DataError, match="one shape"):
         rank_ic(np.zeros(3), np.zeros(3))
-    with pytest.raises(DataError, match="three columns of one length"):
-        rank_ic_by_date([1, 2], [0.0, 1.0, 2.0], [0.0, 1.0])
 
 
 def test_the_summary_counts_the_dates_that_are_undefined_and_leaves_them_out() -> None:
