@@ -16,3 +16,49 @@ def test_every_file_that_is_named_exists():
     named = set(re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+)`", TEXT))
     assert len(named) > 40
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+#: Where a test gives a private constant or function another value for its time, as no setting does. No other may.
+PATCHED = {
+    "tests/cli/test_estimate.py": {"memfit.cli._estimate"},
+    "tests/cli/test_stop.py": {"memfit.jobs._stop"},
+    "tests/data/test_append.py": {"memfit.data._versions"},
+    "tests/data/test_build.py": {"memfit.data._build", "memfit.data._publish"},
+    "tests/data/test_loader.py": {"memfit.data._position"},
+    "tests/data/test_loader_footprint.py": {"memfit.data._loader_footprint"},
+    "tests/data/test_manifest.py": {"memfit.data._manifest"},
+    "tests/data/test_measure.py": {"memfit.data._measure"},
+    "tests/data/test_sequences.py": {"memfit.data._position"},
+    "tests/data/test_source.py": {"memfit.data._source"},
+    "tests/data/validation_child.py": {"memfit.training._fit"},
+    "tests/diagnosis/test_checkpoints.py": {"memfit.diagnosis._checkpoints"},
+    "tests/diagnosis/test_opener.py": {"memfit.diagnosis._runs"},
+    "tests/finance/conftest.py": {"memfit_workloads.finance._report", "memfit_workloads.finance._verb"},
+    "tests/finance/test_report.py": {"memfit_workloads.finance._report"},
+    "tests/integrations/test_notify.py": {"memfit.integrations._notify"},
+    "tests/integrations/test_track.py": {"memfit.integrations._track"},
+    "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
+    "tests/training/stop_driver.py": {"memfit.training._fit"},
+    "tests/training/test_figures.py": {"memfit.training._figures"},
+    "tests/training/test_flight.py": {"memfit.training._flight"},
+    "tests/training/test_workers.py": {"memfit.training._workers"},
+    "tests/tuning/test_study.py": {"memfit.tuning._sweep"},
+    "tests/vm/guest/check_walls.py": {"memfit.memory._jobgroup"},
+    "tests/workloads/test_recipes.py": {"memfit.pipeline._plan_run"},
+}
+
+
+def test_tests_import_packages_and_name_a_private_module_only_to_patch_it():
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text()
+        assert re.search(r"from memfit[\w.]*\._\w+ import", text) is None, f"{path} imports a private module's names"
+        words = [f"{package}.{name}" for package, names in _IMPORTS.findall(text) for name in _PRIVATE.findall(names)]
+        words += re.findall(r"\(\"(memfit[\w.]*\._[a-z_]+)", text)
+        if words:
+            found[path.relative_to(ROOT).as_posix()] = {word for word in words}
+    assert found == PATCHED
+
+
+_IMPORTS = re.compile(r"from (memfit[\w.]*) import ([^#\n]*)")
+_PRIVATE = re.compile(r"(?<!\w)_[a-z_]+")

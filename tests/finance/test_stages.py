@@ -260,6 +260,7 @@ def ran(path):
     return {name for name, one in facts.items() if one["reused_from"] is None}
 
 
+@pytest.mark.long
 def test_a_setting_of_the_judging_trains_nothing_and_judges_anew(whole):
     config, path = whole
     every = {"stage_prepare", "fold_1", "fold_2", "blend_1", "blend_2", "stage_health", "stage_backtest"}
@@ -272,6 +273,7 @@ def test_a_setting_of_the_judging_trains_nothing_and_judges_anew(whole):
     assert after.table("days").equals(before.table("days"))
 
 
+@pytest.mark.long
 def test_a_red_gate_ends_the_run_before_the_other_folds(whole):
     config, _ = whole
     result = run(config, overrides=["params.price_error=true"])

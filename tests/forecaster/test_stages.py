@@ -16,8 +16,7 @@ import kills
 from memfit import config
 from memfit.config import Settings
 from memfit.errors import ConfigError, UsageError
-from memfit.pipeline import RunConfig
-from memfit.pipeline._describe import describe
+from memfit.pipeline import RunConfig, describe
 from memfit.training import load_checkpoint
 from memfit.tuning import TuneSettings
 from memfit_workloads import finance
@@ -129,6 +128,7 @@ def test_every_setting_has_a_changed_value_here():
     assert set(CHANGED) == set(leaves(ForecasterParams))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_setting_changes_what_a_stage_is_keyed_by(files):
     for name, value in CHANGED.items():
@@ -199,6 +199,7 @@ def fold_dates(here, fold):
     return prepared.arrays("splits")[f"test_{fold.unit['fold']}"], prepared.panel()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scores_of_the_targets_themselves_are_called_implausible(trained, tmp_path):
     here, folds, _ = trained
@@ -314,6 +315,7 @@ class Other:
         horizon_weights, rank_weight, rank_temperature = (1.0, 1.0), 0.9, 0.05
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fold_in_parts_of_a_few_days_gives_what_whole_batches_give(tmp_path):
     found = {}
@@ -328,6 +330,7 @@ def test_a_fold_in_parts_of_a_few_days_gives_what_whole_batches_give(tmp_path):
     assert np.array_equal(found["auto"], found[None])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_threads_that_differ_from_those_asked_for_end_the_training(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads() + 1))
@@ -375,6 +378,7 @@ CONFIG = f"experiment: forecaster\ntarget: {TARGET}\nseed: 7\nparams: " + json.d
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_forecaster_killed_in_pretraining_and_in_an_epoch_leaves_the_same(tmp_path):

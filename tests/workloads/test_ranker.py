@@ -90,6 +90,7 @@ def test_a_planted_signal_is_found_at_every_horizon(planted):
     assert metrics["icir"] == pytest.approx(metrics["rank_ic"] / metrics["rank_ic_sd"])
 
 
+@pytest.mark.long
 def test_no_signal_is_found_when_the_targets_are_shuffled(tmp_path):
     market = Market(280, 50, 3, information_coefficient=0.5, horizon=2, turnover=0.0)
     write_market(tmp_path / "market.parquet", market)
@@ -241,6 +242,7 @@ def test_a_fold_that_was_stopped_in_mid_epoch_goes_on_bit_exact(tmp_path, monkey
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_in_mixed_precision_a_checkpoint_scores_as_its_fold_did_in_float32(tmp_path, precision):
     params = make_params(SMALL, num_epochs=1, precision=precision)
@@ -282,6 +284,7 @@ def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp
     assert not torch.equal(cold["heads.weight"], trained["heads.weight"])
 
 
+@pytest.mark.long
 def test_combinatorial_folds_name_the_path_of_each_date(tmp_path):
     params = make_params(SMALL, {"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, num_epochs=1)
     fold = Fold(tmp_path, params, 6)

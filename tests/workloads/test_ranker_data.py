@@ -252,6 +252,7 @@ def test_no_fold_fits_more_dates_than_the_check_of_its_config_says(tmp_path, kin
     assert prepared.panel.present.sum(axis=1).max() <= num_assets
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_closing_prices_no_job_starts_unless_nothing_is_judged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -132,6 +132,7 @@ def write_config(folder, table):
     return folder / "config.yaml"
 
 
+@pytest.mark.long
 def test_a_date_that_comes_twice_stops_the_command_before_any_fold(tmp_path, stocks):
     config = write_config(tmp_path, pa.concat_tables([stocks, stocks.slice(40 * NUM_STOCKS, NUM_STOCKS)]))
     command = [sys.executable, "-m", "memfit", "run", str(config)]

@@ -9,7 +9,7 @@ import pytest
 
 import kills
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = """
 schema_version: 1

@@ -80,6 +80,7 @@ def test_killed_in_an_epoch_and_after_a_stage_it_leaves_the_same(tmp_path):
     assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
 
 
+@pytest.mark.long
 def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = [json.dumps({"q": f"what is {n}", "a": f"it is the number {n}"}) for n in range(40)]
@@ -288,9 +289,10 @@ def without_code_generation():
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
-@pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_layers", [2, 4])
 def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
     without_code_generation, monkeypatch, num_layers
 ):
@@ -359,6 +361,7 @@ def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
     assert kernels.seen == {"scaled_dot_product_flash_attention_for_cpu"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_compiler", [True, False])
 def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, has_compiler):
     code = (
@@ -454,6 +457,7 @@ def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_optio
     assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
 
 
+@pytest.mark.long
 def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
     monkeypatch.chdir(XL.parents[2])
     monkeypatch.setattr(_plan_run, "find_this_gpu", lambda budget: ("RTX 5090", 30 << 30, ["another process"]))
@@ -477,6 +481,7 @@ def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_pa
     assert "nothing is downloaded" in refused.value.rule
 
 
+@pytest.mark.long
 def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(config(tmp_path, optimizer="adafactor", learning_rate=0.02, epochs=4))

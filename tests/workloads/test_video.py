@@ -164,6 +164,7 @@ def kill_all(folder, process):
                 continue
 
 
+@pytest.mark.long
 def test_a_memoriser_wins_where_groups_are_split_and_not_where_they_are_whole():
     """The nearest neighbour, on labels that groups were given at random."""
     rng = np.random.default_rng(0)
@@ -247,6 +248,7 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
     assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
 
 
+@pytest.mark.long
 def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
     whole, tmp_path, monkeypatch
 ):

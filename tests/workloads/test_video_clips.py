@@ -73,6 +73,7 @@ def test_frames_are_taken_by_their_times_when_the_rate_varies(tmp_path):
     assert grey == pytest.approx(np.linspace(4.95, 94.05, 10), abs=2.5)
 
 
+@pytest.mark.long
 def test_one_film_in_many_formats_shows_the_same_frames():
     root = Path(importlib.util.find_spec("iscc_samples").submodule_search_locations[0]) / "files/video"
     expected = sample_frames(root / "demo.mp4", 8, 32).mean(axis=(1, 2, 3))
