@@ -22,9 +22,12 @@ from memfit.rundir import (
     read_devices,
     read_events,
     read_json,
+    read_masked,
+    read_whole,
     record,
     write_atomic,
     write_json,
+    write_masked,
 )
 
 
@@ -262,3 +265,20 @@ def test_a_field_that_must_be_a_number_must_be_finite(tmp_path, number):
     path.write_text(f'{{"seconds": {number}}}')
     with pytest.raises(DamagedError, match="has seconds"):
         read_json(path, {"seconds": (int, float)})
+
+
+def test_a_file_whose_secrets_were_taken_out_can_be_shown_and_starts_nothing(tmp_path):
+    path = tmp_path / "job.json"
+    write_masked(path, {"command": ["train.py", "--token", "abcdef123456"], "name": "job"})
+    assert path.stat().st_mode & 0o777 == 0o600
+    shown = {"command": ["train.py", "--token", "***"], "name": "job"}
+    assert read_masked(path) == shown
+    assert read_whole(path) == {"command": ["train.py", "--token", "abcdef123456"], "name": "job"}
+    record = json.loads(path.read_text())
+    del record["secrets"]
+    path.write_text(json.dumps(record))
+    assert read_masked(path) == shown
+    with pytest.raises(DamagedError, match="command masked only"):
+        read_whole(path)
+    write_masked(path, {"command": ["train.py", "***"]})  # typed so: no secret is known
+    assert read_whole(path) == {"command": ["train.py", "***"]}

@@ -42,7 +42,7 @@ _LAST_TIME = 221_845_392_000
 _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
 #: The field of a file that holds the fields that are masked in it.
-_SECRETS = "secrets"
+_SECRETS, _MASKED = "secrets", "masked"
 #: What ``run.json`` must hold; a field that only some runs have may be absent.
 _HEADER = {
     "schema_version": int,
@@ -216,12 +216,13 @@ def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace a JSON file, its secrets masked.
 
-    If there are any, its owner alone may read the file, and its field ``secrets`` holds the fields as they were.
+    If there are any, its owner alone may read the file, its field ``secrets`` holds the fields as they were, and
+    ``masked`` their names, so that a file whose secrets were taken out is known.
     """
     shown = mask_record(value)
     hidden = {name: one for name, one in value.items() if one != shown[name]}
     if hidden:
-        write_json(path, shown | {_SECRETS: hidden}, durable=durable, mode=0o600)
+        write_json(path, shown | {_MASKED: sorted(hidden), _SECRETS: hidden}, durable=durable, mode=0o600)
     else:
         write_json(path, shown, durable=durable)
 
@@ -231,13 +232,27 @@ def read_masked(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str,
     value = read_json(path, shape)
     if value is not None:
         value.pop(_SECRETS, None)
+        value.pop(_MASKED, None)
     return value
 
 
 def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return a JSON file's object with its secrets, as ``read_json`` does."""
-    value = read_json(path, {_SECRETS: (dict, type(None))})
-    return None if value is None else _checked(path, value | (value.pop(_SECRETS, None) or {}), shape or {})
+    """Return a JSON file's object with its secrets, as ``read_json`` does.
+
+    Raises:
+        DamagedError: It cannot be read, or its secrets were taken out.
+    """
+    value = read_json(path, {_SECRETS: (dict, type(None)), _MASKED: ([str], type(None))})
+    if value is None:
+        return None
+    secrets = value.pop(_SECRETS, None) or {}
+    if gone := set(value.pop(_MASKED, None) or ()) - secrets.keys():
+        raise DamagedError(
+            f"{path} holds {', '.join(sorted(gone))} masked only: the field {_SECRETS} was taken out.",
+            rule="a job starts with the values that its run was given, never with *** in their place.",
+            remedy="start a new run with these values: memfit run --new",
+        )
+    return _checked(path, value | secrets, shape or {})
 
 
 def damaged(path: Path | str, what: str) -> DamagedError:
