@@ -46,8 +46,8 @@ PYTEST = folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130
 test: install ## run the tests of memfit and a smoke of each workload in four processes; names what was skipped and why (ARGS are handed to pytest)
 	@$(PYTEST) -n 4 -m "not long" --junitxml=build/test.xml $(ARGS)
 
-test-long: install ## run what make test leaves out: the workloads' kills, a real Slurm, all moments, properties with more examples, the other documents
-	@export HYPOTHESIS_PROFILE=thorough; $(PYTEST) -n 4 -m "long or hypothesis" --junitxml=build/test-long.xml $(ARGS)
+test-long: install ## run what make test leaves out: the workloads' kills, a real Slurm, all moments, the other documents
+	@$(PYTEST) -n 4 -m long --junitxml=build/test-long.xml $(ARGS)
 	@$(MAKE) --no-print-directory check-docs DOCS="$(DOCS_LONG)"
 
 test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not

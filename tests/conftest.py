@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine is no failure.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _patient, max_examples=40)
-settings.register_profile("thorough", _patient, max_examples=400)  # make test-long
+settings.register_profile("thorough", _patient, max_examples=400)  # HYPOTHESIS_PROFILE=thorough make test
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 #: Processes that a test starts inherit this variable; its value is another one in each session.
