@@ -268,11 +268,9 @@ def test_the_source_of_a_start_method_is_the_call_that_names_it(diagnose):
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["nothere.py"], "there is no file 'nothere.py'"), (["-m", "nopkg"], "there is no module 'nopkg'"),
-     (["adir.py"], "the folder 'adir.py' has no __main__.py")],
+    [(["nothere.py"], "there is no file 'nothere.py'"), (["-m", "nopkg"], "there is no module 'nopkg'")],
 )  # fmt: skip
-def test_what_python_is_to_run_and_is_not_there_is_a_problem(diagnose, tmp_path, words, told):
-    (tmp_path / "project/adir.py").mkdir(parents=True)
+def test_what_python_is_to_run_and_is_not_there_is_a_problem(diagnose, words, told):
     asked = dataclasses.replace(ASKED, missing=["nopkg"])
     found = diagnose(words=["python", *words], asked=asked)
     [check] = found["script"]

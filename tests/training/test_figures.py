@@ -41,11 +41,12 @@ def make(path=None, *, seconds=0.0, **settings):
     )
 
 
-@pytest.mark.parametrize(("load", "step", "least", "most"), [(0.05, 0.0, 0.8, 1.0), (0.0, 0.05, 0.0, 0.2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("load", "step", "least", "most"), [(0.2, 0.0, 0.6, 1.0), (0.0, 0.2, 0.0, 0.4)])
 def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events, load, step, least, most, capfd):
     entry = make(seconds=step).fit(Slow(load), num_epochs=1, preflight=False).history[0]
     assert least <= entry.wait_share <= most
-    assert 10 < entry.samples_per_second <= 4 / 0.1
+    assert 0 < entry.samples_per_second <= 4 / 0.4
     (event,) = events("epoch")
     assert event["wait_share"] == pytest.approx(entry.wait_share, abs=1e-6)
     assert event["samples_per_second"] == pytest.approx(entry.samples_per_second)

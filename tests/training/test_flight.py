@@ -67,6 +67,17 @@ def test_each_kind_of_tensor_has_its_owners_name_and_size(trained, tmp_path, mon
     assert found["optimizer exp_avg_sq 1.bias"] == ([128], "float32", 512, "cpu")
 
 
+def test_a_tensor_that_refuses_to_be_read_leaves_the_others_told(trained, tmp_path):
+    class Refusing(torch.Tensor):
+        def untyped_storage(self):
+            raise TypeError("no storage")
+
+    refusing = torch.zeros(3).as_subclass(Refusing)
+    tensors = json.loads(write(trained, folder=tmp_path).read_text())["tensors"]
+    assert tensors["num_tensors"] > 0
+    del refusing
+
+
 def test_the_largest_come_first_alike_ones_together_and_views_count_once(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(_flight, "_MAX_TENSORS", 10_000)  # other tests' tensors may still live
     activations = [torch.zeros(511, 1024) for _ in range(3)]

@@ -123,7 +123,7 @@ def _storage(tensor: Any) -> tuple[str, int] | None:
     try:
         pointer = tensor.untyped_storage().data_ptr()
         return (str(tensor.device), pointer) if pointer else None
-    except (RuntimeError, NotImplementedError):
+    except Exception:  # a subclass, a fake or a half-made tensor may refuse in any way; the others are still told
         return None
 
 
@@ -138,10 +138,14 @@ def _largest_tensors(owners: Mapping[tuple[str, int], str]) -> dict[str, Any]:
         key = _storage(tensor)
         if key is None or key in seen:
             continue
+        try:
+            num_bytes = int(tensor.untyped_storage().nbytes())
+            shape = tuple(int(size) for size in tensor.shape)
+        except Exception:  # of a traced tensor a size may be a symbol
+            continue
         seen.add(key)
-        num_bytes = tensor.untyped_storage().nbytes()
         totals[key[0]] = totals.get(key[0], 0) + num_bytes
-        group = (owners.get(key, "other"), key[0], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        group = (owners.get(key, "other"), key[0], shape, str(tensor.dtype).removeprefix("torch."))
         groups.setdefault(group, []).append(num_bytes)
     largest = sorted(groups.items(), key=lambda item: -sum(item[1]))[:_MAX_TENSORS]
     return {

@@ -179,7 +179,7 @@ def decide(
         >>> dates = np.arange("2024-01-01", "2024-05-01", dtype="datetime64[D]")
         >>> days = pa.table({"date": dates, "h1_rank_ic": rng.normal(0.05, 0.1, len(dates))})
         >>> found = decide(days, "random", "h1_rank_ic", 1)
-        >>> found.verdict, found.num_dates
+        >>> found.verdict, found.test.num_dates
         ('A better', 121)
     """
     if not 0.5 <= level < 1:
