@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from memfit.data import DateBatch, DateBatches, Loader
 from memfit.errors import UsageError
 from memfit.pipeline import Output
+from memfit_workloads.finance.batches import GroupedDates, targets_of, windows_of
 from memfit_workloads.forecaster.data import day_weights
 from memfit_workloads.forecaster.params import ForecasterParams
 
@@ -49,7 +49,7 @@ class DayBatch:
     assets: NDArray[np.int64]
 
 
-class DayBatches:
+class DayBatches(GroupedDates[DayBatch]):
     """Batches of as many whole days as have at most ``train.batch_size`` rows; a larger day is a batch by itself.
 
     What batch k of an epoch holds depends on (panel, dates, parameters, seed, epoch, k) alone. So a training resumes
@@ -75,7 +75,7 @@ class DayBatches:
         num_workers: int = 0,
     ) -> None:
         self.panel, self._size = prepared.panel(), params.train.batch_size
-        self._columns = [self.panel.target_names.index(params.data.target(one)) for one in params.data.horizons]
+        self._data = params.data
         self._neighbours = prepared.path("neighbours") if params.graph.enabled else None
         known = prepared.arrays("days")
         sectors = np.array(known["sectors"], np.int64)
@@ -83,7 +83,7 @@ class DayBatches:
         self._weights = day_weights(np.array(known["volatility"]), params.train.regime_strength)
         windows: dict[str, Any] = {"lookback": params.data.lookback, "target": None, "min_assets": 2}
         self._days = DateBatches(self.panel, dates, shuffle_seed=seed, **windows)
-        self._loader = Loader(
+        loader = Loader(
             self.panel,
             dates,
             shuffle=seed,
@@ -91,33 +91,22 @@ class DayBatches:
             transform=functools.partial(_standardize, *scale),
             **windows,
         )
+        super().__init__(loader)
         self._cut()
 
-    def __len__(self) -> int:
-        return len(self._borders) - 1
+    def borders(self) -> Sequence[int]:
+        """Return at which days of the epoch batches begin, and where the last one ends."""
+        return self._borders
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of an epoch, and go to its start."""
-        self._loader.set_epoch(epoch)
+        super().set_epoch(epoch)
         self._days.set_epoch(epoch)
         self._cut()
 
-    def __iter__(self) -> Iterator[DayBatch]:
-        days = iter(self._loader)
-        first = int(np.searchsorted(self._borders, self._loader.state_dict()["position"]))
-        for start, stop in itertools.pairwise(self._borders[first:].tolist()):
-            yield self._joined(list(itertools.islice(days, stop - start)))  # type: ignore[arg-type]
-        next(days, None)  # the loader then knows that the epoch is over
-
     def longest(self) -> DayBatch:
         """As many of the largest day as a batch has: no batch takes more memory."""
-        day = self._loader.longest()
-        number = max(1, min(self._size // len(day.asset_indices), len(self._loader)))
-        return self._joined([day] * number)  # type: ignore[list-item]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's position: that of the first day that was not given yet."""
-        return self._loader.state_dict()
+        return self.repeated(max(1, self._size // len(self._loader.longest().asset_indices)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another one stood.
@@ -125,7 +114,7 @@ class DayBatches:
         Raises:
             UsageError: If the state is of other days, or of batches of another size.
         """
-        self._loader.load_state_dict(state)
+        super().load_state_dict(state)
         self._days.set_epoch(state["epoch"])
         self._cut()
         if state["position"] not in self._borders:
@@ -134,14 +123,6 @@ class DayBatches:
                 rule="a training resumes with the batch_size that it was saved with.",
                 remedy="set train.batch_size as it was, or start anew: memfit run --new",
             )
-
-    @property
-    def num_workers(self) -> int:
-        return self._loader.num_workers
-
-    def close(self) -> None:
-        """End the iteration and its threads."""
-        self._loader.close()
 
     def _cut(self) -> None:
         """Find at which days batches begin, and where the last one ends."""
@@ -152,18 +133,18 @@ class DayBatches:
                 borders.append(place)
                 rows = 0
             rows += size
-        self._borders = np.array([*borders, len(self._days)])
+        self._borders = [*borders, len(self._days)]
 
-    def _joined(self, group: Sequence[DateBatch]) -> DayBatch:
+    def joined(self, group: Sequence[DateBatch]) -> DayBatch:
+        """Return several days as one batch."""
         sizes = [len(one.asset_indices) for one in group]
         dates = np.repeat([one.date_index for one in group], sizes)
         assets = np.concatenate([one.asset_indices for one in group])
-        windows = group[0].windows if len(group) == 1 else np.concatenate([one.windows for one in group])
-        targets = [self.panel.targets[one.date_index][one.asset_indices][:, self._columns] for one in group]
+        windows = windows_of(group)
         return DayBatch(
             windows=windows,
             known=np.ones(windows.shape, bool),  # the loader gives whole windows alone
-            targets=np.concatenate(targets).astype(np.float32, copy=False),
+            targets=targets_of(self.panel, self._data, group),
             days=np.repeat(np.arange(len(group)), sizes),
             neighbours=self._places(group),
             sectors=self._sectors[assets],

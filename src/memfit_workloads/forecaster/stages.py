@@ -23,8 +23,8 @@ from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
+from memfit_workloads.finance.batches import scores_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, scale_of
-from memfit_workloads.finance.scoring import table_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
 from memfit_workloads.forecaster.data import check, check_steps, largest_day, num_features, prepare
 from memfit_workloads.forecaster.params import ForecasterParams
@@ -259,19 +259,11 @@ def _trainer(
 
 def _scores(model: Forecaster, days: Iterable[DayBatch], fold: Fold, params: ForecasterParams) -> pa.Table:
     """The scores of some days, as `table_of` gives them."""
-    import torch
 
-    from memfit.training import autocast
+    def rows(batch: DayBatch) -> tuple[Any, Any, DayBatch]:
+        return batch.dates, batch.assets, batch
 
-    dates, assets, scores = [], [], []
-    model.eval()
-    with torch.no_grad(), autocast(model, params.train.precision):
-        for batch in days:
-            dates.append(batch.dates)
-            assets.append(batch.assets)
-            scores.append(model(batch).float().cpu().numpy())
-    date, asset, score = (np.concatenate(parts) for parts in (dates, assets, scores))
-    return table_of(fold.panel, params.data, date, asset, score)
+    return scores_of(model.eval(), fold.panel, params.data, days, rows=rows, precision=params.train.precision)
 
 
 def _chosen(params: ForecasterParams) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.data import DateBatch, Loader, Panel
+from memfit_workloads.finance.batches import GroupedDates, targets_of, windows_of
 from memfit_workloads.ranker.params import RankerParams
 
 
@@ -34,7 +34,7 @@ class ListBatch:
     partners: NDArray[np.int64]
 
 
-class ListBatches:
+class ListBatches(GroupedDates[ListBatch]):
     """The training batches of a fold, over a loader that makes one list at a time.
 
     What batch k of an epoch holds depends on (panel, dates, parameters, seed, epoch, k) alone, so a training resumes
@@ -52,13 +52,13 @@ class ListBatches:
         self, panel: Panel, dates: NDArray[np.int64], params: RankerParams, *, seed: int, num_workers: int = 0
     ) -> None:
         self.panel = panel
-        self._columns = [panel.target_names.index(params.data.target(horizon)) for horizon in params.data.horizons]
+        self._data = params.data
         self._size = params.train.dates_per_batch
         self._tau_days = params.train.tau_days
         self._num_pairs = params.train.pairs_per_asset if params.train.loss.ranknet else 0
         self._seed = seed
         self._epoch = 0
-        self._loader = Loader(
+        loader = Loader(
             panel,
             dates,
             lookback=params.data.lookback,
@@ -68,46 +68,32 @@ class ListBatches:
             max_assets=params.train.max_assets,
             num_workers=num_workers,
         )
+        super().__init__(loader)
 
-    def __len__(self) -> int:
-        return -(-len(self._loader) // self._size)
+    def borders(self) -> Sequence[int]:
+        """Return at which lists of the epoch batches begin, and where the last one ends."""
+        return [*range(0, len(self._loader), self._size), len(self._loader)]
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of an epoch, and go to its start."""
         self._epoch = epoch
-        self._loader.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[ListBatch]:
-        lists = iter(self._loader)
-        while group := list(itertools.islice(lists, self._size)):
-            yield self._joined(group)  # type: ignore[arg-type]
+        super().set_epoch(epoch)
 
     def longest(self) -> ListBatch:
         """As many of the longest list as a batch has: no batch takes more memory."""
-        return self._joined([self._loader.longest()] * min(self._size, len(self._loader)))  # type: ignore[list-item]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's position: that of the first list that was not given yet."""
-        return self._loader.state_dict()
+        return self.repeated(self._size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loader.load_state_dict(state)
+        """Go to where another one stood."""
+        super().load_state_dict(state)
         self._epoch = state["epoch"]
 
-    @property
-    def num_workers(self) -> int:
-        return self._loader.num_workers
-
-    def close(self) -> None:
-        """End the iteration and its threads."""
-        self._loader.close()
-
-    def _joined(self, group: Sequence[DateBatch]) -> ListBatch:
+    def joined(self, group: Sequence[DateBatch]) -> ListBatch:
+        """Return the lists of several dates as one batch."""
         sizes = [len(one.asset_indices) for one in group]
-        targets = [self.panel.targets[one.date_index][one.asset_indices][:, self._columns] for one in group]
         return ListBatch(
-            windows=group[0].windows if len(group) == 1 else np.concatenate([one.windows for one in group]),
-            targets=np.concatenate(targets).astype(np.float32, copy=False),
+            windows=windows_of(group),
+            targets=targets_of(self.panel, self._data, group),
             lists=np.repeat(np.arange(len(group)), sizes),
             weights=np.repeat(self._date_weights([one.date_index for one in group]), sizes),
             partners=np.concatenate([self._partners(one) for one in group]),

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import Loader, Panel
-from memfit_workloads.finance.scoring import days_of, mean_of, table_of
+from memfit_workloads.finance.batches import scores_of
+from memfit_workloads.finance.scoring import days_of, mean_of
 from memfit_workloads.ranker.params import RankerParams
 
 if TYPE_CHECKING:
@@ -33,17 +34,13 @@ def score_table(model: PatchRanker, panel: Panel, batches: Iterable[Any], params
     """
     import torch
 
-    from memfit.training import autocast
-
     device = next(model.parameters()).device
-    dates, assets, scores = [], [], []
-    with torch.no_grad(), autocast(model, params.train.precision):
-        for batch in batches:
-            dates.append(np.full(len(batch.asset_indices), batch.date_index))
-            assets.append(batch.asset_indices)
-            scores.append(model(torch.from_numpy(batch.windows).to(device)).float().cpu().numpy())
-    date, asset, score = (np.concatenate(parts) for parts in (dates, assets, scores))
-    return table_of(panel, params.data, date, asset, score)
+
+    def rows(batch: Any) -> tuple[Any, Any, torch.Tensor]:
+        dates = np.full(len(batch.asset_indices), batch.date_index)
+        return dates, batch.asset_indices, torch.from_numpy(batch.windows).to(device)
+
+    return scores_of(model, panel, params.data, batches, rows=rows, precision=params.train.precision)
 
 
 def validation_metrics(scores: pa.Table, params: RankerParams) -> dict[str, float]:
