@@ -94,6 +94,7 @@ class Decision:
         """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
         own = dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}
         test, interval, slow = own.pop("test"), own.pop("interval"), own.pop("slow")
+        del interval["num_resamples"]
         found = own | {"effect": test.pop("mean"), "num_folds": len(self.folds)} | test | interval
         found |= {"is_slow": slow.pop("is_shown")} | {f"slow_{name}": value for name, value in slow.items()}
         return {
