@@ -33,9 +33,9 @@ from typing import Any
 import psutil
 import torch
 
+from memfit.files import read_json
 from memfit.memory import read_series
 from memfit.pipeline import Output
-from memfit.rundir import read_json
 from memfit.training import load_checkpoint
 from memfit.units import format_bytes, format_duration
 

@@ -14,21 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import DamagedError, UsageError
-from memfit.rundir import (
-    EventTail,
-    EventWriter,
-    RunDir,
-    phase,
-    read_devices,
-    read_events,
-    read_json,
-    read_masked,
-    read_whole,
-    record,
-    write_atomic,
-    write_json,
-    write_masked,
-)
+from memfit.files import read_json, read_masked, read_whole, write_atomic, write_json, write_masked
+from memfit.rundir import EventTail, EventWriter, RunDir, phase, read_devices, read_events, record
 
 
 def test_a_replaced_file_has_the_old_content_or_the_new(tmp_path):

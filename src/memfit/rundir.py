@@ -8,25 +8,34 @@ that a reader sees the old content or the new one and never a part. ARCHITECTURE
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import getpass
 import json
 import os
 import re
 import socket
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from memfit.errors import DamagedError, UsageError
-from memfit.masking import mask, mask_line, mask_record
+from memfit.errors import UsageError
+from memfit.files import (
+    REFUSED,
+    check_owner,
+    check_shape,
+    is_own,
+    open_own,
+    parse_json,
+    pass_over,
+    read_json,
+    read_masked,
+    refresh,
+    write_masked,
+)
+from memfit.masking import mask, mask_line
 
 SCHEMA_VERSION = 2
 
@@ -38,11 +47,6 @@ _RUN_NAME = re.compile(r"run_(\d{8}_\d{6})_[0-9a-f]{8}")
 _STAMP = "%Y%m%d_%H%M%S"
 #: Unix seconds of the year 9000: no clock is there.
 _LAST_TIME = 221_845_392_000
-#: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
-_BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
-_MOST_DIGITS = 300
-#: The field of a file that holds the fields that are masked in it.
-_SECRETS, _MASKED = "secrets", "masked"
 #: What ``run.json`` must hold; a field that only some runs have may be absent.
 _HEADER = {
     "schema_version": int,
@@ -60,234 +64,6 @@ _PEAKS = {"private_bytes": int, "shared_bytes": (int, type(None)), "device_bytes
 FOOTPRINT = _PEAKS | {"parts": ({str: int}, type(None)), "phases": ({str: _PEAKS}, type(None))}
 #: What ``plan.json`` must hold.
 _PLAN = {"footprint": FOOTPRINT, "measured_on": str, "why": str, "num_jobs": (int, type(None))}
-
-
-def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a file's content so that no reader ever sees a part of it.
-
-    Args:
-        path: The file; its folder must exist.
-        content: The new content; text is written as UTF-8.
-        durable: Also force it to disk, so that it survives a power cut. Leave it off for live status files.
-        mode: Who may read and write it, less the umask.
-
-    Raises:
-        OSError: On a full disk, for example; the old content is still there.
-    """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
-        raise
-    if durable:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path | str) -> None:
-    """Force a folder's entries to disk, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def refresh(folder: Path) -> bool:
-    """Have the names in a folder looked up anew; return whether it is there. An NFS client remembers absent names."""
-    for one in (folder.parent, folder):
-        with suppress(OSError):  # opening a folder makes it ask: nfs(5), "Close-to-open cache consistency"
-            os.close(os.open(one, os.O_RDONLY | os.O_DIRECTORY))
-    return folder.is_dir()
-
-
-def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a JSON file atomically."""
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable, mode=mode)
-
-
-def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, readable by its owner alone if this call makes it.
-
-    It follows no link and waits for no writer of a FIFO: other users may reach the folder.
-
-    Raises:
-        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
-    """
-    refused = OSError(errno.EINVAL, "not a regular file", str(path))
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise (refused if error.errno in (errno.ELOOP, errno.ENXIO) else error) from None  # a link, a socket
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise refused
-
-
-def open_own(path: Path | str) -> BinaryIO:
-    """Open a file of a run directory to read it. Every reader of a run directory opens its files here.
-
-    Raises:
-        OSError: As for ``open_regular``, or if the file belongs to another user, who may have forged it.
-    """
-    file = open(open_regular(path), "rb")  # noqa: SIM115 - the caller closes it
-    owner, folder = os.fstat(file.fileno()).st_uid, Path(path).parent
-    if owner == os.geteuid() or (owner == folder.stat().st_uid and is_own(folder)):
-        return file
-    file.close()
-    raise OSError(errno.EPERM, f"it belongs to uid {owner}, this is uid {os.geteuid()}", str(path))
-
-
-def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
-    """Return the content of a file that ``open_own`` opens, or its beginning."""
-    with open_own(path) as file:
-        return file.read(most_bytes)
-
-
-#: What ``open_own`` says of a file that it refuses.
-_REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
-
-
-@functools.cache
-def pass_over(what: str) -> None:
-    """Say on standard error, once, which file is not read, and why."""
-    print(f"memfit: passed over: {what}", file=sys.stderr, flush=True)
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text; an integer that no float can hold is infinite, so that it can be compared.
-
-    >>> parse_json("[7, " + "9" * 400 + "]")
-    [7, inf]
-    """
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else float(digits))
-
-
-def read_json(
-    path: Path | str, shape: Mapping[str, Any] | None = None, *, most_bytes: int = 256 << 20
-) -> dict[str, Any] | None:
-    """Return a JSON file's object, or None when the file is not there.
-
-    Args:
-        path: The file.
-        shape: The type that each field must have, as for ``fits``; None to take any object.
-        most_bytes: A larger file is damaged: this process must not be killed for what a job wrote.
-
-    Raises:
-        DamagedError: If the file is there and holds no such object, or is no regular file of this user: files here
-            are renamed into place whole, so a broken one was changed from outside.
-    """
-    try:
-        text = read_own(path, most_bytes + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        raise damaged(path, f"cannot be read: {error.strerror}") from None
-    if len(text) > most_bytes:
-        raise damaged(path, f"has more than {most_bytes} bytes")
-    try:
-        value = parse_json(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise damaged(path, f"is not a JSON object ({len(text)} bytes)")
-    return _checked(path, value, shape or {})
-
-
-def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
-    for name, kind in shape.items():
-        if not fits(value.get(name), kind):
-            told = f"{name}: {json.dumps(value[name])[:60]}" if name in value else f"no {name}"
-            raise damaged(path, f"has {told}")
-    return value
-
-
-def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace a JSON file, its secrets masked.
-
-    If there are any, its owner alone may read the file, its field ``secrets`` holds the fields as they were, and
-    ``masked`` their names, so that a file whose secrets were taken out is known.
-    """
-    shown = mask_record(value)
-    hidden = {name: one for name, one in value.items() if one != shown[name]}
-    if hidden:
-        write_json(path, shown | {_MASKED: sorted(hidden), _SECRETS: hidden}, durable=durable, mode=0o600)
-    else:
-        write_json(path, shown, durable=durable)
-
-
-def read_masked(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return a JSON file's object as it may be shown, as ``read_json`` does."""
-    value = read_json(path, shape)
-    if value is not None:
-        value.pop(_SECRETS, None)
-        value.pop(_MASKED, None)
-    return value
-
-
-def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return a JSON file's object with its secrets, as ``read_json`` does.
-
-    Raises:
-        DamagedError: It cannot be read, or its secrets were taken out.
-    """
-    value = read_json(path, {_SECRETS: (dict, type(None)), _MASKED: ([str], type(None))})
-    if value is None:
-        return None
-    secrets = value.pop(_SECRETS, None) or {}
-    if gone := set(value.pop(_MASKED, None) or ()) - secrets.keys():
-        raise DamagedError(
-            f"{path} holds {', '.join(sorted(gone))} masked only: the field {_SECRETS} was taken out.",
-            rule="a job starts with the values that its run was given, never with *** in their place.",
-            remedy="start a new run with these values: memfit run --new",
-        )
-    return _checked(path, value | secrets, shape or {})
-
-
-def damaged(path: Path | str, what: str) -> DamagedError:
-    """Return the error for a file of the run directory that was changed from outside."""
-    return DamagedError(
-        f"{path} {what}.",
-        rule="memfit writes this file aside and renames it, so a broken one was changed from outside.",
-        remedy=f"restore it from a backup, or move it away: mv {path} {path}.broken",
-    )
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Return whether a JSON value has a shape: a type, a tuple of shapes, a list's items or an object's fields.
-
-    ``{str: shape}`` stands for an object whose fields have any names, a frozenset for one of its words. A number must
-    be finite and of a sane size.
-
-    >>> fits({"n": 1, "words": ["a"]}, {"n": int, "words": [str], "absent": (str, type(None))})
-    True
-    >>> fits({"n": 1, "words": ["a", 2]}, {"words": [str]}), fits({"a": 1, "b": "x"}, {str: int})
-    (False, False)
-    """
-    if isinstance(shape, type):
-        return isinstance(value, shape) and (not isinstance(value, int | float) or abs(value) < _BELOW.get(shape, 2))
-    if isinstance(shape, frozenset):
-        return isinstance(value, str) and value in shape
-    if isinstance(shape, tuple):
-        return any(fits(value, one) for one in shape)
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
-    if not isinstance(value, dict):
-        return False
-    if str in shape:
-        return all(fits(one, shape[str]) for one in value.values())
-    return all(fits(value.get(name), kind) for name, kind in shape.items())
 
 
 class EventWriter:
@@ -334,7 +110,7 @@ class EventTail:
         except FileNotFoundError:
             return []
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in REFUSED:
                 raise
             pass_over(f"{self.path}: {error.strerror}")
             return []
@@ -468,7 +244,7 @@ class RunDir:
                 rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
-        _checked(path / "run.json", header, _HEADER)
+        check_shape(path / "run.json", header, _HEADER)
         return cls(path)
 
     @classmethod
@@ -527,34 +303,6 @@ class RunDir:
 
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.events_dir)
-
-
-def is_own(path: Path) -> bool:
-    """True if a folder is this user's, or not there. What lies in the folder of another user may be forged."""
-    try:
-        owner = path.stat().st_uid
-        if owner == os.geteuid():
-            return True
-        # Network drives may give every file to one user; then what this user makes there has that owner too.
-        with tempfile.TemporaryFile(dir=path) as made:
-            return os.fstat(made.fileno()).st_uid == owner
-    except OSError:
-        return not os.access(path, os.F_OK)
-
-
-def check_owner(path: Path) -> None:
-    """Refuse the run directory of another user.
-
-    Raises:
-        UsageError: If another user owns it.
-    """
-    if not is_own(path):
-        uid = path.stat().st_uid
-        raise UsageError(
-            f"{path} belongs to uid {uid}; this is uid {os.geteuid()}.",
-            rule="a user stops, watches and resumes own runs alone, root too: the files of others may be forged.",
-            remedy=f"give the same command as that user: sudo -u '#{uid}' memfit ... {path}",
-        )
 
 
 def _stamp(parent: Path) -> str:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from memfit.files import write_json
 from memfit.memory import Sample, SeriesWriter
-from memfit.rundir import write_json
 from memfit.training import save_checkpoint
 from stages_here import digest_of
 

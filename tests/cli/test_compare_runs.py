@@ -9,7 +9,8 @@ from statistics import NormalDist
 import pytest
 
 from cli.conftest import tiny_config
-from memfit.rundir import RunDir, write_json
+from memfit.files import write_json
+from memfit.rundir import RunDir
 
 PARAMS = {"lr": 0.1, "batch": 512, "train": {"decay": 0.0}}
 NEW_CODE, NEW_DATA = {"code": {"train:fit": "c2"}}, {"parts": {"data": "d2"}}

@@ -10,9 +10,10 @@ import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
 from jobs.contract import wait_until
+from memfit.files import write_json
 from memfit.jobs import read_status, running_jobs
 from memfit.memory import Claims
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 

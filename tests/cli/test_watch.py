@@ -12,8 +12,9 @@ import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
 from jobs.contract import wait_until
+from memfit.files import write_json
 from memfit.jobs import running_jobs, stop
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 

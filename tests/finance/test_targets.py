@@ -5,7 +5,8 @@ import hashlib
 import pytest
 
 from memfit.errors import ConfigError
-from memfit.rundir import RunDir, write_json
+from memfit.files import write_json
+from memfit.rundir import RunDir
 from memfit_workloads.finance import judge_targets
 
 TARGETS = """\

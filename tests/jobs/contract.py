@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from memfit.errors import UsageError
+from memfit.files import read_json
 from memfit.jobs import ENDED, Backend, Job, JobStatus, State, Submission, Traits, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 
 _PATIENCE_SECONDS = 60.0
 MakeJob = Callable[[str, str], Job]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from jobs.contract import submit, wait_for_end
+from memfit.files import write_json
 from memfit.jobs import Job, JobStatus, LocalBackend, SlurmBackend, read_status
 from memfit.memory import lock_file
-from memfit.rundir import EventWriter, FolderTail, RunDir, write_json
+from memfit.rundir import EventWriter, FolderTail, RunDir
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_a_record_that_another_host_replaces_while_it_is_read_is_read_at_the_nex
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("memfit.rundir.read_own", replaced)
+        patch.setattr("memfit.files.read_own", replaced)
         assert read_status(run_dir, "a").state == "pending"
     assert read_status(run_dir, "a").state == "running"
 

@@ -7,9 +7,10 @@ import pytest
 
 from jobs.contract import wait_until
 from memfit.errors import DataError
+from memfit.files import read_json
 from memfit.memory import is_locked
 from memfit.pipeline import run_commands
-from memfit.rundir import EventWriter, RunDir, read_json
+from memfit.rundir import EventWriter, RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from memfit.data import Panel
 from memfit.errors import StoppedError
+from memfit.files import write_json
 from memfit.pipeline import Context, Stage, Workload
-from memfit.rundir import phase, record, write_json
+from memfit.rundir import phase, record
 from memfit.splits import PurgedKFold
 
 

@@ -222,13 +222,13 @@ def test_a_container_has_its_folders_from_the_host_and_starts_again_a_few_times(
     launch = made(SERVICE | folders, checkpoint_seconds=90)
     service = services(launch.render("compose"))["recipes"]
     assert service["volumes"] == [
-        "./runs:/work/runs",
-        "./checkpoints:/work/checkpoints",
-        "./data:/work/data:ro",
+        "./runs:/app/runs",
+        "./checkpoints:/app/checkpoints",
+        "./data:/app/data:ro",
         "/mnt/images:/mnt/images:ro",
         "./../shared:/shared:ro",
     ]
-    assert service["environment"]["MEMFIT_RUNS_DIR"] == "/work/runs"
+    assert service["environment"]["MEMFIT_RUNS_DIR"] == "/app/runs"
     assert service["restart"] == "on-failure:5" and service["stop_grace_period"] == "100s"
     assert {"data", "checkpoints", "runs"} <= {*launch.render("dockerignore").split()}
 
@@ -332,10 +332,10 @@ def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(
     (tmp_path / "compose.yaml").write_text(launch.render("compose"))
     try:
         with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
-            mounts = [*run.mounts, f"{tmp_path}/job.py:/work/job.py:ro"]
+            mounts = [*run.mounts, f"{tmp_path}/job.py:/app/job.py:ro"]
             env = [run.python_path, f"PATH={Path(sys.executable).parent}:/bin"]
             more = {"image": run.image, "network_mode": "none", "volumes": mounts, "environment": env}
-            more["working_dir"] = "/work"
+            more["working_dir"] = "/app"
             (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
             words = [
                 sys.executable,

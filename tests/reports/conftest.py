@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir
 from memfit.tuning import Trial, TuneSettings
 
 #: 2026-11-21 09:00:00 in the time zone of the tests (UTC+1).

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
+from memfit.files import write_json
 from memfit.memory import Claims
 from memfit.reports import find_run, find_target, has_supervisor, is_live, list_runs
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
+from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
 from memfit.reports import RunView, format_column, format_number, print_summary, summarize
-from memfit.rundir import write_json
 
 GIB, MIB = 1 << 30, 1 << 20
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from memfit.files import read_json
 from memfit.memory import read_series
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 from memfit.tuning import Study
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]

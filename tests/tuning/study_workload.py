@@ -9,8 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from memfit.errors import StoppedError
+from memfit.files import read_json, write_json
 from memfit.pipeline import Context, Probe, Stage, Workload
-from memfit.rundir import phase, read_json, record, write_json
+from memfit.rundir import phase, record
 
 MIB = 1 << 20
 

@@ -7,8 +7,9 @@ import warnings
 import pytest
 
 from memfit.errors import ConfigError, UsageError
+from memfit.files import write_json
 from memfit.pipeline import Order, RunConfig, StageSpec
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir
 from memfit.tuning import (
     Study,
     Trial,

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 import kills
+from memfit.files import read_json
 from memfit.jobs import running_jobs
-from memfit.rundir import read_json
 from memfit.tuning import Study
 from tuning.studies import KIND, SPACE, asking, config_of, ended, lay_out, left_by, saving
 

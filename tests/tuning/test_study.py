@@ -15,8 +15,9 @@ import memfit
 from jobs.contract import is_alive, wait_until
 from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
+from memfit.files import read_json
 from memfit.jobs import ENDED, read_status, running_jobs, stop
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune, write_trial
 from tuning.studies import SPACE, config_of, lay_out
 from tuning.study_workload import MIB

@@ -14,7 +14,8 @@ from memfit.cli._files import read_model_config
 from memfit.cli._settings import Text, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
-from memfit.rundir import RunDir, check_owner, write_atomic
+from memfit.files import check_owner, write_atomic
+from memfit.rundir import RunDir
 from memfit.slurm import read_accounting
 
 UNKNOWN_EXIT_CODE = 5

@@ -21,11 +21,12 @@ from memfit.checks import check_one_given
 from memfit.cli._settings import Flags, Output, Text, with_flags
 from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
+from memfit.files import open_own
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
-from memfit.rundir import RunDir, open_own
+from memfit.rundir import RunDir
 
 R = TypeVar("R")
 _JOB = "cmd_0001"

@@ -13,7 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from memfit.errors import DataError
-from memfit.rundir import record, sync_folder
+from memfit.files import sync_folder
+from memfit.rundir import record
 from memfit.units import format_bytes
 
 Progress = Callable[[int, int], None]

@@ -25,8 +25,8 @@ from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
+from memfit.files import pass_over
 from memfit.masking import mask, redact
-from memfit.rundir import pass_over
 from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import linear_regression, pvariance
 
 from memfit.diagnosis._runs import find_run, folders_of, read_or_say
+from memfit.files import fits, read_json
 from memfit.memory import read_series
-from memfit.rundir import event_time, fits, read_events, read_json
+from memfit.rundir import event_time, read_events
 from memfit.units import format_bytes, format_duration
 
 _LEAST_EPOCHS, _LEAST_SHARE, _LEAST_ERRORS = 5, 0.01, 3.0

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, TypeVar
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, UsageError
-from memfit.rundir import RunDir, check_owner, open_own, open_regular, parse_json, pass_over, read_json, read_own
+from memfit.files import check_owner, open_own, open_regular, parse_json, pass_over, read_json, read_own
+from memfit.rundir import RunDir
 
 T = TypeVar("T")
 _SIGKILL = -9

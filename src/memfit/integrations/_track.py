@@ -21,7 +21,8 @@ from pydantic import Field, field_validator
 
 from memfit.config import Settings
 from memfit.errors import MissingExtraError, UsageError
-from memfit.rundir import EventTail, EventWriter, RunDir, read_json, write_json
+from memfit.files import read_json, write_json
+from memfit.rundir import EventTail, EventWriter, RunDir
 
 _POLL_SECONDS = 1.0
 _LAST_SECONDS = 30.0  # the end of a run waits for its trackers at most so long

@@ -18,8 +18,9 @@ from typing import Any
 
 from memfit import errors
 from memfit.errors import JobFailedError, MemfitError, StoppedError, UsageError
+from memfit.files import read_json, read_whole, write_json
 from memfit.masking import mask
-from memfit.rundir import read_devices, read_json, read_whole, record, write_json
+from memfit.rundir import read_devices, record
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 #: What ``error.json`` must hold, as ``describe_error`` makes it.

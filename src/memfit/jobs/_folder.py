@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from memfit.errors import DamagedError
+from memfit.files import read_json, read_masked, write_atomic, write_masked
 from memfit.jobs._job import STATES, EndedBy, Job, JobStatus
 from memfit.memory import is_locked, lock_file
-from memfit.rundir import FOOTPRINT, RunDir, read_json, read_masked, write_atomic, write_masked
+from memfit.rundir import FOOTPRINT, RunDir
 
 LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.

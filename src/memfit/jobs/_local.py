@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import DamagedError
+from memfit.files import refresh
 from memfit.jobs._folder import (
     OUTCOME,
     STATUS,
@@ -29,7 +30,7 @@ from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, refresh
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
+from memfit.files import fits, open_own
 from memfit.jobs._job import JobStatus
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
-from memfit.rundir import EventTail, RunDir, event_time, fits, open_own
+from memfit.rundir import EventTail, RunDir, event_time
 
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with
 from memfit.memory import JobGroup, ProcReader
-from memfit.rundir import write_masked
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 #: If memory runs out, the kernel kills a job and not the shim, the supervisor or another program.

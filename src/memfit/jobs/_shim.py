@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, StoppedError, UsageError
+from memfit.files import open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._death import Counters, Death, explain_death, memory_place
 from memfit.jobs._folder import (
@@ -54,7 +55,7 @@ from memfit.jobs._processes import (
 )
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, is_locked
-from memfit.rundir import RunDir, open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
+from memfit.rundir import RunDir
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1

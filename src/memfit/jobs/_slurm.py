@@ -25,11 +25,12 @@ from pydantic import Field
 from memfit import slurm
 from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
+from memfit.files import read_json, refresh, write_atomic, write_json
 from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, next_attempt, read_order, read_record, write_order
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
-from memfit.rundir import RunDir, read_json, refresh, write_atomic, write_json
+from memfit.rundir import RunDir
 from memfit.units import MIB
 
 #: What the shim takes beside its job.

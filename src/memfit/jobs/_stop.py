@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
+from memfit.files import check_owner
 from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, ask_to_stop, is_held, read_status
 from memfit.jobs._job import JobStatus
 from memfit.memory import is_locked, live_jobs
-from memfit.rundir import RunDir, check_owner
+from memfit.rundir import RunDir
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1

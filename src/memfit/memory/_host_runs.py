@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from memfit.files import open_regular
 from memfit.memory._footprint import Sizes
 from memfit.memory._locks import is_locked, lock_file, try_lock
-from memfit.rundir import open_regular
 
 #: Names another folder, for hosts whose /var/tmp is not the same for all of a user's processes.
 CLAIMS_VARIABLE = "MEMFIT_CLAIMS_DIR"

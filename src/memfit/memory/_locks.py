@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from memfit.rundir import open_regular
+from memfit.files import open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

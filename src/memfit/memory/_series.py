@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.errors import DamagedError
+from memfit.files import fits, parse_json, read_own
 from memfit.memory._meter import Sample
-from memfit.rundir import fits, parse_json, read_own
 
 _SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
 _SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict.fromkeys(_SIZES, int)
@@ -87,7 +87,7 @@ def read_series(path: Path) -> list[Sample]:
     """Return a job's memory over time, oldest first; a line that a kill cut is left out.
 
     Raises:
-        OSError: As for ``memfit.rundir.read_own``.
+        OSError: As for ``memfit.files.read_own``.
         DamagedError: If no line of the file is a sample.
     """
     samples, lines = [], read_own(path).split(b"\n")

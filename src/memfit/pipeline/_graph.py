@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, MemfitError, UsageError
+from memfit.files import refresh
 from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._grid import chosen_units, label_of
@@ -20,7 +21,7 @@ from memfit.pipeline._manifest import find_manifest, key_of, remove_result
 from memfit.pipeline._order import Order
 from memfit.pipeline._proofs import HOST, Proofs
 from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
-from memfit.rundir import RunDir, refresh
+from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
 #: The states of a unit after which the units that wait for it may start.

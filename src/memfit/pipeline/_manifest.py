@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
+from memfit.files import damaged, read_json, write_atomic
 from memfit.masking import mask
-from memfit.rundir import damaged, read_json, write_atomic
 
 #: A larger file is hashed whole when it is made, and checked by a sample when it is opened.
 _SAMPLED_BYTES = 64 << 20

@@ -17,12 +17,13 @@ from pydantic import ValidationError
 
 from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
+from memfit.files import damaged, read_whole
 from memfit.jobs import call_in_child
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._grid import ALL, PLACEHOLDER, Choice, chosen_units, fill, own_stdin
-from memfit.rundir import RunDir, damaged, read_whole
+from memfit.rundir import RunDir
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")

@@ -14,6 +14,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError
+from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._describe import StageSpec, list_units
@@ -26,7 +27,7 @@ from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._run import find_run, order_of_params
 from memfit.pipeline._supervise import most_at_once, read_budget
 from memfit.planning import decide, find_this_gpu
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 from memfit.units import format_duration
 
 _MOST_RUNS = 20

@@ -14,6 +14,7 @@ from typing import Any
 
 from memfit.config import differences
 from memfit.errors import MemfitError
+from memfit.files import read_json
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code
@@ -29,7 +30,7 @@ from memfit.pipeline._manifest import (
     write_result,
 )
 from memfit.pipeline._proofs import HOST, Proofs
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 
 _MOST_RUNS = 20
 #: Why a result is made for the first time.

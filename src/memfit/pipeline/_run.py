@@ -13,6 +13,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError, UsageError
+from memfit.files import read_json, read_whole, write_atomic, write_json, write_masked
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
@@ -23,7 +24,7 @@ from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
 from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
-from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
+from memfit.rundir import RunDir
 
 _TAKE_UP_SECONDS = 60.0
 

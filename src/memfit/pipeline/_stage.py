@@ -15,11 +15,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from memfit.errors import DataError, UsageError
+from memfit.files import parse_json
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
-from memfit.rundir import parse_json, phase
+from memfit.rundir import phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 

@@ -20,6 +20,7 @@ import psutil
 
 from memfit import config, slurm
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
+from memfit.files import refresh, write_json
 from memfit.integrations import notifier_of, start_trackers
 from memfit.jobs import (
     ASK_SIGNAL,
@@ -57,7 +58,7 @@ from memfit.memory import (
 from memfit.pipeline._config import CommandSettings, RunConfig
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, refresh, write_json
+from memfit.rundir import EventWriter, RunDir
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]

@@ -40,7 +40,7 @@ _WATCHING_BYTES = SHIM_BYTES + 96 * MIB
 #: Slurm may send a signal up to a minute early.
 _EARLY_SECONDS = 60
 _MOST_REQUEUES, _MOST_RESTARTS = 20, 5
-_HOME = "/work"  # where the code lies in an image
+_HOME = "/app"  # where the code lies in an image
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 _Count = Annotated[int, Field(ge=1)]

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
+from memfit.files import read_json
 from memfit.masking import mask
 from memfit.reports._numbers import print_facts
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(

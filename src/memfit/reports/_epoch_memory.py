@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memfit.rundir import fits
+from memfit.files import fits
 from memfit.units import format_bytes
 
 _PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}

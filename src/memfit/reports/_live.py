@@ -14,13 +14,14 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from memfit.files import fits, open_own
 from memfit.jobs import show_state
 from memfit.memory import Budget
 from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.reports._study import FAILED_TRIALS, StudyView
-from memfit.rundir import RunDir, fits, open_own
+from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
 _STYLE = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
+from memfit.files import write_atomic
 from memfit.jobs import show_state
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
@@ -23,7 +24,7 @@ from memfit.reports._numbers import format_number, or_dash
 from memfit.reports._run_view import job_name
 from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
-from memfit.rundir import RunDir, write_atomic
+from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
 #: More points than this make a chart no finer.

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from memfit.files import fits, read_json
 from memfit.jobs import ENDED, JobStatus, name_jobs, read_status, show_state
-from memfit.rundir import FolderTail, RunDir, event_time, fits, read_json
+from memfit.rundir import FolderTail, RunDir, event_time
 from memfit.units import format_bytes, natural_order
 
 Event = Mapping[str, Any]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.errors import MemfitError, UsageError, nearest
+from memfit.files import check_owner
 from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
 from memfit.reports._run_view import JobRow, RunView
-from memfit.rundir import RunDir, check_owner
+from memfit.rundir import RunDir
 
 _ROOT = Path("runs")
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.errors import MemfitError
+from memfit.files import read_json
 from memfit.jobs import show_state
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
@@ -23,7 +24,7 @@ from memfit.reports._numbers import format_column, format_number, or_dash, plain
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
-from memfit.rundir import RunDir, read_json
+from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
 #: Of more commands than this, only failures and further attempts have a line.

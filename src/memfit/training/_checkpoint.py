@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
-from memfit.rundir import record, sync_folder
+from memfit.files import sync_folder
+from memfit.rundir import record
 from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from memfit.files import write_json
 from memfit.masking import mask
 from memfit.memory import Budget, TreeMeter, read_heap
-from memfit.rundir import current_run, record, write_json
+from memfit.rundir import current_run, record
 from memfit.training._exactness import place
 from memfit.training._oom import OomKind, device_bytes
 

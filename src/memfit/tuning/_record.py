@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memfit.rundir import RunDir, read_json, write_json
+from memfit.files import read_json, write_json
+from memfit.rundir import RunDir
 
 TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed"]
 #: The states that are final. A trial that was stopped is ``running`` still: it goes on.

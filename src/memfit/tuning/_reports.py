@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from memfit.rundir import FolderTail, RunDir, fits, parse_json
+from memfit.files import fits, parse_json
+from memfit.rundir import FolderTail, RunDir
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 

@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any, cast
 
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitError
+from memfit.files import fits, read_json, read_own
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import RunDir, fits, read_json, read_own
+from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial

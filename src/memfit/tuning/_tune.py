@@ -12,6 +12,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import ConfigError, UsageError
+from memfit.files import read_json, write_atomic, write_json
 from memfit.jobs import JobStatus
 from memfit.memory import HOST, Footprint
 from memfit.pipeline import (
@@ -27,7 +28,7 @@ from memfit.pipeline import (
     take_up,
     write_order,
 )
-from memfit.rundir import RunDir, read_json, write_atomic, write_json
+from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._record import Trial, folder_of, read_trials
 from memfit.tuning._settings import TuneSettings

@@ -15,7 +15,7 @@ import pyarrow.csv
 
 from memfit.config import to_plain
 from memfit.errors import DataError, MissingExtraError
-from memfit.rundir import read_json, write_atomic
+from memfit.files import read_json, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult
 from memfit_workloads.finance._report_plots import plot_backtest
 

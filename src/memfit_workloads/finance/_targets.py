@@ -10,8 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from memfit import config
 from memfit.errors import ConfigError
+from memfit.files import read_own
 from memfit.reports import read_manifests, read_numbers
-from memfit.rundir import RunDir, read_own
+from memfit.rundir import RunDir
 
 
 class Target(config.Settings):

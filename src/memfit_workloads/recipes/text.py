@@ -21,8 +21,9 @@ import pyarrow as pa
 
 from memfit.data import PackedDataset, pack
 from memfit.errors import ConfigError, DataError, MissingExtraError
+from memfit.files import write_atomic
 from memfit.pipeline import Context, fingerprint_files
-from memfit.rundir import phase, write_atomic
+from memfit.rundir import phase
 from memfit_workloads.recipes.params import DataParams, RecipesParams, model_config, unreadable
 
 _BASES = ("flour", "rice", "lentils", "potatoes", "noodles", "beans", "oats", "polenta")

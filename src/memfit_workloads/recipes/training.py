@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.data import PackedDataset, Padding, SequenceLoader
 from memfit.errors import DoesNotFitError, MissingExtraError
 from memfit.estimation import estimate_formula
+from memfit.files import write_atomic
 from memfit.memory import Budget
 from memfit.pipeline import Context
-from memfit.rundir import phase, record, write_atomic
+from memfit.rundir import phase, record
 from memfit.training import (
     EpochRecord,
     StepOutcome,

@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from memfit.errors import MissingExtraError
-from memfit.rundir import write_atomic
+from memfit.files import write_atomic
 from memfit_workloads.video.decode import decoder_version
 
 Frames = npt.NDArray[np.uint8]
