@@ -62,6 +62,12 @@ def why(result, job):
     return [event["why"] for event in events if event["state"] == "running"][-1]
 
 
+def reasons(result):
+    """Why each job of a run ran, for the message of an assertion."""
+    events = RunDir(result.path).events()
+    return [(event["jobs"], event["state"], event["why"]) for event in events if event["kind"] == "stage"]
+
+
 def edit(name, before, after):
     text = Path(name).read_text()
     assert before in text
@@ -73,7 +79,7 @@ def check_settings(first, *cases):
     for override, expected, *reason in cases:
         result, ran, states = run_chain(override)
         assert result.path != first.path
-        assert ran == expected
+        assert ran == expected, reasons(result)
         assert {states[job]["state"] for job in states if job not in ran} <= {"reused"}
         assert [why(result, job) for job in expected[-1:]] == reason
     return result
@@ -174,7 +180,7 @@ def test_what_is_torn_and_what_a_new_stage_comes_before_is_made_anew_beside_the_
     (folder / "square_1.json").write_text('{"schema_version": 1, "sta')
     (folder / "square_2/file.txt").unlink()
     second, ran, _ = run_chain()
-    assert (ran, second.metrics["summed"]) == (["square_1", "square_2"], {"sum": 4 + 9 + 16, "all": 3})
+    assert (ran, second.metrics["summed"]) == (["square_1", "square_2"], {"sum": 4 + 9 + 16, "all": 3}), reasons(second)
     assert second.path != first.path  # what builds on them may become another
     before = {path.name: path.read_text() for path in (second.path / "checkpoints").glob("*.json")}
     edit("chain.py", 'Stage("listed", listed, reads=("count",))', 'Stage("zero", zero, reads=()),\n'
