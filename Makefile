@@ -41,7 +41,7 @@ demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with i
 PYTEST = folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
   echo "temporary files: $$folder, removed at the end" && \
   env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TMPDIR="$$folder" \
-  $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --basetemp="$$folder/pytest"
+  $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder --basetemp="$$folder/pytest"
 
 test: install ## run the tests of memfit and a smoke of each workload in four processes; names what was skipped and why (ARGS are handed to pytest)
 	@$(PYTEST) -n 4 -m "not long" --junitxml=build/test.xml $(ARGS)

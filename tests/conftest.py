@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share, and a check that no test leaves a process behind."""
 
+import functools
 import os
 import shutil
 import signal
@@ -36,20 +37,42 @@ def pytest_configure(config):
         os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memfit-tests-state-")  # not the user's own
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Keep the tests that share something made once on one worker; what takes longest begins first."""
-    for item in items:
-        if group := _group_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(item.iter_markers("xdist_group"))))
+    """Begin with what takes longest, so that no worker works alone at the end."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _group_of(item.nodeid) == item.nodeid))
 
 
-def _group_of(item):
-    """Return the file of the module fixture that a test asks for, the folder of a session one, or None."""
-    used = [fixtures[-1] for fixtures in item._fixtureinfo.name2fixturedefs.values()]
-    places = {fixture.scope: fixture.baseid for fixture in used if fixture.baseid.startswith("tests/")}
-    return places.get("session") or places.get("module")
+#: Files whose tests share what a session makes once.
+_TOGETHER = {
+    "tests/slurm/": "slurm",
+    "tests/finance/test_stages.py": "finance",
+    "tests/finance/test_verb.py": "finance",
+}
+
+
+@functools.cache
+def _group_of_file(name):
+    """Return what a file's tests stay together by: its own name if it makes something once for all of them, or None."""
+    if group := next((group for start, group in _TOGETHER.items() if name.startswith(start)), None):
+        return group
+    path = Path(__file__).parents[1] / name
+    return name if 'scope="module"' in path.read_text() else None
+
+
+def _group_of(nodeid):
+    return _group_of_file(nodeid.partition("::")[0]) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out tests one by one, and those that share something as one, which xdist's own loadgroup no longer does."""
+    from xdist.scheduler import LoadScopeScheduling  # absent without xdist
+
+    class BySharing(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group_of(nodeid)
+
+    return BySharing(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.hookimpl(trylast=True)  # after xdist has ended its workers
