@@ -56,7 +56,7 @@ def _group_of_file(name):
     if group := next((group for start, group in _TOGETHER.items() if name.startswith(start)), None):
         return group
     path = Path(__file__).parents[1] / name
-    return name if 'scope="module"' in path.read_text() else None
+    return name if path.is_file() and 'scope="module"' in path.read_text() else None
 
 
 def _group_of(nodeid):
