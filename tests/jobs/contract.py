@@ -377,6 +377,15 @@ class ProcessContract(BackendContract):
         assert status.state == "failed"
         assert "/nonexistent/program" in status.cause
 
+    def test_a_later_attempt_begins_a_line_of_its_own_in_the_logs(self, backend: Backend, run_dir: RunDir) -> None:
+        torn = Job("torn", command=("sh", "-c", "printf 'epoch 1'; printf 'whole\\n' >&2; exit 1"))
+        for _ in range(2):
+            submit(backend, torn)
+            wait_for_end(backend, "torn")
+        folder = run_dir.job_dir("torn")
+        assert (folder / "out.log").read_text() == "epoch 1\nepoch 1"
+        assert (folder / "err.log").read_text() == "whole\nwhole\n"
+
     def test_a_function_job_that_raises_has_failed_with_its_last_line(self, backend: Backend) -> None:
         submit(backend, Job("boom", target="memfit.units:parse_bytes", arguments={"text": "12 parsecs"}))
         status = wait_for_end(backend, "boom")

@@ -67,7 +67,11 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
 
     with contextlib.ExitStack() as stack:
         private = partial(os.open, mode=0o600)
-        out, err = (stack.enter_context(open(job_dir / one, "ab", opener=private)) for one in ("out.log", "err.log"))
+        out, err = (stack.enter_context(open(job_dir / one, "a+b", opener=private)) for one in ("out.log", "err.log"))
+        for log in (out, err):
+            if log.tell() and os.pread(log.fileno(), 1, log.tell() - 1) != b"\n":
+                log.write(b"\n")  # an attempt that was killed in the middle of a line
+                log.flush()
         has_stdin = job["stdin"] is not None and job["attempt"] == 1
         stdin = stack.enter_context(open(job["stdin"] if has_stdin else os.devnull, "rb"))
         try:
