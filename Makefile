@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,9 @@ bench-folds: install ## naive folds against memfit's under one real memory limit
 
 bench-stress: install ## 300 jobs that burst, leak, lie and fork under one real limit (needs root and a memory cgroup)
 	$(BIN)/python benchmarks/stress.py $(ARGS)
+
+bench-starts: install ## a run that does nothing, and a job's first line: forked and in a new interpreter
+	$(BIN)/python benchmarks/starts.py $(ARGS)
 
 bench-overhead: install ## a safe step against a plain loop, several models
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

@@ -139,7 +139,7 @@ def _kill_jobs(token: str) -> None:
     """Kill the watchers that inherited the token, each before its job, so that it writes no outcome."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if _has_token(process, token) and "shim" in process.cmdline():
+            if _has_token(process, token) and "shim" in (*process.cmdline(), *process.name().split()):
                 below = process.children(recursive=True)
                 for one in (process, *below):
                     with suppress(psutil.NoSuchProcess):

@@ -146,6 +146,10 @@ class FakeBackend:
         """Return those of the jobs that run here."""
         return {name for name in job_ids if name in self._status and self._status[name].state not in ENDED}
 
+    def make_room(self) -> bool:
+        """It holds nothing itself."""
+        return False
+
     def close(self) -> None:
         """Do nothing: there is nothing to follow."""
 

@@ -322,3 +322,26 @@ def test_a_command_given_to_run_is_told_where_it_belongs():
     with pytest.raises(UsageError, match=r"memfit.run was given \['python', 'train.py'\]") as caught:
         memfit.run(["python", "train.py"])
     assert "run_commands" in caught.value.remedy
+
+
+def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
+    config = tiny(n_splits=2)
+    result = memfit.run(config)
+    assert {status.evidence.get("start") for status in result.statuses.values()} == {"warm"}
+    [warm] = events_of(result, "warm")
+    assert 10 << 20 < warm["bytes"] < 500 << 20
+    fresh = memfit.run(config, overrides=["warm=never"], new=True)
+    assert {status.evidence.get("start") for status in fresh.statuses.values()} == {None}
+    assert fresh.metrics == result.metrics and events_of(fresh, "warm") == []
+
+
+def test_the_process_that_is_forked_counts_once_in_the_budget(tiny):
+    """A fold that fits a limit only without it has it end, and runs in a new interpreter."""
+    config = tiny(
+        "memory: {limit: 512MiB, reserve: 16MiB}\nstages: {fold: {memory: 480MiB}}\naccept_tight: true", n_splits=2
+    )
+    result = memfit.run(config)
+    assert result.state == "completed"
+    starts = {job: status.evidence.get("start") for job, status in result.statuses.items()}
+    assert starts["fold_1"] is None and "warm" in starts.values()
+    assert any("a job needs the" in event["text"] for event in events_of(result, "plan"))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = config_of(
     {"num_folds": 2, "num_epochs": 5, "widths_too_large": 8, "save_seconds": 0.05},
     {"n_trials": 12, "num_slots": 3, "space": [*SPACE, KIND]},
-    memory={"limit": "110MiB", "reserve": "16MiB"},
+    memory={"limit": "95MiB", "reserve": "16MiB"},
 )
 TAKEN = "it still runs and is taken over"
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from memfit.jobs._job import show_state as show_state
     from memfit.jobs._local import LocalBackend as LocalBackend
     from memfit.jobs._local import child_env as child_env
+    from memfit.jobs._local import start_env as start_env
     from memfit.jobs._monitor import Monitor as Monitor
     from memfit.jobs._monitor import phase_of_log as phase_of_log
     from memfit.jobs._placement import device_env as device_env
@@ -58,5 +59,6 @@ if TYPE_CHECKING:
     from memfit.jobs._stop import stop as stop
     from memfit.jobs._stop import take_stop as take_stop
     from memfit.jobs._threads import limit_threads as limit_threads
+    from memfit.jobs._warm import Parent as Parent
 
 __getattr__, __dir__ = load_lazily(__name__)

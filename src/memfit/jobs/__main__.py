@@ -4,6 +4,7 @@ python -m memfit.jobs shim RUN_DIR --job ID [--lock DESCRIPTOR]
 python -m memfit.jobs shim RUN_DIR --array FILE    one element of a Slurm array
 python -m memfit.jobs shim FOLDER --node              the part of such a job for this node
 python -m memfit.jobs child FOLDER
+python -m memfit.jobs warm DESCRIPTOR PID             what jobs are forked from, for the run of that process
 """
 
 import sys
@@ -27,5 +28,9 @@ if __name__ == "__main__":
             from memfit.jobs import _child
 
             sys.exit(_child.main(Path(folder)))
+        case ["warm", descriptor, run_pid]:
+            from memfit.jobs import _warm
+
+            sys.exit(_warm.serve(int(descriptor), int(run_pid)))
         case _:
             sys.exit(__doc__)

@@ -93,27 +93,29 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
             check=False,
             start_new_session=True,  # a second Ctrl-C is for the run, not for what writes its table
         )
-        result = read_json(folder / RESULT)
-        if result is not None and done.returncode == 0:
-            return result["result"]
-        error = read_json(folder / ERROR, ERROR_SHAPE)
+        return read_answer(folder, target, done.returncode, done.stderr)
+
+
+def read_answer(folder: Path, target: str, exit_code: int, said: str) -> Any:
+    """Return the result that a function left in its folder, or raise what `call_in_child` raises."""
+    result = read_json(folder / RESULT)
+    if result is not None and exit_code == 0:
+        return result["result"]
+    error = read_json(folder / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)
-    if done.returncode < 0 and error is None:
+    if exit_code < 0 and error is None:
         raise JobFailedError(
-            f"the process that runs {target} was ended by signal {-done.returncode}.",
+            f"the process that runs {target} was ended by signal {-exit_code}.",
             rule="memfit runs it in an interpreter of its own. The kernel kills one when memory is short.",
             remedy="give the same command again; if it ends so each time, free memory",
         )
-    frames = re.findall(r'^  File "(.+)", line (\d+)', done.stderr, re.MULTILINE)
-    where, said = (
-        ":".join(frames[-1]) if frames else target,
-        (error or {}).get("text") or f"exit code {done.returncode}",
-    )
+    frames = re.findall(r'^  File "(.+)", line (\d+)', said, re.MULTILINE)
+    where, what = ":".join(frames[-1]) if frames else target, (error or {}).get("text") or f"exit code {exit_code}"
     raise UsageError(
-        f"{where} failed: {said}",
-        rule=f"{target} runs in an interpreter of its own and must end with 0.",
-        remedy=f"correct that code; its last lines were:\n{mask(done.stderr)[-2000:].rstrip()}",
+        f"{where} failed: {what}",
+        rule=f"{target} runs in a process of its own and must end with 0.",
+        remedy=f"correct that code; its last lines were:\n{mask(said)[-2000:].rstrip()}",
     )
 
 

@@ -89,6 +89,9 @@ class FollowingBackend(ABC, Generic[F]):
                 remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
             )
 
+    def make_room(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Do nothing: jobs that run go on, and nothing is held for them here."""
 

@@ -28,7 +28,7 @@ class Job:
 
     Attributes:
         id: Its name and its folder's: ``fold_3``, ``trial_0017``, ``cmd_0004``.
-        target: The function, as ``module:name``; called in a new interpreter with ``arguments`` as keywords.
+        target: The function, as ``module:name``; called in a process of its own with ``arguments`` as keywords.
         arguments: JSON values.
         command: The command, instead of a function.
         footprint: Its declared footprint; None to measure it.
@@ -50,6 +50,8 @@ class Job:
             for them in the page cache.
         stage: The name of its stage. Jobs of one stage share forecasts.
         unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
+        uses: The user's definitions that its function uses, as ``module:name``: the libraries that they import may be
+            imported before it is forked.
 
     Example:
         >>> Job("hello", command=("echo", "hello")).command
@@ -77,6 +79,7 @@ class Job:
     mapped_bytes: int = 0
     stage: str = ""
     unit: Any = None
+    uses: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.id):
@@ -298,6 +301,9 @@ class Backend(Protocol):
         Raises:
             UsageError: If there is no job of this id and no verdict.
         """
+
+    def make_room(self) -> bool:
+        """Give back memory that it holds itself, for a job that does not fit; False if it holds none."""
 
     def close(self) -> None:
         """Follow no job any more; those that run go on."""

@@ -29,13 +29,21 @@ from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
+from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.units import format_bytes
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 #: torch 2.13 reads the first that is set; later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def start_env(*, tight_malloc: bool, cuda_allocator: str | None) -> dict[str, str]:
+    """Return the variables that a process must have from its start on."""
+    env = dict(_TIGHT_MALLOC) if tight_malloc else {}
+    return env | (dict.fromkeys(_CUDA_ALLOCATOR, cuda_allocator) if cuda_allocator is not None else {})
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
@@ -44,11 +52,7 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
     >>> child_env(Job("fold_1", command=("true",), threads=2), RunDir(Path("/runs/r")))["OMP_NUM_THREADS"]
     '2'
     """
-    env = thread_env(job.threads)
-    if job.tight_malloc:
-        env |= _TIGHT_MALLOC
-    if job.cuda_allocator is not None:
-        env |= dict.fromkeys(_CUDA_ALLOCATOR, job.cuda_allocator)
+    env = thread_env(job.threads) | start_env(tight_malloc=job.tight_malloc, cuda_allocator=job.cuda_allocator)
     if job.command:
         env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)
@@ -69,11 +73,19 @@ class LocalBackend(FollowingBackend[_Followed]):
     Args:
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         walls: Makes a control group for each job that has a grant. Without it, RLIMIT_DATA limits the job's processes.
+        parent: From which functions are forked. Without it, each starts in a new interpreter.
     """
 
-    def __init__(self, run: RunDir, *, grace_seconds: float = 60.0, walls: Walls | None = None) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        grace_seconds: float = 60.0,
+        walls: Walls | None = None,
+        parent: Parent | None = None,
+    ) -> None:
         super().__init__(run, grace_seconds)
-        self.walls = walls
+        self.walls, self.parent = walls, parent
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
         self._granted: dict[str, JobGroup] = {}
         for folder in sorted((run.path / "jobs").glob("*")):
@@ -121,11 +133,38 @@ class LocalBackend(FollowingBackend[_Followed]):
                 "data_limit_bytes": limit_bytes if has_limit else None,
             }
             write_order(folder, job, more)
-            shim_pid = self._start_shim(job.id, folder, lock)
+            shim_pid = None if self._forks(job, folder, lock) else self._start_shim(job.id, folder, lock)
         finally:
             os.close(lock)
         status = JobStatus(job.id, "pending", attempt=attempt)
         self._begin(job.id, _Followed(folder, status, group=group, shim_pid=shim_pid))
+
+    def _forks(self, job: Job, folder: Path, lock: int) -> bool:
+        """Fork the shim of a function's job, if that can be."""
+        parent = self.parent
+        if parent is None or job.target is None or not parent.takes(child_env(job, self.run)):
+            return False
+        parent.load(uses=job.uses)
+        if not parent.refused:
+            with contextlib.suppress(OSError):
+                parent.start_shim(folder, lock)
+                return True
+            parent.refused = "the process from which they are forked has ended"
+        self._part_with(parent)
+        return False
+
+    def make_room(self) -> bool:
+        """End the process from which jobs are forked, whose memory a job may need to fit."""
+        if (parent := self.parent) is None:
+            return False
+        parent.refused = f"a job needs the {format_bytes(parent.used_bytes)} of the process from which they are forked"
+        self._part_with(parent)
+        return True
+
+    def _part_with(self, parent: Parent) -> None:
+        self.say(f"jobs start in new interpreters: {parent.refused}")
+        self.parent = None
+        parent.close()
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in a session of its own, with the job's lock; None when no process can be had."""

@@ -52,6 +52,7 @@ class Monitor:
         devices: The devices that it was given, by UUID, in the order in which it numbers them.
         last_peak_bytes: The private peak that the kernel gave at the end; a burst after the last sample shows there
             alone.
+        inherited_bytes: What its process got by a fork from its watcher, in anonymous memory.
     """
 
     run: RunDir
@@ -68,6 +69,7 @@ class Monitor:
     state: GroupState | None = None
     passed: list[str] = field(default_factory=list)
     last_peak_bytes: int = 0
+    inherited_bytes: int = 0
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     _log_sizes: dict[Path, int] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
@@ -86,6 +88,7 @@ class Monitor:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
         self.meter = TreeMeter(self.known.pid or 0, group=self.group, devices=reader)
+        self.meter.inherited_bytes = self.inherited_bytes
         self.meter.counts_from_birth = True
         if self.known.attempt > 1:
             self._read_logs()
@@ -211,7 +214,7 @@ class Monitor:
 
         Mapped files in it do not count. ``most_bytes`` is the most that was charged to its group beside page cache.
         """
-        resident_bytes -= self.sample.shared_bytes if self.sample else 0
+        resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
         self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
 
     def footprint(self) -> Footprint:

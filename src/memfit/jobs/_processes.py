@@ -20,6 +20,7 @@ from typing import Any
 
 from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with
+from memfit.jobs._warm import Forked, fork_job
 from memfit.memory import JobGroup, ProcReader
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -39,8 +40,12 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subprocess.Popen[bytes]:
+def spawn(
+    job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, *, forks: bool = False
+) -> subprocess.Popen[bytes] | Forked:
     """Start the process of a job (``job.json``) in its group; its program runs when this returns.
+
+    With ``forks`` the process of a function is forked from this one, unless that fails.
 
     Raises:
         OSError: If its program, its folder or its group is missing.
@@ -62,7 +67,8 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
             group.enter()
         if limit_bytes is not None:  # allocations beyond it fail in the program
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+            wanted = limit_bytes + (ProcReader().data_bytes(os.getpid()) if forks else 0)
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     with contextlib.ExitStack() as stack:
@@ -75,6 +81,11 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
         has_stdin = job["stdin"] is not None and job["attempt"] == 1
         stdin = stack.enter_context(open(job["stdin"] if has_stdin else os.devnull, "rb"))
         try:
+            if forks and job["target"] is not None:
+                streams = [stdin.fileno(), out.fileno(), err.fileno()]
+                if (forked := fork_job(job_dir, become, streams, job["cwd"], job["env"])) is not None:
+                    return forked
+                print("a fork did not come to its function: starting a new interpreter", file=sys.stderr)
             return subprocess.Popen(
                 command,
                 stdin=stdin,

@@ -305,6 +305,9 @@ class Scheduler:
         # One that gave way had room when it started, so there will be some again.
         if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.num_asides):
             return
+        if self.backend.make_room():
+            self._lacking_since = None
+            return
         error = self.admission.refusal(entry, wait)
         self._refused.setdefault(entry.job.stage, error)
         self._drop(entry, "failed", error.what)

@@ -53,8 +53,9 @@ from memfit.jobs._processes import (
     stop_targets,
     wait_for,
 )
+from memfit.jobs._warm import Forked
 from memfit.masking import mask
-from memfit.memory import GroupState, JobGroup, is_locked
+from memfit.memory import GroupState, JobGroup, ProcReader, is_locked
 from memfit.rundir import RunDir
 from memfit.units import MIB, format_bytes
 
@@ -68,8 +69,14 @@ _LEFT_BYTES = MIB
 ALONE_SECONDS, STARVED_SECONDS = 5.0, 60.0
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 #: A port for torchrun's rendezvous, by the job's number.
 _PORTS = range(20000, 40000)
+
+
+def _broke_at_once(returncode: int, phase: str | None) -> bool:
+    """Return True if a process crashed, not from memory or a stop, before it did anything: a fork may not suit it."""
+    return -returncode in _CRASHES and phase in (None, "load")
 
 
 class Unsupervised:
@@ -129,16 +136,17 @@ class Stop:
             self.begin()
 
 
-def main(job_dir: Path, lock: int | None = None) -> int:
+def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
     """Run the job whose folder this is, as its ``job.json`` says; return its exit code, or 128 + n for signal n.
 
     Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0).
-    ``lock`` is the descriptor that holds the job's lock; it is taken here when None.
+    ``lock`` is the descriptor that holds the job's lock; it is taken here when None. With ``forks`` this process has
+    imported what the job needs, and the job is forked from it.
     """
     if lock is None and (lock := take_lock(job_dir)) is None:
         return 0
     os.set_inheritable(lock, False)  # or the lock would live as long as any process of the job
-    status = read_record(job_dir.name, job_dir / OUTCOME) or _run(job_dir)
+    status = read_record(job_dir.name, job_dir / OUTCOME) or _run(job_dir, forks)
     with contextlib.suppress(OSError):
         if not (log := job_dir / "shim.log").stat().st_size:
             log.unlink()
@@ -158,7 +166,7 @@ def run_element(run_dir: Path, array: Path) -> int:
     return main(job_dir) if order is not None and order["attempt"] == attempt else 0
 
 
-def _run(job_dir: Path) -> JobStatus:
+def _run(job_dir: Path, forks: bool) -> JobStatus:
     job = read_whole(job_dir / JOB)
     if job is None:
         raise UsageError(
@@ -168,7 +176,7 @@ def _run(job_dir: Path) -> JobStatus:
         )
     stop, kind = Stop(job_dir), NodesShim if job.get("num_nodes", 1) > 1 else Shim
     become_subreaper()
-    status = kind(job, job_dir, stop).run()
+    status = kind(job, job_dir, stop, forks=forks).run()
     write_outcome(job_dir, status)
     return status
 
@@ -176,14 +184,15 @@ def _run(job_dir: Path) -> JobStatus:
 class Shim:
     """One job from its start to its outcome."""
 
-    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop) -> None:
-        self.job, self.job_dir, self.stop = job, job_dir, stop
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
+        self.job, self.job_dir, self.stop, self.forks = job, job_dir, stop, forks
         self.run_dir = RunDir(job_dir.parent.parent)
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
         self.unsupervised = Unsupervised(self.run_dir.path, self.group) if self.group else None
         self.attempt, self.grace_seconds = int(job["attempt"]), float(job["grace_seconds"])
         self.env_differs: dict[str, Any] = {}
         self.asked: set[int] = set()
+        self.is_forked = False
 
     def run(self) -> JobStatus:
         """Start the job, watch it to its end, and explain that end."""
@@ -196,17 +205,32 @@ class Shim:
             return self._not_started("cancelled", "stopped before it started", "user")
         if self.stop.since is not None:
             return self._not_started("preempted", "ended by a signal from outside memfit before it started", "platform")
-        try:
-            process = spawn(self.job, self.job_dir, self.group)
-        except OSError as error:
-            cause = f"could not be started: {error.strerror or error} ({error.filename})"
-            return replace(self._not_started("failed", cause, "job"), started=started)
         known = JobStatus(self.job_dir.name, "running", attempt=self.attempt, started=started)
-        known = replace(known, pid=process.pid, watcher_pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
-        monitor = Monitor(self.run_dir, self.job, known, self.group, first, older)
-        monitor.open_series()
-        returncode, stopped_by = self._follow(process, monitor)
-        return self._close(monitor, before, returncode, stopped_by)
+        known = replace(known, watcher_pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
+        while True:
+            held = ProcReader().status(os.getpid()) if self.forks else None
+            try:
+                process = spawn(self.job, self.job_dir, self.group, forks=self.forks)
+            except OSError as error:
+                cause = f"could not be started: {error.strerror or error} ({error.filename})"
+                return replace(self._not_started("failed", cause, "job"), started=started)
+            self.is_forked = isinstance(process, Forked)
+            monitor = Monitor(
+                self.run_dir,
+                self.job,
+                replace(known, pid=process.pid),
+                self.group,
+                first,
+                older,
+                inherited_bytes=held.held if held is not None and self.is_forked else 0,
+            )
+            monitor.open_series()
+            returncode, stopped_by = self._follow(process, monitor)
+            if not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
+                return self._close(monitor, before, returncode, stopped_by)
+            print(f"signal {-returncode} before its first step: starting a new interpreter", file=sys.stderr)
+            end_children()
+            self.forks = False
 
     def _not_started(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
         if self.group is not None:
@@ -218,7 +242,7 @@ class Shim:
         with contextlib.suppress(OSError):
             write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
 
-    def _follow(self, process: subprocess.Popen[bytes], monitor: Monitor) -> tuple[int, str | None]:
+    def _follow(self, process: subprocess.Popen[bytes] | Forked, monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
         stopped_by, next_tick, is_first = None, 0.0, True
         while True:
@@ -266,12 +290,14 @@ class Shim:
 
     def _check_env(self, pid: int) -> None:
         """Record the variables that memfit set as the job's process really has them."""
+        wanted = self.job["env"]
         try:
             content = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return
         real = dict(line.split("=", 1) for line in os.fsdecode(content).split("\0") if "=" in line)
-        wanted = self.job["env"]
+        if self.is_forked:  # it has set them itself, which that file does not show
+            real |= wanted
         self.env_differs = mask({name: real.get(name) for name, value in wanted.items() if real.get(name) != value})
         for name, value in self.env_differs.items():
             print(f"{name} is {value!r} in the job, not {mask(wanted)[name]!r} as set", file=sys.stderr)
@@ -319,6 +345,8 @@ class Shim:
     def _group_evidence(self, monitor: Monitor, resident_bytes: int) -> tuple[dict[str, Any], int]:
         """Return the evidence of the job's group, and the shared memory that is still charged to it."""
         evidence: dict[str, Any] = {"env_differs": self.env_differs} if self.env_differs else {}
+        if self.is_forked:
+            evidence["start"] = "warm"
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
         state = self.group.state() if self.group is not None else None
@@ -398,7 +426,7 @@ def make_nodes(job_dir: Path, order: Mapping[str, Any]) -> Path:
 class NodesShim(Shim):
     """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most."""
 
-    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop) -> None:
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
         self.folder = make_nodes(job_dir, job)
         step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"]
         shim = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node"]

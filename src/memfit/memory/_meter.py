@@ -93,6 +93,8 @@ class TreeMeter:
     Attributes:
         pids, pids_seen: The processes that were alive at the last sample, and all that were ever seen.
         floor_bytes: Non-reclaimable memory of the tree's own control group; samples show at least that much.
+        inherited_bytes: Anonymous memory that the root has by a fork from a process outside of the tree. What of it the
+            root has not written since is not counted, as of the last sweep.
         counts_from_birth: What the tree did before the first sample is part of the measurement.
 
     Example:
@@ -120,7 +122,7 @@ class TreeMeter:
         self._unix_offset = time.time() - clock()
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
-        self.floor_bytes, self.counts_from_birth = 0, False
+        self.floor_bytes, self.inherited_bytes, self.counts_from_birth = 0, 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
         self.pids, self.pids_seen = set[int](), self._tree.seen
@@ -140,6 +142,7 @@ class TreeMeter:
         self._note_forks(now)
         swept_pss = self._sweep(now) if self._sweeps.due else 0
         parts = self._measure_parts(now)
+        parts["anonymous"] -= min(self.inherited_bytes, parts["anonymous"])
         level = parts["anonymous"] + parts["shared_memory"] + parts["page_tables"]
         if self.floor_bytes > level:
             parts["other"] = self.floor_bytes - level
@@ -229,6 +232,8 @@ class TreeMeter:
         for pid, (stat, status) in now.items():
             before = self._before.get(pid)
             if before and before[0].image != stat.image:
+                if pid == self._root:
+                    self.inherited_bytes = 0
                 self._held.leave(pid)
                 self._shared_memory.leave(pid)
             elif not before and stat.image in families:
@@ -241,6 +246,8 @@ class TreeMeter:
         """Read the proportional sizes; return their sum."""
         with self._sweeps.run():
             rollups: dict[int, Rollup] = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
+        if self._root in rollups:
+            self.inherited_bytes = min(self.inherited_bytes, rollups[self._root].shared_dirty)
         self._held.sweep({p: s.held for p, (_, s) in now.items()}, {p: r.held for p, r in rollups.items()})
         self._shared_memory.sweep(
             {p: s.shared_memory for p, (_, s) in now.items()}, {p: r.shared_memory for p, r in rollups.items()}

@@ -59,12 +59,16 @@ class Status:
 
 @dataclass(frozen=True)
 class Rollup:
-    """The proportional set size of a process in bytes, whole and by kind; ``held`` is anonymous + swapped."""
+    """The proportional set size of a process in bytes, whole and by kind; ``held`` is anonymous + swapped.
+
+    ``shared_dirty`` is what it shares with any process and what was written once: the whole of it, not a part.
+    """
 
     pss: int
     held: int
     shared_memory: int
     file: int
+    shared_dirty: int = 0
 
 
 def parse_stat(text: str) -> Stat | None:
@@ -112,17 +116,19 @@ def parse_rollup(text: str) -> Rollup | None:
     Source: Linux Documentation/ABI/testing/procfs-smaps_rollup.
 
     >>> parse_rollup("0-1 ---p 0 [rollup]\\nPss: 322 kB\\nPss_Anon: 108 kB\\nPss_File: 214 kB\\nPss_Shmem: 0 kB\\n")
-    Rollup(pss=329728, held=110592, shared_memory=0, file=219136)
+    Rollup(pss=329728, held=110592, shared_memory=0, file=219136, shared_dirty=0)
     """
-    sizes = {"SwapPss": 0, **_bytes_by_name(_ROLLUP, text)}
+    sizes = {"SwapPss": 0, "Shared_Dirty": 0, **_bytes_by_name(_ROLLUP, text)}
     if not sizes.keys() >= {"Pss", "Pss_Anon", "Pss_Shmem", "Pss_File"}:
         return None
-    return Rollup(sizes["Pss"], sizes["Pss_Anon"] + sizes["SwapPss"], sizes["Pss_Shmem"], sizes["Pss_File"])
+    held = sizes["Pss_Anon"] + sizes["SwapPss"]
+    return Rollup(sizes["Pss"], held, sizes["Pss_Shmem"], sizes["Pss_File"], sizes["Shared_Dirty"])
 
 
 # Beginning with a literal, not with "^", lets the search skip from line to line: four times as fast.
 _STATUS = re.compile(r"\n(VmHWM|RssAnon|RssFile|RssShmem|VmPTE|VmSwap):\s+(\d+) kB")
-_ROLLUP = re.compile(r"\n(Pss|Pss_Anon|Pss_File|Pss_Shmem|SwapPss):\s+(\d+) kB")
+_DATA = re.compile(r"\n(VmData):\s+(\d+) kB")
+_ROLLUP = re.compile(r"\n(Pss|Pss_Anon|Pss_File|Pss_Shmem|SwapPss|Shared_Dirty):\s+(\d+) kB")
 
 
 def _bytes_by_name(lines: re.Pattern[str], text: str) -> dict[str, int]:
@@ -140,6 +146,10 @@ class ProcReader:
 
     def status(self, pid: int) -> Status | None:
         return parse_counters(self._read(f"{pid}/status"))
+
+    def data_bytes(self, pid: int) -> int:
+        """Return what counts for RLIMIT_DATA; 0 when it cannot be read."""
+        return _bytes_by_name(_DATA, self._read(f"{pid}/status")).get("VmData", 0)
 
     def rollup(self, pid: int) -> Rollup | None:
         return parse_rollup(self._read(f"{pid}/smaps_rollup"))

@@ -31,6 +31,8 @@ from memfit.memory._jobgroup import OUTSIDE, JobGroup, pids_in, put
 _PREFIX = "job-"
 # What a job that is placed above a group would escape.
 _FOREIGN_LIMITS = ("memory.max", "memory.high", "cpu.max", "cpuset.cpus")
+#: Less may be the lag of the kernel's counters.
+_LEAST_LEFT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,9 @@ class Walls:
         self.parent.set_wall(capacity_bytes + self.left_bytes())
 
     def left_bytes(self) -> int:
-        """Return what ended jobs left charged to the run, such as files in /dev/shm."""
-        return max(0, self.parent.used_bytes() - sum(group.used_bytes() for group in self._live.values()))
+        """Return what ended jobs left charged to the run, such as files in /dev/shm; a few pages are lag."""
+        left = self.parent.used_bytes() - sum(group.used_bytes() for group in self._live.values())
+        return left if left >= _LEAST_LEFT else 0
 
     def forget(self, job_id: str) -> None:
         """Count a job as ended; its group stays."""

@@ -156,6 +156,8 @@ class RunConfig(CommandSettings):
         panels_dir: The cache of panels, shared by all runs.
         params: The workload's own settings.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
+        warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;
+            ``never`` starts a new interpreter for each.
     """
 
     experiment: _Name
@@ -167,6 +169,7 @@ class RunConfig(CommandSettings):
     panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
     tune: dict[str, Any] = Field(default_factory=dict)
+    warm: Literal["auto", "never"] = "auto"
 
 
 C = TypeVar("C", bound=CommandSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.files import damaged, read_whole
-from memfit.jobs import call_in_child
+from memfit.jobs import Parent, call_in_child, start_env
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._describe import StageSpec, describe_commands
@@ -115,6 +116,37 @@ class Order:
         return stages.get(stage, StageSettings())
 
 
+class Warm(contextlib.AbstractContextManager["Warm"]):
+    """The process that imports a target once, describes its stages, and from which its jobs are forked.
+
+    Attributes:
+        parent: That process, from the first description on; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.parent: Parent | None = None
+        self._is_asked = False
+
+    def describe(self, settings: RunConfig, env: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the description of a target's stages."""
+        whole = dict(os.environ) | dict(env)
+        if settings.warm == "auto" and settings.backend == "local" and not self._is_asked:
+            self._is_asked = True
+            memory = settings.memory
+            early = start_env(tight_malloc=memory.tight_malloc, cuda_allocator=memory.cuda_allocator)
+            self.parent = Parent.start(settings.target, whole | early)
+        function = "memfit.pipeline._describe:describe"
+        if self.parent is not None and not self.parent.refused:
+            found = self.parent.call(function, arguments)
+        else:
+            found = call_in_child(function, arguments, env=whole)
+        return dict(found)
+
+    def __exit__(self, *_: object) -> None:
+        if self.parent is not None:
+            self.parent.close()
+
+
 def order_of_config(
     source: Path | str | Mapping[str, Any],
     *,
@@ -123,6 +155,7 @@ def order_of_config(
     choice: Choice = ALL,
     folders: Sequence[str] = (),
     with_memory: bool = False,
+    warm: Warm | None = None,
 ) -> Order:
     """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
     env = os.environ if env is None else env
@@ -153,7 +186,10 @@ def order_of_config(
             "units": list(choice.combinations),
         }
         own |= {"with_memory": with_memory}
-        described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
+        if warm is not None:
+            described = warm.describe(settings, child_env, own)
+        else:
+            described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
     else:
         described = describe_commands(resolved)
     stages = [StageSpec(**one) for one in described["stages"]]
@@ -259,7 +295,7 @@ def order_of_command(
     return Order(settings, [stage], config.fingerprint(content), origins, facts)
 
 
-def order_of_run(run: RunDir) -> Order:
+def order_of_run(run: RunDir, warm: Warm | None = None) -> Order:
     """Return the order that a run was started with, from its files; call it in the folder of its start."""
     if run.header.get("kind") == "commands":
         header = read_whole(run.path / "run.json", FACTS) or {}
@@ -271,7 +307,8 @@ def order_of_run(run: RunDir) -> Order:
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     header = read_whole(run.path / "run.json") or {}
     choice = Choice(combinations=tuple(header.get("units") or ()))
-    return order_of_config(run.path / "config.yaml", env=others, choice=choice, folders=header.get("folders") or ())
+    folders = header.get("folders") or ()
+    return order_of_config(run.path / "config.yaml", env=others, choice=choice, folders=folders, warm=warm)
 
 
 def _name_of(command: Sequence[str]) -> str:

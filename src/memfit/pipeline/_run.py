@@ -14,14 +14,14 @@ from typing import Any
 from memfit import config
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, read_whole, write_atomic, write_json, write_masked
-from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
+from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
-from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
+from memfit.pipeline._order import FACTS, Order, Warm, order_of_command, order_of_config, order_of_run, resolve_settings
 from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir
@@ -82,9 +82,10 @@ def run(
             rule="it takes a config: a YAML file, or its content as a mapping; or a function as 'module:name'.",
             remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
         )
-    order = order_of_config(source, overrides=overrides, env=env, choice=choice)
-    Graph(order, RunDir(Path()))  # refuses bad names before anything is made
-    return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=not new)
+    with Warm() as warm:
+        order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
+        Graph(order, RunDir(Path()))  # refuses bad names before anything is made
+        return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=not new, parent=warm.parent)
 
 
 def run_commands(
@@ -138,15 +139,15 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
             since, or another process runs it.
     """
     run_dir = RunDir.open(run)
-    with start_folder(run_dir):
-        order = order_of_run(run_dir)
+    with start_folder(run_dir), Warm() as warm:
+        order = order_of_run(run_dir, warm)
         if order.is_keyed and not _goes_on(order, run_dir):
             raise UsageError(
                 f"the code or the data of {run_dir.path} changed since it was finished, or a result in it is gone.",
                 rule="a finished result is never overwritten.",
                 remedy="start it by its config: a new run takes over what is still valid",
             )
-        return _go_on(order, run_dir, "continued", force=False, view=view, reuse=False)
+        return _go_on(order, run_dir, "continued", force=False, view=view, reuse=False, parent=warm.parent)
 
 
 def start_folder(run: RunDir) -> contextlib.chdir[Path]:
@@ -201,7 +202,16 @@ def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None] =
         os.close(lock)
 
 
-def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | None, reuse: bool) -> RunResult:
+def _go_on(
+    order: Order,
+    run: RunDir,
+    state: str,
+    *,
+    force: bool,
+    view: View | None,
+    reuse: bool,
+    parent: Parent | None = None,
+) -> RunResult:
     settings = order.settings
     others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
     earlier = [other for other in others if other != run]
@@ -213,7 +223,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         graph.advance()
         return graph
 
-    with supervised(run, settings, force=force, view=view, facts=facts) as supervisor:
+    with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
         supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
@@ -272,6 +282,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
             unit.job_id,
             target="memfit.pipeline._stage:run_stage",
             arguments={"order": stage_order(order, run, unit)},
+            uses=tuple(stage.code),
             phases=tuple(stage.phases),
             mapped_bytes=sum(mapped_bytes(one.manifest(run)) for units in unit.inputs.values() for one in units),
             env=order.env,
@@ -345,7 +356,9 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
     stopped = next((unit.made for unit in units if unit.state == "stopped"), None)
     result = supervisor.settle(found, stopped, results)
     if tables := _tables(order, graph, found):
-        call_in_child("memfit.pipeline._tables:write_tables", {"tables": tables})
+        parent = supervisor.parent
+        call = parent.call if parent is not None and not parent.refused else call_in_child
+        call("memfit.pipeline._tables:write_tables", {"tables": tables})
     if graph.error is not None:
         raise graph.error
     for unit in units:  # what a stage that runs once refused

@@ -32,6 +32,7 @@ from memfit.jobs import (
     JobStatus,
     LocalAdmission,
     LocalBackend,
+    Parent,
     Policy,
     Scheduler,
     SlurmBackend,
@@ -115,6 +116,7 @@ class Supervisor:
     backend: Backend
     claims: Claims
     tick: Callable[[], None]
+    parent: Parent | None = None
     state: str = "failed"
     _adopted: set[str] = field(default_factory=set)
     _budget: Budget | None = field(default=None)
@@ -124,6 +126,7 @@ class Supervisor:
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
         """Read the budget; the user's limit also counts what jobs left in /dev/shm."""
         left_bytes = self.backend.enforcer.left_bytes() if self.backend.enforcer else 0
+        left_bytes += self.parent.used_bytes if self.parent else 0  # once, whatever is forked from it
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
@@ -299,9 +302,18 @@ def most_at_once(settings: CommandSettings) -> int | None:
 
 @contextmanager
 def supervised(
-    run: RunDir, settings: CommandSettings, *, force: bool, view: View | None, facts: Mapping[str, Any]
+    run: RunDir,
+    settings: CommandSettings,
+    *,
+    force: bool,
+    view: View | None,
+    facts: Mapping[str, Any],
+    parent: Parent | None = None,
 ) -> Iterator[Supervisor]:
-    """Supervise a run until the end of the block; its first event holds ``facts``."""
+    """Supervise a run until the end of the block; its first event holds ``facts``.
+
+    ``parent`` is the process from which functions are forked.
+    """
     lock = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may hold it for a moment
     if lock is None:
         raise UsageError(
@@ -316,9 +328,9 @@ def supervised(
     try:
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
-            backend, claims = _set_up(run, settings, events, stack)
+            backend, claims = _set_up(run, settings, events, stack, parent)
             tick = view(run) if view else lambda: None
-            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick)
+            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
             if (tracking := start_trackers(settings.track, run, events)) is not None:
@@ -341,12 +353,16 @@ def supervised(
         disk = getattr(spent, "iowait", 0.0)
         shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}
         with suppress(OSError):  # a full disk
+            if parent is not None and parent.used_bytes:
+                events.write("warm", bytes=parent.used_bytes)
             events.write("run", state=state, cpu=shares)
         events.close()
         os.close(lock)
 
 
-def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack) -> tuple[Backend, Claims]:
+def _set_up(
+    run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack, parent: Parent | None
+) -> tuple[Backend, Claims]:
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     if settings.backend == "slurm":
         own = _slurm_of_stages(settings)
@@ -392,7 +408,10 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
             f"no cgroup limits, although groups can be made here ({why}): jobs are admitted by measured "
             "non-reclaimable bytes and watched by sampling"
         )
-    backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls)
+    if parent is not None and parent.refused:
+        events.write("plan", text=f"jobs start in new interpreters: {parent.refused}")
+        parent = None
+    backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls, parent=parent)
     backend.say = lambda text: events.write("plan", text=text)
     claims.write(used=Counter(), unused=Counter(), group=group)
     events.write("budget", **facts)

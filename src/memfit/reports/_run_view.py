@@ -34,6 +34,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int, "num_epochs": (int, type(None))},
     "stop": {"num_running": int, "level": int},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
+    "warm": {"bytes": int, "job": type(None)},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 #: States of a unit that will not run any more, and those in which its result is there.

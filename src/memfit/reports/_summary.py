@@ -276,6 +276,10 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
     yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     if verbose and wall and is_whole and len(rows) > 1:
         yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
+    warm = sum(row.status.evidence.get("start") == "warm" for row in rows)
+    if verbose and warm and (event := view.last("warm")) is not None:
+        where = f"one process that had imported their code ({format_bytes(event['bytes'])}, counted once)"
+        yield "start", f"{warm} of {len(rows)} were forked from {where}"
     if verbose:
         yield from explain_record(view.run, rows)
         yield from _epoch_memory(view, rows)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from memfit.pipeline import (
     RunConfig,
     Supervisor,
     View,
+    Warm,
     order_of_config,
     read_budget,
     start_folder,
@@ -130,7 +133,9 @@ def tune(
     """
     find = (lambda order: None) if new else _newest
     env = os.environ if env is None else env
-    return _tune(source, overrides, env, max_epochs, find=find, force=force, view=view)
+    with Warm() as warm:
+        supervise = functools.partial(supervised, force=force, view=view)
+        return _tune(source, overrides, env, max_epochs, warm, find=find, supervise=supervise)
 
 
 def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
@@ -141,9 +146,10 @@ def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
     """
     folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    with start_folder(run):
+    with start_folder(run), Warm() as warm:
         env["PYTHONPATH"] = os.pathsep.join(folders)
-        return _tune(run.path / "config.yaml", (), env, None, find=lambda order: run, force=False, view=view)
+        supervise = functools.partial(supervised, force=False, view=view)
+        return _tune(run.path / "config.yaml", (), env, None, warm, find=lambda order: run, supervise=supervise)
 
 
 def _tune(
@@ -151,10 +157,10 @@ def _tune(
     overrides: Sequence[config.Override],
     env: Mapping[str, str],
     max_epochs: int | None,
+    warm: Warm,
     *,
     find: Callable[[Order], RunDir | None],
-    force: bool,
-    view: View | None,
+    supervise: Callable[..., AbstractContextManager[Supervisor]],
 ) -> TuneResult:
     _optuna.load_optuna()
     given: dict[str, Any] = {"values": source} if isinstance(source, Mapping) else {"file": Path(source)}
@@ -175,7 +181,7 @@ def _tune(
             )
         overrides = [*overrides, ("--max-epochs", f"{settings.epochs}={max_epochs}")]
     choice = Choice(until=settings.stage)
-    base = order_of_config(source, overrides=overrides, env=env, choice=choice)
+    base = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
     check_names(base, settings)
     fixed = settings.model_dump(mode="json", exclude=set(_FREE))
     fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
@@ -185,9 +191,12 @@ def _tune(
 
     def order_of(values: Mapping[str, Any]) -> Order:
         own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
-        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True)
+        return order_of_config(
+            source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True, warm=warm
+        )
 
-    return _search(order, settings, run, order_of, state=state, force=force, view=view)
+    facts = {"state": state, "fingerprint": fingerprint}
+    return _search(order, settings, run, order_of, functools.partial(supervise, facts=facts, parent=warm.parent))
 
 
 def _newest(order: Order) -> RunDir | None:
@@ -196,11 +205,15 @@ def _newest(order: Order) -> RunDir | None:
 
 
 def _search(
-    order: Order, settings: TuneSettings, run: RunDir, order_of: Any, *, state: str, force: bool, view: View | None
+    order: Order,
+    settings: TuneSettings,
+    run: RunDir,
+    order_of: Any,
+    supervise: Callable[..., AbstractContextManager[Supervisor]],
 ) -> TuneResult:
     runs = order.settings.model_copy(update={"on_failure": "continue"})
     folder_of(run).mkdir(exist_ok=True)
-    with supervised(run, runs, force=force, view=view, facts={"state": state, "fingerprint": order.fingerprint}) as one:
+    with supervise(run, runs) as one:
         limits = _write_study(order, settings, run)
         sweep = Sweep(run, settings, order, order_of, limits=limits, say=one.events.write)
         sweep.backend = one.backend
