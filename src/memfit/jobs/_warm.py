@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ _EARLY = ("MALLOC_", "GLIBC_", "LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLA
 _ONE_THREAD = thread_env(1) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 #: What a driver or a library that does not bear a fork shows of itself in a process.
 _MAPPED = re.compile(r"/(libcuda\.so|libamdhip64|libmpi\.so|nvidia[^/]*|kfd)[^/]*$")
-_HARMLESS = re.compile(r"/dev/(?:null|zero|u?random|pts/\d+|tty)|pipe:\[\d+\]|/.*")
-_KEPT = re.compile(r".*\.(?:h5|hdf5|mdb|db|sqlite3?)")
+_HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 #: What is imported before the fork where a stage uses it; each was seen to begin no thread.
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
 _PR_SET_NAME = 15  # linux/prctl.h
+_IMPORT_SECONDS = 300.0
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
 
 
@@ -70,6 +71,7 @@ class Parent:
         if sys.platform != "linux":
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_IMPORT_SECONDS)
         env = {**env, **_ONE_THREAD}
         with theirs:
             process = subprocess.Popen(
@@ -129,10 +131,12 @@ class Parent:
         status = ProcReader().status(self.pid)
         return status.private if status is not None else 0
 
-    def close(self) -> None:
-        """Let it end; what it forked goes on."""
+    def close(self, *, now: bool = False) -> None:
+        """Let it end, or end it ``now``, without what the imported code does at its end; what it forked goes on."""
         self.refused = self.refused or "it has ended"
         self._connection.close()
+        if now:
+            self._process.kill()
         try:
             self._process.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -241,7 +245,7 @@ def why_not(*own: int) -> str:
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             path = str(link.readlink())
-            if int(link.name) not in own and (not _HARMLESS.fullmatch(path) or _KEPT.fullmatch(path)):
+            if int(link.name) not in own and not _HARMLESS.fullmatch(path):  # forks would share its position
                 return f"it holds {path} open"
     return ""
 
@@ -255,6 +259,7 @@ def _fork(run: Callable[[], int], connection: socket.socket) -> int:
     code = 1
     try:
         connection.close()
+        forget_exits()
         os.setsid()
         code = run()
     except BaseException:
@@ -306,6 +311,21 @@ def leave(code: int) -> None:
         ctypes.CDLL(None).fflush(None)
     finally:
         os._exit(code & 0xFF)
+
+
+def forget_exits() -> None:
+    """Leave what the code imported so far does at its end to the process that imported it.
+
+    What this process registers from now on runs at its end, and so do the ends of logging and of child processes.
+    """
+    atexit._clear()
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # temporary folders, for example
+        one.atexit = False
+    if weakref.finalize._registered_with_atexit:  # type: ignore[attr-defined]
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    for module, name in (("logging", "shutdown"), ("multiprocessing.util", "_exit_function")):
+        if module in sys.modules:
+            atexit.register(getattr(sys.modules[module], name))
 
 
 def draw_anew() -> None:
@@ -387,6 +407,7 @@ def _begin_job(
 ) -> None:
     """Make this process what a new interpreter would be."""
     try:
+        forget_exits()
         os.setsid()
         become()
         for asked in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
@@ -395,7 +416,10 @@ def _begin_job(
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
         told = os.dup2(told, len(streams))
-        os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # paths would be held by what lists them
+            if int(name) > told:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
         os.chdir(cwd)
         os.environ.update(env)
         _name(job_id.encode())
