@@ -162,9 +162,9 @@ def test_the_embargo_does_not_touch_rows_before_the_test_block() -> None:
 
 
 def test_a_splitter_that_was_told_no_label_length_is_refused() -> None:
-    with pytest.raises(SplitError, match="neither of label_end and purged_size"):
+    with pytest.raises(SplitError, match="neither label_end nor purged_size"):
         PurgedKFold(5)
-    with pytest.raises(SplitError, match="both of label_end and purged_size"):
+    with pytest.raises(SplitError, match="label_end and purged_size are both"):
         PurgedKFold(5, label_end=[1], purged_size=1)
 
 
