@@ -311,7 +311,7 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
         )
     if column.dtype.kind not in "Miuf":
         column = _dates_of(name, column)
-    missing = np.isnat(column) if column.dtype.kind == "M" else ~np.isfinite(column)
+    missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
         what, rule = _MISSING[name]
         raise SplitError(
