@@ -21,6 +21,14 @@ def test_a_node_has_what_all_that_is_on_it_has():
     assert found == {"task": 4, "cpu": 32, "gpu": 2, "node": 1, "job": 0.5}
 
 
+@given(st.builds(Layout, *[st.integers(1, 64)] * 4), st.integers(1))
+def test_a_task_has_what_its_cpus_have_whatever_lies_beside_it(layout, size):
+    alone = Layout(cpus_per_task=layout.cpus_per_task)
+    assert alone.to(Amount(size, "cpu"), "task") == layout.to(Amount(size, "cpu"), "task")
+    assert alone.to(Amount(size, "cpu"), "task") == Amount(size * layout.cpus_per_task, "task")
+    assert alone.to(Amount(size, "task"), "cpu") == Amount(-(-size // layout.cpus_per_task), "cpu")
+
+
 @given(st.builds(Layout, counts, counts, counts, counts), st.sampled_from(SCOPES), st.sampled_from(SCOPES))
 def test_another_scope_is_known_exactly_when_the_counts_between_them_are(layout, per, scope):
     needs = NEEDS[per] ^ NEEDS[scope] if {per, scope} == {"task", "cpu"} else NEEDS[per] | NEEDS[scope]
