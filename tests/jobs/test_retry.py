@@ -19,9 +19,9 @@ HAD = Counter({HOST: 400 * MIB, DEVICE: 200 * MIB})
 CAPACITY = Counter({HOST: 1000 * MIB, DEVICE: 800 * MIB})
 
 
-def after(state, *, had=HAD, capacity=CAPACITY, is_last=False, was_preempted=False, **facts):
-    status = JobStatus("job", state, **facts)
-    return decide(status, had=had, capacity=capacity, is_last=is_last, was_preempted=was_preempted)
+def after(state, *, had=HAD, capacity=CAPACITY, **facts):
+    how = {name: facts.pop(name) for name in ("is_last", "was_preempted") if name in facts}
+    return decide(JobStatus("job", state, **facts), had=had, capacity=capacity, **how)
 
 
 def more(size, *, said, kind=HOST):
