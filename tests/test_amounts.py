@@ -1,5 +1,7 @@
 """Memory by scope: what a layout does not tell is never made up."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,6 @@ NEEDS = {
     "node": set(), "job": {"nodes"}, "task": {"tasks_per_node"}, "cpu": {"tasks_per_node", "cpus_per_task"},
     "gpu": {"gpus_per_node"},
 }  # fmt: skip
-counts = st.none() | st.integers(1, 64)
 
 
 def test_a_node_has_what_all_that_is_on_it_has():
@@ -21,12 +22,21 @@ def test_a_node_has_what_all_that_is_on_it_has():
     assert found == {"task": 4, "cpu": 32, "gpu": 2, "node": 1, "job": 0.5}
 
 
-@given(st.builds(Layout, counts, counts, counts, counts), st.sampled_from(SCOPES), st.sampled_from(SCOPES))
-def test_another_scope_is_known_exactly_when_the_counts_between_them_are(layout, per, scope):
-    needs = NEEDS[per] ^ NEEDS[scope] if {per, scope} == {"task", "cpu"} else NEEDS[per] | NEEDS[scope]
-    needs = set() if per == scope else needs
-    amount = Amount(3 * GIB + 1, per)
-    assert (layout.to(amount, scope) is not None) == all(getattr(layout, name) for name in needs)
+@given(st.builds(Layout, *[st.integers(1, 64)] * 4), st.integers(1))
+def test_a_task_has_what_its_cpus_have_whatever_lies_beside_it(layout, size):
+    alone = Layout(cpus_per_task=layout.cpus_per_task)
+    assert alone.to(Amount(size, "cpu"), "task") == layout.to(Amount(size, "cpu"), "task")
+    assert alone.to(Amount(size, "cpu"), "task") == Amount(size * layout.cpus_per_task, "task")
+    assert alone.to(Amount(size, "task"), "cpu") == Amount(-(-size // layout.cpus_per_task), "cpu")
+
+
+def test_another_scope_is_known_exactly_when_the_counts_between_them_are():
+    for *counts, per, scope in itertools.product(*[(None, 3)] * 4, SCOPES, SCOPES):
+        layout = Layout(*counts)
+        needs = NEEDS[per] ^ NEEDS[scope] if {per, scope} == {"task", "cpu"} else NEEDS[per] | NEEDS[scope]
+        needs = set() if per == scope else needs
+        found = layout.to(Amount(3 * GIB + 1, per), scope)
+        assert (found is not None) == all(getattr(layout, name) for name in needs), (layout, per, scope)
 
 
 @given(st.builds(Layout, *[st.integers(1, 64)] * 4), st.sampled_from(SCOPES), st.sampled_from(SCOPES), st.integers(1))

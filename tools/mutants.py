@@ -30,10 +30,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "data/_order": ("tests/data/test_sequences.py", "tests/data/test_batches.py"),
     "diagnosis/_figures": ("tests/diagnosis/test_figures.py",),
     "jobs/_enforce": ("tests/jobs/test_scheduler.py",),
-    "jobs/_retry": ("tests/jobs/test_scheduler.py",),
+    "jobs/_retry": ("tests/jobs/test_retry.py",),
     "jobs/_scheduler": ("tests/jobs/test_scheduler.py",),
     "memory/_admission": ("tests/memory/test_admission.py",),
-    "memory/_cgroup": ("tests/memory/test_budget.py",),
+    "memory/_cgroup": ("tests/memory/test_cgroup.py", "tests/memory/test_budget.py"),
     "splits/_purged": ("tests/splits/test_purged.py", "tests/splits/test_walk_forward.py"),
     "training/_sizes": ("tests/training/test_sizes.py",),
 }
@@ -42,7 +42,7 @@ _SETTINGS = """
 source_paths = ["src"]
 only_mutate = ["src/memfit/{module}.py"]
 pytest_add_cli_args_test_selection = [{tests}]
-pytest_add_cli_args = ["-p", "no:cacheprovider", "-q", "-x", "-m", "not long"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-q", "-x", "-m", "not long and not container"]
 also_copy = ["src", "docs", "README.md", "benchmarks", "examples"]
 use_git_change_detection = false
 track_dependencies = false

@@ -272,7 +272,7 @@ REFUSED = [
         "leave",
     ),
     (["--optimizer-in-backward", "--microbatches", "2"], "--optimizer-in-backward with", "leave one"),
-    (["--gradient-checkpointing", "--selective-checkpointing"], "were both given", "leave one"),
+    (["--gradient-checkpointing", "--selective-checkpointing"], "are both given", "leave one"),
     (["--allocator", "expandable_segments:yes"], "expandable_segments", "True or False"),
     (["--allocator", "expandable_segment:True"], "expandable_segment", "expandable_segments"),
 ]

@@ -168,8 +168,10 @@ def test_arguments_out_of_range_are_refused(wrong):
 def test_data_that_make_no_batch_are_refused():
     with pytest.raises(DataError, match="there are no examples"):
         SequenceLoader([], PADDING, batch=1)
-    with pytest.raises(DataError, match="example 1 takes 12 tokens by itself"):
+    with pytest.raises(DataError, match=r"^example 1 takes 12 tokens by itself") as caught:
         SequenceLoader(rows([4, 9]), PADDING, max_tokens=8)
+    assert caught.value.rule == "a batch has at most max_tokens=8, with what fills it up."
+    assert caught.value.remedy == "raise max_tokens, or cut long examples: Padding(max_length=...)"
     with pytest.raises(DataError, match=r"the lengths have the shape \(1,\), and there are 2 examples"):
         SequenceLoader(rows([4, 9]), PADDING, max_tokens=80, lengths=[4])
 

@@ -14,12 +14,18 @@ LOG = "max_epochs: 1\nEpoch 0: 100%|##########| 242/242 [10:00<00:00, 1.0it/s]\n
 TENSOR = bytes(range(256)) * 16
 
 
-def archive(path, *, crc=True):
-    """What torch.save writes: stored records, with the checksum 0 where it was told to make none."""
+def archive(path, *, crc=True, mark=0, folders=()):
+    """What torch.save writes: stored records, with the checksum 0 where it was told to make none.
+
+    ``mark`` is set in the attributes of the tensor's record; ``folders`` are entries that zip programs add.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as made:
+        for name in folders:
+            made.writestr(name, b"")
         made.writestr("archive/data.pkl", b"pickle")
         made.writestr("archive/data/0", TENSOR)
+        made.getinfo("archive/data/0").external_attr |= mark
         if not crc:
             for record in made.infolist():
                 record.CRC = 0
@@ -44,12 +50,13 @@ def states(folder, **more):
     return {one.name: one.state for one in read_ran([folder], **more).checkpoints}
 
 
-def test_checkpoints_of_one_name_in_several_folders_are_all_judged(tmp_path):
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b""), lambda path: archive(path, mark=0x10)])
+def test_checkpoints_of_one_name_in_several_folders_are_all_judged(tmp_path, harm):
     (tmp_path / "train.log").write_text(LOG)
     for fold in (1, 2, 3):
         archive(tmp_path / f"fold_{fold}/last.ckpt")
     assert diagnose(tmp_path).cause == "completed"
-    (tmp_path / "fold_1/last.ckpt").write_bytes(b"")
+    harm(tmp_path / "fold_1/last.ckpt")
     found = diagnose(tmp_path)
     assert (found.cause, found.arithmetic[0]) == (
         "incomplete",
@@ -65,6 +72,8 @@ def test_checkpoints_of_one_name_in_several_folders_are_all_judged(tmp_path):
         ("a.pt", lambda path: os.truncate(archive(path), 2000), "damaged"),
         ("a.pt", lambda path: archive(path, crc=False), "not proved"),
         ("a.pt", lambda path: flip(archive(path, crc=False)), "not proved"),
+        ("a.pt", lambda path: archive(path, mark=0x10), "damaged"),  # a folder: torch would not read its bytes
+        ("a.pt", lambda path: archive(path, folders=["archive/", "archive/data/"]), "whole"),
         ("a.pt", lambda path: path.write_bytes(bytes(1000)), "damaged"),  # a power cut leaves a disk's zeros
         ("a.pth", lambda path: path.write_bytes(pickle.dumps({"w": [1.0]}, protocol=2)), "not proved"),
         ("a.ckpt", lambda path: path.write_bytes(b"x" * 1024), "not proved"),

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from memfit.errors import DataError
@@ -47,9 +48,13 @@ def test_a_shuffled_table_comes_back_value_by_value() -> None:
         assert math.isnan(scores.of("target_h1")[row, column]) == (value > 0)
 
 
-@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("ns"), pa.string(), pa.date64()])
+@pytest.mark.parametrize(
+    "kind", [pa.date32(), pa.timestamp("ns"), pa.string(), pa.date64(), pa.timestamp("s", "Asia/Shanghai")]
+)
 def test_dates_may_be_of_any_usual_type(kind: pa.DataType) -> None:
-    column = pa.array([DAY] * 2, pa.date32()).cast(kind)
+    column = pa.array([DAY] * 2, pa.date32())
+    has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
+    column = pc.assume_timezone(column.cast(pa.timestamp("s")), kind.tz) if has_zone else column.cast(kind)
     assert read_scores(table(date=column)).dates.tolist() == [DAY]
 
 
@@ -67,7 +72,7 @@ def test_a_date_and_code_that_come_twice_are_named() -> None:
     [
         ({"code": ["A", None]}, "1 of 2 rows have no code"),
         ({"date": [DAY, None]}, "1 of 2 rows have no date"),
-        ({"date": ["2024-01-02", "soon"]}, "dates is of type string"),
+        ({"date": ["2024-01-02", "soon"]}, "column 'date' holds text that is no date"),
         ({"date": [1.5, 2.5]}, "dates is of type double"),
         ({"score_h5": [0.1, math.inf]}, "score_h5 is infinite in 1 of 2 rows, first on 2024-01-02, A"),
         ({"score_h5": ["x", "y"]}, "score_h5 is of type string"),

@@ -161,13 +161,6 @@ def test_the_embargo_does_not_touch_rows_before_the_test_block() -> None:
     assert train.tolist() == list(range(10))
 
 
-def test_a_splitter_that_was_told_no_label_length_is_refused() -> None:
-    with pytest.raises(SplitError, match="neither of label_end and purged_size"):
-        PurgedKFold(5)
-    with pytest.raises(SplitError, match="both of label_end and purged_size"):
-        PurgedKFold(5, label_end=[1], purged_size=1)
-
-
 def test_a_label_that_ends_between_two_dates_is_not_moved_to_the_later_one() -> None:
     dates = np.array([0, 10, 20, 30])
     train, _ = list(PurgedKFold(2, label_end=[0, 19, 20, 30]).split(range(4), groups=dates))[1]
@@ -260,6 +253,8 @@ def test_a_date_array_given_as_x_is_taken_as_the_dates_and_other_arrays_only_by_
     splitter = PurgedKFold(2, purged_size=1)
     assert splitter.describe(days) == splitter.describe(np.zeros((24, 2)), groups=days)
     assert splitter.describe(np.zeros(24, int)) == splitter.describe(range(24))
+    sparse = pytest.importorskip("scipy.sparse")
+    assert splitter.describe(sparse.csr_array((24, 2))) == splitter.describe(range(24))
 
 
 @pytest.mark.parametrize("unit", ["D", "ns"])
@@ -274,33 +269,128 @@ def test_dates_may_be_days_strings_or_date_objects(unit: str) -> None:
     )
 
 
-def test_a_placeholder_date_that_would_wrap_around_in_nanoseconds_is_refused() -> None:
-    days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]").astype("datetime64[ns]")
-    ends = np.full(4, "9999-12-31", "datetime64[D]")
-    with pytest.raises(SplitError, match="not every value fits"):
-        PurgedKFold(2, label_end=ends).split(days)
-
-
-def test_a_label_that_ends_before_its_date_is_refused_with_the_row() -> None:
-    with pytest.raises(SplitError, match=r"1 of 4 labels end before their row's date \(row 2: date 2, label_end 1\)"):
-        PurgedKFold(2, label_end=[0, 1, 1, 3]).split(range(4))
-
-
-def test_label_ends_of_another_kind_than_the_dates_are_refused() -> None:
-    days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]")
-    with pytest.raises(SplitError, match="do not compare"):
-        PurgedKFold(2, label_end=range(4)).split(days)
-    with pytest.raises(SplitError, match="do not compare"):
-        PurgedKFold(2, label_end=days).split(range(4))
-
-
 def test_rows_without_a_date_are_refused() -> None:
-    for days in (
-        np.array(["2024-01-01", "NaT", "2024-01-03"], "M8[D]"),
-        [datetime.date(2024, 1, 1), None, "2024-01-03"],
-    ):
+    pandas = pytest.importorskip("pandas")
+    for missing in (np.datetime64("NaT"), None, float("nan"), pandas.NA, pandas.NaT):
+        days = np.array([datetime.date(2024, 1, 1), missing, "2024-01-03"], object)
         with pytest.raises(SplitError, match=r"1 of 3 rows have no date in groups \(first: row 1\)"):
             PurgedKFold(2, purged_size=0).split(range(3), groups=days)
+
+
+HOURS = np.arange("2024-01-01", "2024-01-05", dtype="M8[D]").astype("M8[ns]")
+_REACH = (
+    "how long a label stays open decides what is purged; without it nothing would be.",
+    "pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
+)
+_FEWER = "give more dates or fewer folds, or shorten the labels, embargo_size or lookback_size"
+_DATE = (
+    "a date is a datetime64, a number, a date object, or ISO 8601 text without an offset, such as 2024-01-31.",
+    "convert it first: groups=pandas.DatetimeIndex(groups).tz_localize(None)",
+)
+_DROP = "drop those rows first, from X, groups and label_end alike: the rows where {} is missing"
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "told"),
+    [
+        ({}, None, ("neither label_end nor purged_size is given.", *_REACH)),
+        ({"label_end": [1], "purged_size": 1}, None, ("label_end and purged_size are both given.", *_REACH)),
+        (
+            {"purged_size": 1, "lookback_size": 2},
+            {"X": range(4)},
+            (
+                "nothing is left to train on in 2 of 2 folds (fold 1, 2):\n{table}",
+                "purged_size=1, lookback_size=2 over 4 dates.",
+                _FEWER,
+            ),
+        ),
+        (
+            {"label_end": [3] * 4},
+            {"X": range(4)},
+            (
+                "nothing is left to train on in 2 of 2 folds (fold 1, 2):\n{table}",
+                "labels that reach far over 4 dates.",
+                _FEWER,
+            ),
+        ),
+        (
+            {"n_splits": 3, "purged_size": 0},
+            {"X": range(4), "groups": [0, 0, 1, 1]},
+            (
+                "2 distinct dates cannot be cut into 3 test blocks.",
+                "each block needs at least one date.",
+                "give more dates or a smaller n_splits",
+            ),
+        ),
+        (
+            {"label_end": [0, 1, 2]},
+            {"X": range(4)},
+            (
+                "label_end has the shape (3,), but there are 4 rows.",
+                "label_end holds one date per row, in the order of the rows.",
+                "pass label_end as a 1-D array of 4 dates",
+            ),
+        ),
+        ({"purged_size": 0}, {"X": range(1), "groups": ["1/2/2020"]}, ("groups holds '1/2/2020'.", *_DATE)),
+        (
+            {"purged_size": 0},
+            {"X": range(2), "groups": ["2024-02-30", "2024-03-01"]},
+            ('groups holds what is no date: Day out of range in datetime string "2024-02-30".', *_DATE),
+        ),
+        (
+            {"purged_size": 0},
+            {"X": np.array(["NaT", "2024-01-03"], "M8[D]")},
+            (
+                "1 of 2 rows have no date in groups (first: row 0).",
+                "a row without a date lies in no test block.",
+                _DROP.format("groups"),
+            ),
+        ),
+        (
+            {"label_end": [0.0, 1.0, np.nan, np.inf]},
+            {"X": range(4)},
+            (
+                "2 of 4 labels are not resolved in label_end (first: row 2).",
+                "an open label has no end to purge by, and no value to learn.",
+                _DROP.format("label_end"),
+            ),
+        ),
+        (
+            {"label_end": [0, 1, 1, 3]},
+            {"X": range(4)},
+            (
+                "1 of 4 labels end before their row's date (row 2: date 2, label_end 1).",
+                "a label is known on its row's date at the earliest.",
+                "check that label_end is in the order of the rows and holds the date on which a label is known",
+            ),
+        ),
+        (
+            {"label_end": HOURS},
+            {"X": range(4)},
+            (
+                "dates of the type int64 do not compare with label_end of the type datetime64[ns].",
+                "label_end is compared with the dates; where groups is None, the dates are the row numbers.",
+                "pass groups=<date of each row> and label_end as the same kind, best as datetime64",
+            ),
+        ),
+        (
+            {"label_end": np.full(4, "9999-12-31", "M8[D]")},  # in nanoseconds it would be a day of 1816
+            {"X": HOURS},
+            (
+                "dates are datetime64[ns] and label_end is datetime64[D], and not every value fits datetime64[ns].",
+                "dates and label ends are compared as datetime64[ns], numpy's common type of the two.",
+                "pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
+            ),
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_by_which_rule_and_what_to_do(given: dict, rows: dict | None, told: tuple) -> None:
+    with pytest.raises(SplitError) as caught:
+        PurgedKFold(**{"n_splits": 2} | given).split(**rows or {"X": range(4)})
+    what, *others = told
+    if "{table}" in what:
+        what = what.format(table=sizes_table(PurgedKFold(2, **given).describe(**rows)))
+    assert (caught.value.what, caught.value.rule, caught.value.remedy) == (what, *others)
 
 
 SPLITTERS = [PurgedKFold(2, purged_size=1), WalkForward(2, purged_size=1)]
@@ -316,10 +406,14 @@ def test_forgotten_groups_are_refused_where_an_index_says_that_rows_share_dates(
         splitter.split(frame)
     with pytest.raises(SplitError, match="an index of 2 levels"):
         splitter.split(frame["x"])
-    with pytest.raises(SplitError, match="holds the same entry twice"):
+    with pytest.raises(SplitError, match=r"^the index of the rows holds the same entry twice, and groups is missing"):
         splitter.split(frame.droplevel("asset"))
-    with pytest.raises(SplitError, match="are not in order"):
-        splitter.split(frame.xs("A", level="asset")[::-1])
+    one_row_a_date = frame.xs("A", level="asset")
+    for turned in (one_row_a_date[::-1], one_row_a_date.to_period("D")[::-1]):
+        with pytest.raises(SplitError, match=r"^the dates in the index of the rows are not in order, and") as caught:
+            splitter.split(turned)
+    assert caught.value.rule.endswith("in order: rows of one date would be tested and learned.")
+    assert caught.value.remedy.endswith("such as groups=X.index.get_level_values('date')")
     dates = both.get_level_values("date")
     expected = [test.tolist() for _, test in splitter.split(frame, groups=dates)]
     assert [test.tolist() for _, test in splitter.split(frame.to_numpy(), groups=dates.to_numpy())] == expected
@@ -327,7 +421,6 @@ def test_forgotten_groups_are_refused_where_an_index_says_that_rows_share_dates(
     with pytest.raises(SplitError, match=r"holds '2024-01-01 00:00:00\+00:00'") as caught:
         splitter.split(frame, groups=dates.tz_localize("UTC"))
     assert "tz_localize(None)" in caught.value.remedy
-    one_row_a_date = frame.xs("A", level="asset")
     assert [len(test) for _, test in splitter.split(one_row_a_date)] == [len(test) // 2 for test in expected]
     assert list(splitter.split(frame.reset_index(drop=True)))
 
@@ -361,18 +454,6 @@ def test_iso_text_of_any_form_is_read_as_its_dates() -> None:
         assert PurgedKFold(2, purged_size=1).describe(range(12), groups=texts) == expected
     months = np.arange("2024-01", "2025-01", dtype="datetime64[M]").astype(str)
     assert PurgedKFold(2, purged_size=1).describe(range(12), groups=months) == expected
-
-
-def test_columns_of_another_length_than_the_rows_are_refused() -> None:
-    with pytest.raises(SplitError, match=r"label_end has the shape \(3,\), but there are 4 rows"):
-        PurgedKFold(2, label_end=[0, 1, 2]).split(range(4))
-    with pytest.raises(SplitError, match=r"groups has the shape \(5,\)"):
-        PurgedKFold(2, purged_size=1).split(range(4), groups=range(5))
-
-
-def test_more_folds_than_dates_are_refused() -> None:
-    with pytest.raises(SplitError, match="3 distinct dates cannot be cut into 5 test blocks"):
-        PurgedKFold(5, purged_size=0).split(range(6), groups=[0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_a_fold_without_a_past_is_refused_before_the_first_fold_with_the_sizes()
         ({"n_splits": 0}, "n_splits is 0"),
         ({"train_size": 0}, "train_size is 0"),
         ({"embargo_size": -1}, "embargo_size is -1"),
-        ({"purged_size": None}, "neither of label_end and purged_size"),
-        ({"label_end": [1]}, "both of label_end and purged_size"),
+        ({"purged_size": None}, "neither label_end nor purged_size"),
+        ({"label_end": [1]}, "label_end and purged_size are both"),
     ],
 )
 def test_sizes_that_are_no_counts_and_labels_without_a_reach_are_refused(sizes: dict, text: str) -> None:

@@ -147,5 +147,7 @@ def test_a_resume_decides_as_the_uninterrupted_run_does(cut):
 
 @pytest.mark.parametrize("state", [{"limits": 3}, {"buckets": 4, "limit": 3}])
 def test_a_state_of_another_form_is_refused(state):
-    with pytest.raises(UsageError, match="no microbatch sizes"):
+    with pytest.raises(UsageError, match=r"^These are no microbatch sizes: TypeError\(") as caught:
         MicrobatchSizes().load_state_dict(state)
+    assert caught.value.rule == "the state is what MicrobatchSizes.state_dict() gave."
+    assert caught.value.remedy == "leave it out: sizes are found anew by a few failures"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -204,6 +205,21 @@ def test_a_file_whose_date_and_asset_have_other_names_makes_the_same_panel(tmp_p
     assert own.panel.assets == usual.panel.assets == ("A", "B", "C")
     np.testing.assert_array_equal(own.panel.values, usual.panel.values)
     assert [fold["first_test_date"] for fold in own.folds] == [fold["first_test_date"] for fold in usual.folds]
+
+
+def in_shanghai(days):
+    return pc.assume_timezone(days.cast(pa.timestamp("ms")), "Asia/Shanghai")
+
+
+@pytest.mark.parametrize("write", [in_shanghai, lambda days: days.cast(pa.string()).dictionary_encode()])
+def test_dates_of_a_file_are_split_as_its_panel_has_them(tmp_path, write):
+    path, data = tmp_path / "own.parquet", PARQUET | {"lookback": 10, "main_horizon": 5}
+    own_file(path)
+    rows = pq.read_table(path)
+    pq.write_table(rows.set_column(0, "date", write(rows["date"])), path)
+    prepared = prepare(tmp_path, make_params(data | {"path": path}))
+    dates, _ = possible_dates(make_params(data | {"path": path}).data)
+    assert dates.tolist() == prepared.panel.dates[9:].tolist()
 
 
 def test_what_a_config_cannot_run_with_is_refused_before_the_first_job_by_the_names_of_its_settings(tmp_path):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from memfit.checks import check_one_given
 from memfit.cli._files import read_model_config
 from memfit.cli._settings import AcceptTight, Set, with_flags
 from memfit.cli._terminal import AsJson, answer, console
@@ -111,14 +112,12 @@ def estimate(
 
 def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
     """Refuse no model, two models, and flags without effect."""
-    if (config is None) == (hf_config is None):
-        raise UsageError(
-            "memfit estimate was given neither a config nor --hf-config."
-            if config is None
-            else f"memfit estimate was given both a config ({config}) and --hf-config {hf_config}.",
-            rule="it takes a config, whose workload names its step, or a model's config.json.",
-            remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
-        )
+    check_one_given(
+        {f"a config ({config})": config, f"--hf-config {hf_config}": hf_config},
+        none="memfit estimate was given neither a config nor --hf-config",
+        rule="it takes a config, whose workload names its step, or a model's config.json.",
+        remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
+    )
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     others = [one.opts[0] for one in context.command.params if one.name in given and one.name not in _OF_CONFIGS]

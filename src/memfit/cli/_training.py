@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from typer import Option
 
+from memfit.checks import check_one_given
 from memfit.errors import UsageError, nearest
 from memfit.estimation import Optimizer, Setup, equation_of_batch, split_batch
 
@@ -155,12 +156,14 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _check(flags: Training) -> None:
     """Refuse flags that contradict each other; what a setup contradicts in itself it refuses when it is made."""
-    if flags.gradient_checkpointing and flags.selective_checkpointing:
-        raise UsageError(
-            "--gradient-checkpointing and --selective-checkpointing were both given.",
-            rule="blocks keep their inputs only, or the results of expensive operations too.",
-            remedy="leave one of them out",
-        )
+    check_one_given(
+        {
+            "--gradient-checkpointing": flags.gradient_checkpointing,
+            "--selective-checkpointing": flags.selective_checkpointing,
+        },
+        rule="blocks keep their inputs only, or the results of expensive operations too.",
+        remedy="leave one of them out",
+    )
     given = f"--microbatches {flags.microbatches}" if flags.microbatches is not None else ""
     given = given or ("--optimizer-in-backward" if flags.optimizer_in_backward else "")
     if flags.is_auto and flags.global_batch is not None and given:

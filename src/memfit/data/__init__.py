@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memfit.data._sequences import SequenceLoader as SequenceLoader
     from memfit.data._source import Columns as Columns
     from memfit.data._source import Source as Source
+    from memfit.data._source import decode_dates as decode_dates
     from memfit.data._source import match_columns as match_columns
     from memfit.data._versions import Version as Version
     from memfit.data._versions import prune as prune
@@ -43,7 +44,7 @@ _NAMES = {
     "_padding": "Padding",
     "_panel": "Panel",
     "_sequences": "SequenceLoader",
-    "_source": "Columns Source match_columns",
+    "_source": "Columns Source decode_dates match_columns",
     "_versions": "Version prune versions",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -29,8 +29,6 @@ class Cut(Sequence[Array]):
         return len(self._places)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return Cut(self._order, self._starts, self._places[number])
         place = self._places[number]
         return self._order[self._starts[place] : self._starts[place + 1]]
 

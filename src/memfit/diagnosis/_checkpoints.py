@@ -20,6 +20,8 @@ State = Literal["whole", "damaged", "not proved"]
 CHECKPOINT = re.compile(r".*\.(?:ckpt|pt|pth|safetensors)|pytorch_model.*\.bin|.*\.(?:safetensors|bin)\.index\.json")
 #: So much is read of a folder's checkpoints, the newest first. Of the others the table of contents and sizes are.
 _MOST_READ = 2 << 30
+#: MS-DOS's mark of a folder. torch reads nothing of a record that has it: its tensor is what lay in memory before.
+_FOLDER = 0x10
 _TORN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -85,6 +87,8 @@ def _judge_archive(file: BinaryIO, is_read: bool) -> State:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(one.header_offset + one.compress_size > archive.start_dir for one in records):
+            return "damaged"
+        if any(one.file_size and (one.is_dir() or one.external_attr & _FOLDER) for one in records):
             return "damaged"
         if not is_read or any(one.file_size and not one.CRC for one in records):  # torch was told to make no checksums
             return "not proved"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+from memfit.checks import check_one_given
 from memfit.errors import UsageError
 from memfit.memory import DEFAULT_SLACK, Footprint
 from memfit.units import format_bytes, format_duration
@@ -88,13 +89,12 @@ class Job:
                 rule="the name becomes a folder: letters, digits, '.', '_' and '-', beginning with a letter or digit.",
                 remedy="name it for example fold_3",
             )
-        if (self.target is None) == (not self.command):
-            raise UsageError(
-                f"job {self.id} has {'neither a function nor' if self.target is None else 'both a function and'} a "
-                "command.",
-                rule="a job is either a function (target) or a command.",
-                remedy="give one of them",
-            )
+        check_one_given(
+            {f"the function of job {self.id}": self.target, "its command": self.command or None},
+            none=f"job {self.id} has neither a function nor a command",
+            rule="a job is either a function (target) or a command.",
+            remedy="give one of them",
+        )
         if self.num_devices < 0 or (self.device_bytes is not None and not self.num_devices):
             raise UsageError(
                 f"job {self.id} declares device memory and asks for {self.num_devices} devices.",

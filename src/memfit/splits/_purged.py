@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from memfit.checks import check_one_given
 from memfit.errors import SplitError, check_counts
 
 Indices = NDArray[np.int64]
@@ -78,12 +79,13 @@ class DateSplitter(ABC):
 
     def __post_init__(self) -> None:
         check_counts(SplitError, 0, embargo_size=self.embargo_size, purged_size=self.purged_size)
-        if (self.label_end is None) == (self.purged_size is None):
-            raise SplitError(
-                f"{'neither' if self.label_end is None else 'both'} of label_end and purged_size given.",
-                rule="how long a label stays open decides what is purged; without it nothing would be.",
-                remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
-            )
+        check_one_given(
+            {"label_end": self.label_end, "purged_size": self.purged_size},
+            none="neither label_end nor purged_size is given",
+            rule="how long a label stays open decides what is purged; without it nothing would be.",
+            remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
+            error=SplitError,
+        )
 
     @abstractmethod
     def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
@@ -309,7 +311,7 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
         )
     if column.dtype.kind not in "Miuf":
         column = _dates_of(name, column)
-    missing = np.isnat(column) if column.dtype.kind == "M" else ~np.isfinite(column)
+    missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
         what, rule = _MISSING[name]
         raise SplitError(

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from memfit.data import decode_dates
 from memfit.errors import DataError
 
 #: Places that an error or a finding names.
@@ -253,10 +254,9 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
-    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``."""
+    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``, as a panel reads it."""
     try:
-        days = pc.cast(column, pa.timestamp("s") if pa.types.is_string(column.type) else pa.date32(), safe=False)
-        return np.asarray(days.to_numpy()).astype("datetime64[D]")
+        return decode_dates(column.combine_chunks(), "date")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"the column of dates is of type {column.type}: {error}.",

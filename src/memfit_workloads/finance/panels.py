@@ -20,7 +20,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from memfit import config
-from memfit.data import Panel
+from memfit.data import Panel, decode_dates
 from memfit.errors import ConfigError, SplitError, UsageError, nearest
 from memfit.pipeline import Context
 from memfit.rundir import phase
@@ -216,7 +216,7 @@ def possible_dates(data: DataParams) -> tuple[npt.NDArray[np.datetime64], int]:
     else:
         counts: Counter[Any] = Counter()
         for batch in batches_of(data, data.columns.date):
-            days, number = np.unique(days_of(batch.column(0)), return_counts=True)
+            days, number = np.unique(decode_dates(batch.column(0), data.columns.date), return_counts=True)
             counts.update(dict(zip(days.tolist(), number.tolist(), strict=True)))
         dates, num_assets, after = np.array(sorted(counts), "datetime64[D]"), max(counts.values(), default=1), 0
     return dates[data.lookback - 1 : len(dates) - after], num_assets
@@ -245,13 +245,6 @@ def _datasets(data: DataParams) -> Iterator[tuple[Path, Any]]:
                     remedy="--set params.data.path=...; pandas.read_csv(...).to_parquet(...) converts a CSV file",
                 ) from None
             yield path, found
-
-
-def days_of(column: pa.Array) -> npt.NDArray[np.datetime64]:
-    """Return a column of dates, timestamps or ISO 8601 text as days."""
-    plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-    days: npt.NDArray[np.datetime64] = plain.to_numpy(zero_copy_only=False).astype("datetime64[D]")
-    return days
 
 
 def check_folds(params: PanelParams, cut: Splitter, valid_share: float) -> int:

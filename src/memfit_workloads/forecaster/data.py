@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from memfit.data import Panel
+from memfit.data import Panel, decode_dates
 from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit.rundir import phase
@@ -26,7 +26,6 @@ from memfit_workloads.finance.panels import (
     check_columns,
     check_data,
     check_folds,
-    days_of,
     naming,
     possible_dates,
     prepare_folds,
@@ -164,7 +163,7 @@ def sectors_of(panel: Panel, data: ForecastData) -> npt.NDArray[np.int16]:
         assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
         for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
             place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
-            dates = days_of(batch.column(0))
+            dates = decode_dates(batch.column(0), data.columns.date)
             by_date = np.argsort(dates, kind="stable")
             seen, rows = np.unique(place[by_date], return_index=True)
             for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
