@@ -195,6 +195,7 @@ def test_names_that_are_not_there_are_refused_before_anything_is_made(study, tmp
         ({"space": [{"name": "params.depth", "low": 1, "high": 2}]}, "'params.depth', which is not there"),
         ({"objective": "blend.loss"}, "there is no stage 'blend'"),
         ({"epochs": "params.kind"}, "tune.epochs names params.kind, which is 'a'"),
+        ({"epochs": "params.num_epoch"}, "'params.num_epoch', which is not there"),
     ):
         with pytest.raises(ConfigError) as caught:
             tune(study(tune=tune_section))
@@ -215,9 +216,8 @@ def test_a_study_whose_draws_never_fit_has_failed_and_says_the_last_reason(study
 
 def test_refused_draws_are_read_after_a_restart_and_not_decided_again(study):
     path = study({"num_epochs": 1}, {"num_slots": 1, "sampler": "random"})
-    first = tune(path, overrides=["tune.n_trials=1"])
-    run = RunDir(first.path)
     plain = tune(path, overrides=["tune.n_trials=2"])
+    run = RunDir(plain.path)
     told = trials_of(plain)[1]
     # As a kill leaves it after one refused draw. These settings fit, as the study has just shown.
     refused = [{"params": dict(told.params), "why": "it was too large then"}]
@@ -263,15 +263,15 @@ def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study)
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "num_starts", "said"),
     [
-        ({"widths_that_fail": [4]}, "canary_1, the trial before the search, is failed"),
-        ({"num_reported": 2}, "canary_3, the trial before the search, reported 2 of 3 epochs"),
+        ({"widths_that_fail": [4]}, 2, "canary_1, the trial before the search, is failed"),
+        ({"num_reported": 2}, 1, "canary_3, the trial before the search, reported 2 of 3 epochs"),
     ],
 )
-def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(study, params, said):
+def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(study, params, num_starts, said):
     path = study(params, {"epochs": "params.num_epochs"})
-    for _ in range(2):
+    for _ in range(num_starts):
         with pytest.raises(JobFailedError) as caught:
             tune(path)
         assert said in caught.value.what and caught.value.exit_code == 4
