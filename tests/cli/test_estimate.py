@@ -371,7 +371,7 @@ def test_the_change_that_fits_does_so_when_it_is_typed(estimate, words):
 
 @pytest.mark.slow
 def test_a_traced_change_fits_when_it_is_typed_and_is_printed_with_its_cost(estimate):
-    words = ("--gpu", "1900MiB", "--batch", 64, "--seq-len", 256)
+    words = ("--gpu", "2300MiB", "--batch", 64, "--seq-len", 256)
     refused, accepted = retyped(estimate, words)
     assert refused["method"] == accepted.json["method"] == "traced"
     assert accepted.exit_code == 0

@@ -18,11 +18,11 @@ from tuning.studies import KIND, SPACE, asking, config_of, ended, lay_out, left_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: Three jobs fit the limit at once, where up to six want to run.
+#: Two jobs fit the limit at once, where up to three want to run.
 CONFIG = config_of(
-    {"num_folds": 2, "num_epochs": 4, "widths_too_large": 8, "save_seconds": 0.05},
+    {"num_folds": 1, "num_epochs": 4, "widths_too_large": 8, "save_seconds": 0.05},
     {"n_trials": 7, "pruner_startup": 2, "num_slots": 3, "space": [*SPACE, KIND]},
-    memory={"limit": "110MiB", "reserve": "16MiB"},
+    memory={"limit": "80MiB", "reserve": "16MiB"},
 )
 TAKEN = "it still runs and is taken over"
 
@@ -78,7 +78,7 @@ def test_a_study_killed_at_any_moment_is_the_unbroken_study(studies):
 def test_how_trials_are_admitted_changes_no_study(studies):
     """The comparison above says nothing if both ran alike."""
     assert {event["num_running"] for event in events(studies.quiet, "admit")} == {1}
-    assert max(event["num_running"] for event in events(studies.killed, "admit")) == 3
+    assert max(event["num_running"] for event in events(studies.killed, "admit")) == 2
     assert any("needs" in event["reason"] for event in events(studies.killed, "wait"))
 
 

@@ -243,11 +243,14 @@ def test_a_trial_that_found_no_memory_to_start_with_is_no_failure_and_starts_lat
 
 def test_a_trial_reserves_more_than_it_takes_at_least_but_not_more_than_there_is(study):
     estimates = {"name": "params.estimate_mib", "choices": [950]}
-    path = study({"num_epochs": 1}, {"space": [estimates], "num_slots": 1})
+    path = study({"num_epochs": 1, "num_folds": 2}, {"space": [estimates], "num_slots": 1})
     run = RunDir(tune(path, overrides=["tune.n_trials=1"]).path)
-    admitted = [one for one in run.events() if one["kind"] == "admit" and one["job"] == "trial_0000.fold_1"]
-    assert [one["reservation_bytes"] for one in admitted] == [Study.open(run).limits["host"]]
+    admitted = {one["job"]: one["reservation_bytes"] for one in events(run, "admit")}
+    assert admitted["trial_0000.fold_1"] == Study.open(run).limits["host"]
     assert 950 * MIB < Study.open(run).limits["host"] < 1.1 * 950 * MIB
+    trial = Study.open(run).trials[0]
+    assert trial.by_unit.keys() == {"1", "2"} and len(set(trial.by_unit.values())) == 2
+    assert trial.value == pytest.approx(sum(trial.by_unit.values()) / 2)
 
 
 def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study):
