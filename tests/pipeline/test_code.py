@@ -1,6 +1,9 @@
 """What counts as the code of a stage: a change of it makes the stage run again, and no other change does."""
 
 import contextlib
+import itertools
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +138,8 @@ def beside():
 """,
     "registry/found_later.py": "VALUE = 1\n",
 }
+#: Times of files.
+SECONDS = itertools.count(int(time.time()))
 ALL = {"object", "partial", "lamb", "plain", "looked_up", "whole"}
 
 
@@ -157,6 +162,12 @@ def flow(finished, monkeypatch):
     monkeypatch.chdir(finished)
 
 
+def write(file, text):
+    """Write a file that is a second younger than the last: of two within a second Python would load the bytecode of one."""
+    Path(file).write_text(text)
+    os.utime(file, (next(SECONDS),) * 2)
+
+
 def reruns(*edits, config=CONFIG):
     """The stages that would run after edits (file, before, after), which are then taken back."""
     before = {file: Path(file).read_text() for file, *_ in edits}
@@ -164,11 +175,11 @@ def reruns(*edits, config=CONFIG):
         for file, old, new in edits:
             text = Path(file).read_text()
             assert old in text
-            Path(file).write_text(text.replace(old, new))
+            write(file, text.replace(old, new))
         return {stage.name for stage in plan_run(config).stages if stage.num_runs}
     finally:
         for file, text in before.items():
-            Path(file).write_text(text)
+            write(file, text)
 
 
 #: Edits together, each of another stage, and the stages that run after them.
