@@ -151,7 +151,7 @@ def naive_fold(config: Path, run: Path, fold: int) -> None:
     work = config.parent / "naive" / f"fold_{fold}"
     work.mkdir(parents=True, exist_ok=True)
     needs = {"prepare": [prepared]}
-    context = Context(prepared.result["folds"][fold - 1], fold, work, config.parent / "panels", needs=needs)
+    context = Context(prepared.result["folds"][fold - 1], lambda: fold, work, config.parent / "panels", needs=needs)
     train_fold(context, RankerParams.model_validate(read_file(config)["params"]))
 
 

@@ -34,6 +34,7 @@ _LEFT = pytest.StashKey[list[str]]()
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # xdist's workers inherit it
         os.environ[_SESSION] = uuid.uuid4().hex
+        os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # none is here, and each process would look for them
         os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memfit-tests-state-")  # not the user's own
 
 

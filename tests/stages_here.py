@@ -44,7 +44,7 @@ class StagesHere:
         folder.mkdir(parents=True, exist_ok=True)
         return Context(
             unit=None if fold is None else self.folds()[fold - 1],
-            own_seed=int(np.random.SeedSequence([self.seed, *([fold] if fold else [])]).generate_state(1)[0]),
+            own_seed=lambda: int(np.random.SeedSequence([self.seed, *([fold] if fold else [])]).generate_state(1)[0]),
             dir=folder,
             panels_dir=self.panels_dir,
             needs=needs,

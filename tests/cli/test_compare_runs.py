@@ -3,12 +3,10 @@
 import itertools
 import json
 import math
-import shutil
 from statistics import NormalDist
 
 import pytest
 
-from cli.conftest import tiny_config
 from memfit.files import write_json
 from memfit.rundir import RunDir
 
@@ -338,23 +336,33 @@ def test_a_flag_that_went_to_the_finance_workloads_says_what_to_type(run, flag):
 # Real runs
 
 
+FUNCTION = """
+def scale(value):
+    return 2 * value
+
+def train(ctx, rate: float = 0.5):
+    return {"loss": scale(rate), "draw": ctx.seed}
+"""
+
+
 @pytest.mark.slow
-def test_a_baseline_is_made_again_from_its_stored_config_and_changed_code_is_seen(memfit, config, tmp_path):
-    assert memfit("run", config(), "--quiet").exit_code == 0
-    [stored] = RunDir.all(tmp_path / "runs", "tiny")
-    shutil.move(config(), tmp_path / "gone.yaml")
+def test_a_baseline_is_made_again_from_its_stored_config_and_changed_code_is_seen(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(FUNCTION)
+    (tmp_path / "config.yaml").write_text("experiment: job\ntarget: job:train\nseed: 7\n")
+    assert memfit("run", "config.yaml", "--quiet").exit_code == 0
+    [stored] = RunDir.all(tmp_path / "runs", "job")
+    (tmp_path / "config.yaml").unlink()
     assert memfit("run", stored.path / "config.yaml", "--quiet", "--runs-dir", "again").exit_code == 0
-    done = memfit("compare", "again/tiny", stored.path, "--json")
+    done = memfit("compare", "again/job", stored.path, "--json")
     found = json.loads(done.out)
     assert (found["differences"], found["notes"]) == ([], [])
-    assert found["numbers"]["fold.draw"]["before"] == found["numbers"]["fold.draw"]["after"]
-    [again] = RunDir.all(tmp_path / "again", "tiny")
+    assert found["numbers"]["train.draw"]["before"] == found["numbers"]["train.draw"]["after"]
+    [again] = RunDir.all(tmp_path / "again", "job")
     assert again.header["fingerprint"] == stored.header["fingerprint"]
 
-    code = (tmp_path / "tiny.py").read_text()
-    (tmp_path / "tiny.py").write_text(code.replace("values % 7", "values % 5"))
-    (tmp_path / "changed.yaml").write_text(tiny_config().replace("experiment: tiny", "experiment: changed"))
+    (tmp_path / "job.py").write_text(FUNCTION.replace("2 * value", "3 * value"))
+    (tmp_path / "changed.yaml").write_text("experiment: changed\ntarget: job:train\nseed: 7\n")
     assert memfit("run", "changed.yaml", "--quiet").exit_code == 0
     changed = json.loads(memfit("compare", "changed", stored.path, "--json").out)
     assert changed["change"] == "code"
-    assert any("make_table" in name for name in changed["differences"][0]["before"])
+    assert any("scale" in name for name in changed["differences"][0]["before"])

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from memfit import jobs
+
 pytestmark = pytest.mark.slow
 
 MODULE = """
 import dataclasses
 import numpy as np
-import torch
 import tiny
 from memfit.pipeline import Probe
 
@@ -17,6 +18,8 @@ def loader(context, params, num_workers):
     return [np.ones((rows, 32), np.float32) for rows in (4, 16, 8)]
 
 def step(context, params):
+    import torch
+
     model = torch.nn.Linear(32, params.num_epochs)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -40,9 +43,18 @@ def workload(tmp_path, monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "loading.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "config.yaml"
     path.write_text("schema_version: 1\nexperiment: tiny\ntarget: loading:BOTH\nparams: {n_splits: 2, num_epochs: 7}\n")
     return path
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Has estimates made in this process, where torch is loaded once; the first test has them made in a child."""
+    monkeypatch.setattr(
+        "memfit.pipeline._probe.call_in_child", lambda target, asked, env: jobs.load_target(target)(**asked)
+    )
 
 
 def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed(memfit, workload, tmp_path):
@@ -59,6 +71,7 @@ def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("here")
 def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_holds(memfit, workload):
     done = memfit("estimate", workload, "--gpu", "1GiB")
     assert done.exit_code == 3
@@ -66,6 +79,7 @@ def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_hold
     assert "the largest of all 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
 
 
+@pytest.mark.usefixtures("here")
 def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit, workload):
     found = json.loads(memfit("estimate", workload, "--gpu", "24GiB", "--json").out)
     words = ("estimate", workload, "--gpu", f"{int(found['device']['device_bytes']['upper'] / 0.97)} B")
@@ -77,6 +91,8 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
     assert memfit(*words).exit_code == 0
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -161,18 +161,18 @@ def test_ctrl_c_twice_ends_the_command_and_gives_130(tmp_path):
         ),
     ],
 )
-def test_a_script_or_a_command_without_its_dashes_is_answered_with_the_right_line(tmp_path, words, remedy):
+def test_a_script_or_a_command_without_its_dashes_is_answered_with_the_right_line(memfit, tmp_path, words, remedy):
     (tmp_path / "train.py").write_text("print(1)")
-    done = subprocess.run([sys.executable, "-m", "memfit", *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert remedy in done.stderr
+    done = memfit(*words)
+    assert done.exit_code == 2
+    assert remedy in done.err
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_misspelt_setting_of_a_function_is_refused_and_a_unit_is_not(tmp_path):
+def test_a_misspelt_setting_of_a_function_is_refused_and_a_unit_is_not(memfit, tmp_path):
     (tmp_path / "job.py").write_text("def train(ctx, learning_rate: float = 0.1):\n    return {'lr': learning_rate}\n")
-    words = [sys.executable, "-m", "memfit", "run", "job:train", "--plan", "--param"]
-    done = subprocess.run([*words, "learnin_rate=0.1,0.2"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "did you mean 'learning_rate'?" in done.stderr
-    done = subprocess.run([*words, "fold=1..2"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["run", "job:train", "--plan", "--param"]
+    done = memfit(*words, "learnin_rate=0.1,0.2")
+    assert done.exit_code == 2 and "did you mean 'learning_rate'?" in done.err
+    done = memfit(*words, "fold=1..2")
+    assert done.exit_code == 0, done.err

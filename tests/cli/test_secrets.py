@@ -99,17 +99,13 @@ def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
     assert leaks(tmp_path / "runs") == set()
 
 
-def test_the_config_and_the_jobs_of_folds_are_for_their_user_where_they_hold_a_secret(memfit, config, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import replace\nimport tiny\n"
-        "class Params(tiny.TinyParams):\n    hub_token: str = ''\n\n"
-        "MINE = replace(tiny.TINY, params=Params)\n"
-    )
-    words = ["--set", "target=mine:MINE", "--set", "params.hub_token=s3cret-a"]
-    done = memfit("run", config(), *words)
+def test_the_config_and_the_jobs_of_a_function_are_for_their_user_where_they_hold_a_secret(memfit, tmp_path):
+    (tmp_path / "mine.py").write_text("def train(ctx, hub_token: str = ''):\n    return {'fold': ctx.unit['fold']}\n")
+    words = ["--param", "fold=1..2", "--set", "params.hub_token=s3cret-a"]
+    done = memfit("run", "mine:train", *words)
     assert done.exit_code == 0, done.err
     assert leaks(tmp_path / "runs") == set()
-    [run] = RunDir.all(tmp_path / "runs", "tiny")
+    [run] = RunDir.all(tmp_path / "runs", "train")
     assert memfit("resume", run.path).exit_code == 0
 
 

@@ -11,6 +11,12 @@ import pynvml
 FOLDER = Path(os.environ["STAND_IN_GPUS"])
 
 
+class OutOfMemoryError(RuntimeError):
+    """Reads in a log as torch's does; to load torch takes longer than all else in a job here."""
+
+    __module__ = "torch"
+
+
 def visible():
     """Return the UUIDs of the GPUs that this process sees, in its order."""
     every = json.loads((FOLDER / "gpus.json").read_text())
@@ -21,7 +27,7 @@ def hold(num_bytes):
     """Hold so many bytes of each visible GPU from now on, in place of what was held before.
 
     Raises:
-        torch.OutOfMemoryError: If a GPU has not so many, or the process may not take so many.
+        OutOfMemoryError: If a GPU has not so many, or the process may not take so many.
     """
     with open(FOLDER / "gpus.json") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -31,9 +37,7 @@ def hold(num_bytes):
         for uuid in visible():
             others = sum(size for pid, size in pynvml.used_by_pid(uuid).items() if pid != os.getpid())
             if num_bytes > fraction * totals[uuid] or others + num_bytes > totals[uuid]:
-                import torch
-
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes / 2**30:.2f} GiB.")
+                raise OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes / 2**30:.2f} GiB.")
         aside = FOLDER / f".{os.getpid()}"
         aside.write_text(json.dumps(dict.fromkeys(visible(), num_bytes)))
         aside.rename(FOLDER / f"{os.getpid()}.json")

@@ -1,5 +1,9 @@
 """What counts as the code of a stage: a change of it makes the stage run again, and no other change does."""
 
+import contextlib
+import itertools
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from memfit.pipeline import plan_run
 pytestmark = pytest.mark.slow
 
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
+COUNTED = CONFIG | {"target": "flow:COUNTED"}
 #: A workload whose stages reach their code in other ways than by a plain function.
 FILES = {
     "flow.py": """
@@ -133,62 +138,90 @@ def beside():
 """,
     "registry/found_later.py": "VALUE = 1\n",
 }
+#: Times of files.
+SECONDS = itertools.count(int(time.time()))
 ALL = {"object", "partial", "lamb", "plain", "looked_up", "whole"}
 
 
-@pytest.fixture
-def flow(tmp_path, monkeypatch):
-    """The workload, run once, in the current folder."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which both workloads have run once."""
+    folder = tmp_path_factory.mktemp("finished")
     for name, text in FILES.items():
-        path = tmp_path / name
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    monkeypatch.chdir(tmp_path)
-    assert memfit.run(CONFIG).exit_code == 0
+    with contextlib.chdir(folder):
+        assert [memfit.run(config).exit_code for config in (CONFIG, COUNTED)] == [0, 0]
+    return folder
 
 
-def reruns(file="", before="", after="", config=CONFIG):
-    """The stages that would run after an edit, which is then taken back."""
-    path = Path(file or "flow.py")
-    text = path.read_text()
-    assert before in text
+@pytest.fixture
+def flow(finished, monkeypatch):
+    """Makes the folder of the finished runs the current one; no test leaves anything in it."""
+    monkeypatch.chdir(finished)
+
+
+def write(file, text):
+    """Write a file that is a second younger than the last: of two within a second Python would load the bytecode of one."""
+    Path(file).write_text(text)
+    os.utime(file, (next(SECONDS),) * 2)
+
+
+def reruns(*edits, config=CONFIG):
+    """The stages that would run after edits (file, before, after), which are then taken back."""
+    before = {file: Path(file).read_text() for file, *_ in edits}
     try:
-        path.write_text(text.replace(before, after))
+        for file, old, new in edits:
+            text = Path(file).read_text()
+            assert old in text
+            write(file, text.replace(old, new))
         return {stage.name for stage in plan_run(config).stages if stage.num_runs}
     finally:
-        path.write_text(text)
+        for file, text in before.items():
+            write(file, text)
 
 
-def test_what_a_stage_is_bound_to_counts_and_is_the_same_in_each_process(flow):
-    assert reruns() == set()  # sets and functions have another order and address in each process
-    assert reruns("flow.py", '"rate": 1', '"rate": 2') == {"object"}
-    assert reruns("flow.py", '"a+"', '"b+"') == {"object"}
-    assert reruns("parts.py", 'Path("here")', 'Path("there")') == {"object"}
-    assert reruns("flow.py", '{"a", "b", "c"}', '{"a", "b", "d"}') == {"object"}
-    assert reruns("parts.py", "score():\n    return 1", "score():\n    return 2") == {"partial"}
-    assert reruns("flow.py", '"xyz"', '"xyw"') == {"partial"}
-    assert reruns("parts.py", "unused():\n    return 1", "unused():\n    return 2") == set()
-    assert reruns("short.py", "'one': 1", "'one': 2") == {"lamb"}
-    assert reruns("flow.py", '{"plain": 1}', '{"plain": 2}') == {"plain"}
-    assert reruns("flow.py", '"begins"', '"it begins"') == {"plain"}
+#: Edits together, each of another stage, and the stages that run after them.
+EDITS = [
+    ([], set()),  # sets and functions have another order and address in each process
+    (
+        [
+            ("flow.py", '"rate": 1', '"rate": 2'),
+            ("parts.py", "score():\n    return 1", "score():\n    return 2"),
+            ("short.py", "'one': 1", "'one': 2"),
+        ],
+        {"object", "partial", "lamb"},
+    ),
+    ([("flow.py", '"a+"', '"b+"'), ("flow.py", '{"plain": 1}', '{"plain": 2}')], {"object", "plain"}),
+    ([("parts.py", 'Path("here")', 'Path("there")'), ("flow.py", '"begins"', '"it begins"')], {"object", "plain"}),
+    ([("flow.py", '{"a", "b", "c"}', '{"a", "b", "d"}'), ("inside.py", "return 1", "return 2")], {"object", "whole"}),
+    (
+        [
+            ("flow.py", '"xyz"', '"xyw"'),
+            ("parts.py", "unused():\n    return 1", "unused():\n    return 2"),
+            ("registry/first.py", "return 1", "return 2"),
+        ],
+        {"partial"},
+    ),
+    ([("registry/first.py", "self.layers = 1", "self.layers = 2")], ALL),
+    ([("registry/found_later.py", "VALUE = 1", "VALUE = 2")], ALL),  # by its name alone, in a loop
+]
 
 
-def test_code_that_is_registered_when_it_is_imported_counts(flow):
-    assert reruns("registry/first.py", "self.layers = 1", "self.layers = 2") == ALL
-    assert reruns("registry/first.py", "return 1", "return 2") == set()
-    assert reruns("registry/found_later.py", "VALUE = 1", "VALUE = 2") == ALL  # by its name alone, in a loop
-    assert reruns("inside.py", "return 1", "return 2") == {"whole"}
+@pytest.mark.parametrize(("edits", "expected"), EDITS)
+def test_what_a_stage_is_bound_to_or_registers_when_it_is_imported_counts_and_nothing_else(flow, edits, expected):
+    assert reruns(*edits) == expected
 
 
 def test_constants_of_the_params_count_and_fields_do_not(flow):
-    config = CONFIG | {"target": "flow:COUNTED"}
-    memfit.run(config)
-    assert reruns("flow.py", "size: int = 1", "size: int = 2\n    newer: int = 0", config) == set()
-    assert reruns("flow.py", "FACTOR: ClassVar[int] = 2", "FACTOR: ClassVar[int] = 4", config) == {"plain"}
-    assert reruns("flow.py", "PrivateAttr(3)", "PrivateAttr(4)", config) == {"plain"}
+    field = ("flow.py", "size: int = 1", "size: int = 2\n    newer: int = 0")
+    assert reruns(field, config=COUNTED) == set()
+    assert reruns(("flow.py", "FACTOR: ClassVar[int] = 2", "FACTOR: ClassVar[int] = 4"), config=COUNTED) == {"plain"}
+    assert reruns(("flow.py", "PrivateAttr(3)", "PrivateAttr(4)"), config=COUNTED) == {"plain"}
 
 
 def test_an_object_without_content_is_refused(flow):
     with pytest.raises(UsageError, match="is bound to a lock, which has no content") as caught:
-        reruns("flow.py", "names=frozenset", "lock=__import__('threading').Lock(), names=frozenset")
+        reruns(("flow.py", "names=frozenset", "lock=__import__('threading').Lock(), names=frozenset"))
     assert "inside of the function" in caught.value.remedy

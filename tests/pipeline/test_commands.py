@@ -135,7 +135,9 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     with pytest.raises(DoesNotFitError, match=r"cmd_0001 needs 900\.00 TiB of host memory \(as declared\)"):
         run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"])
     assert not Path("ran").exists()
-    assert run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True).exit_code == 0
+    forced = run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True)
+    [admitted] = [event["text"] for event in RunDir(forced.path).events() if event["kind"] == "admit"]
+    assert forced.exit_code == 0 and "not checked against the budget (--force)" in admitted
 
 
 def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is_accepted():

@@ -17,16 +17,10 @@ import json, pathlib
 given = dict(one.split("=", 1) for one in pathlib.Path("/proc/self/environ").read_text().split("\\0") if "=" in one)
 print(json.dumps({name: text for name, text in given.items() if name.startswith("PYTORCH")}))
 """
-WORKLOAD = f"""
-import dataclasses
-import tiny
-
-def train_fold(context, params):
+FUNCTION = f"""
+def train(context):
     exec({AT_START!r})
     return {{"done": 1.0}}
-
-stages = [dataclasses.replace(stage, run=train_fold) if stage.name == "fold" else stage for stage in tiny.TINY.stages]
-SEES = dataclasses.replace(tiny.TINY, stages=tuple(stages))
 """
 
 
@@ -84,12 +78,12 @@ def test_a_contradiction_is_refused_before_anything_runs_with_the_flag_and_the_s
 
 
 @pytest.mark.slow
-def test_a_fold_starts_with_what_its_config_says_and_the_effective_config_keeps_it(tiny, tmp_path):
-    (tmp_path / "sees.py").write_text(WORKLOAD)
-    path = tiny(f"units: '1'\nmemory: {{cuda_allocator: '{GROWS}'}}")
-    path.write_text(path.read_text().replace("target: tiny:TINY", "target: sees:SEES"))
+def test_a_function_starts_with_what_its_config_says_and_the_effective_config_keeps_it(tmp_path):
+    (tmp_path / "job.py").write_text(FUNCTION)
+    path = tmp_path / "config.yaml"
+    path.write_text(f"experiment: sees\ntarget: job:train\nmemory:\n  cuda_allocator: '{GROWS}'\n")
     result = run(path)
     assert result.state == "completed"
-    assert json.loads((result.path / "jobs/fold_1/out.log").read_text()) == dict.fromkeys(NAMES, GROWS)
+    assert json.loads((result.path / "jobs/train/out.log").read_text()) == dict.fromkeys(NAMES, GROWS)
     assert f"cuda_allocator: {GROWS}" in (result.path / "config.yaml").read_text()
-    assert RunDir(result.path).header["origins"]["memory.cuda_allocator"] == f"{path}:6"
+    assert RunDir(result.path).header["origins"]["memory.cuda_allocator"] == f"{path}:4"

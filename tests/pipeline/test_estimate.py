@@ -6,6 +6,7 @@ import pytest
 
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation import estimate_step
+from memfit.jobs import load_target
 from memfit.pipeline import estimate_workload
 from memfit.training import find_longest
 from memfit_workloads.ranker.params import RankerParams
@@ -21,6 +22,12 @@ PARAMS = {
     "model": {"patch_size": 5, "width": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1},
     "train": {"dates_per_batch": 2},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch):
+    """Estimates are made in this process, which has loaded torch; tests/cli/test_estimate_workload.py has a child."""
+    monkeypatch.setattr("memfit.pipeline._probe.call_in_child", lambda target, asked, env: load_target(target)(**asked))
 
 
 @pytest.fixture
@@ -70,7 +77,8 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
     assert len(set(others)) > 1, "the market's lists differ in length"
 
 
-def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny):
+def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="no stage of 'tiny:TINY' says how it is measured") as caught:
         estimate_workload(tiny())
     assert "Stage(..., probe=Probe(loader, step))" in str(caught.value)

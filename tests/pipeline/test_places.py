@@ -75,7 +75,7 @@ def events(kind, runs="runs"):
 
 def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gpus):
     make(gpus, 4)
-    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x2"), verb="run"))
+    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x1"), verb="run"))
     first, second, third = notes(gpus)
     assert len({*first["gpus"], *second["gpus"]}) == 4
     assert second["began"] < first["ended"]
@@ -110,7 +110,7 @@ def test_a_job_that_can_never_fit_is_refused_with_the_arithmetic(gpus, words, re
 def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
     make(gpus, 1)
     # Each takes what it was promised long after its start: until then the other sees it as free.
-    runs = [start("--gpu-memory", "6GiB", job=(name, "0x2", "5x1"), runs=name) for name in ("a", "b")]
+    runs = [start("--gpu-memory", "6GiB", job=(name, "0x1", "5x1"), runs=name) for name in ("a", "b")]
     for run in runs:
         finish(run)
     first, second = notes(gpus)

@@ -85,22 +85,20 @@ def check_settings(first, *cases):
     return result
 
 
-def test_stages_run_once_in_order_and_the_result_of_another_run_stays_when_that_is_deleted(chain):
-    first, ran, _ = chain()
-    assert (first.exit_code, ran) == (0, ALL)
-    assert first.metrics["summed"] == {"sum": 4 + 9 + 16, "all": 3}
-    assert first.metrics["gate"] == {"seen": 1}
-    order = [event["job"] for event in RunDir(first.path).events() if event["kind"] == "admit"]
+def test_stages_run_once_in_order_and_the_result_of_another_run_stays_when_that_is_deleted(first):
+    order = [event["job"] for event in first.events() if event["kind"] == "admit"]
     assert order.index("gate") < order.index("square_2")
-    again, ran, states = chain()
-    assert (again.path, ran, again.metrics) == (first.path, [], first.metrics)
+    again, ran, states = run_chain()
+    assert (again.path, again.exit_code, ran) == (first.path, 0, [])
+    assert again.metrics["summed"] == {"sum": 4 + 9 + 16, "all": 3}
+    assert again.metrics["gate"] == {"seen": 1}
     assert {states[job]["state"] for job in ALL} == {"kept"}
     second = check_settings(first, ("params.offset=5", ["last", "summed"], "offset 0 -> 5"))
     manifest = json.loads((second.path / "checkpoints/square_2.json").read_text())
     assert manifest["reused_from"] == str(first.path / "checkpoints/square_2.json")
     assert (second.path / "checkpoints/square_2/file.txt").stat().st_nlink == 2
     shutil.rmtree(first.path)
-    again, ran, _ = chain("params.offset=5")
+    again, ran, _ = run_chain("params.offset=5")
     assert (again.path, ran, again.metrics) == (second.path, [], second.metrics)
     assert (second.path / "checkpoints/square_2/file.txt").read_text() == "9"
 
@@ -125,53 +123,58 @@ def test_a_changed_setting_runs_what_depends_on_it_and_says_why(first):
 EDITS = [
     ("chain_help.py", "value**2", "value**2 + 0 * value", ["square_1", "square_2", "square_3"]),
     ("chain.py", "list(range(params.count))", "[*range(params.count)]", ["listed"]),
-    ("chain.py", "# a comment", "# another comment", []),
-    ("chain_help.py", '"""The square."""', '"""A square, of a number."""', []),
-    ("chain.py", "    unused: int = 0\n", "    unused: int = 0\n    newer: int = 0\n", []),
+]
+#: The same for changes that run nothing.
+IDLE_EDITS = [
+    ("chain.py", "# a comment", "# another comment"),
+    ("chain_help.py", '"""The square."""', '"""A square, of a number."""'),
+    ("chain.py", "    unused: int = 0\n", "    unused: int = 0\n    newer: int = 0\n"),
 ]
 
 
 def test_changed_code_or_data_runs_the_stages_that_use_it_and_nothing_else(first):
-    for file, before, after, expected in EDITS:
+    for edited in IDLE_EDITS:
+        edit(*edited)
+    assert run_chain()[1] == []
+    for file, before, after, _ in EDITS:
         edit(file, before, after)
-        assert run_chain()[1] == expected  # the same result in spite of other code makes nothing after it run
-        edit(file, after, before)
+    result, ran, _ = run_chain()
+    assert ran == sorted(job for *_, jobs in EDITS for job in jobs)  # the same results: nothing after them runs
+    assert result.path != first.path
+    assert why(result, "listed").endswith("chain:listed changed")
     Path("data.txt").write_text("another")
     result, ran, _ = run_chain()
     assert (ran, why(result, "summed")) == (["summed"], "the data changed")  # the same sum: last is kept
-    assert result.path != first.path
 
 
 def test_a_red_gate_ends_with_its_code_skips_the_rest_and_can_be_skipped_itself(chain):
-    result, ran, states = chain("params.limit=1")
+    settings = ("params.limit=1", "params.count=2")
+    result, ran, states = chain(*settings)
     assert (result.state, result.exit_code, ran) == ("stopped", 11, ["gate", "listed", "square_1"])
-    assert {job: states[job]["state"] for job in ("square_2", "square_3", "summed", "last")} == dict.fromkeys(
-        ("square_2", "square_3", "summed", "last"), "skipped"
-    )
+    assert [states[job]["state"] for job in ("square_2", "summed", "last")] == ["skipped"] * 3
     assert states["square_2"]["why"] == "gate stopped the run: 4 is above 1"
     outcome = json.loads((result.path / "outcome.json").read_text())
     assert (outcome["state"], outcome["exit_code"], outcome["why"]) == ("stopped", 11, "4 is above 1")
-    again, ran, _ = chain("params.limit=1")
+    again, ran, _ = chain(*settings)
     assert (again.exit_code, ran, again.path) == (11, [], result.path)
-    skipped, ran, states = chain("params.limit=1", "skip=[gate]")
-    assert (skipped.exit_code, ran) == (0, ["last", "square_2", "square_3", "summed"])
+    skipped, ran, states = chain(*settings, "skip=[gate]")
+    assert (skipped.exit_code, ran) == (0, ["last", "square_2", "summed"])
     assert states["gate"]["state"] == "passed"
     with pytest.raises(UsageError, match="stage listed cannot be skipped: summed reads it"):
         chain("skip=[listed]")
 
 
-def test_until_stage_from_and_units_choose_what_runs(chain):
-    assert chain(choice=Choice(until="gate"))[1] == ["gate", "listed", "square_1"]
-    first, ran, _ = chain("params.scale=7", "units=1", choice=Choice(until="square"))
+def test_until_stage_from_and_units_choose_what_runs(first):
+    begun, ran, _ = run_chain("params.scale=7", "units=1", choice=Choice(until="square"))
     assert ran == ["gate", "square_1"]
-    assert RunDir(first.path).state == "completed"
-    assert chain("params.scale=7", "units=1", choice=Choice(until="summed"))[1] == ["summed"]
-    result, ran, _ = chain("params.scale=7", "units=1-2")
+    assert RunDir(begun.path).state == "completed"
+    assert run_chain("params.scale=7", "units=1", choice=Choice(until="summed"))[1] == ["summed"]
+    result, ran, _ = run_chain("params.scale=7", "units=1-2")
     assert ran == ["last", "square_2", "summed"]
     assert result.metrics["summed"]["sum"] == 7 * (4 + 9)
-    assert chain("params.scale=7", "units=1-2", choice=Choice(anew="summed"))[1] == ["last", "summed"]
+    assert run_chain("params.scale=7", "units=1-2", choice=Choice(anew="summed"))[1] == ["last", "summed"]
     with pytest.raises(UsageError, match="there is no stage 'sumed'") as caught:
-        chain(choice=Choice(until="sumed"))
+        run_chain(choice=Choice(until="sumed"))
     assert "summed" in caught.value.remedy
 
 
@@ -248,15 +251,36 @@ def test_code_that_is_loaded_unforeseen_and_changed_lets_nothing_of_it_go_on(tmp
     assert json.loads((done.path / "checkpoints/stage_train.json").read_text())["result"] == {"steps": "b"}
 
 
-def test_an_undeclared_setting_an_undeclared_stage_and_an_undeclared_seed_are_refused_with_the_line_to_add(chain):
-    edit("chain.py", 'context.unit["item"] < 0', 'context.unit["item"] > 0')
-    result, _, _ = chain()
+UNDECLARED = """
+from memfit.pipeline import Stage, Workload
+from pydantic import BaseModel
+
+class Params(BaseModel):
+    rate: int = 0
+    units: int = 1
+
+def stage(name, run, **more):
+    return Stage(name, run, each="n in params.units", reads=(), **more)
+
+UNDECLARED = Workload(Params, (
+    stage("listed", lambda context, params: {}),
+    stage("setting", lambda context, params: {"rate": params.rate}),
+    stage("stage", lambda context, params: context["listed"].result, after=("listed",)),
+    stage("seed", lambda context, params: {"seed": context.seed}),
+))
+"""
+
+
+def test_an_undeclared_setting_an_undeclared_stage_and_an_undeclared_seed_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("undeclared.py").write_text(UNDECLARED)
+    result = memfit.run({"experiment": "undeclared", "target": "undeclared:UNDECLARED"})
     assert result.exit_code == 4
-    assert "stage square reads the setting 'undeclared'" in result.statuses["square_1"].cause
-    edit("chain.py", "params.undeclared if", 'context["gate"].result if')
-    assert "this stage reads stage gate, and does not say so" in chain()[0].statuses["square_1"].cause
-    edit("chain.py", 'context["gate"].result if', "context.seed if")
-    assert "this stage reads the seed, and does not say so" in chain()[0].statuses["square_1"].cause
+    assert "stage setting reads the setting 'rate', and does not say so" in result.statuses["setting_1"].cause
+    assert "this stage reads stage listed, and does not say so" in result.statuses["stage_1"].cause
+    assert "this stage reads the seed, and does not say so" in result.statuses["seed_1"].cause
+    said = (result.path / "jobs/setting_1/err.log").read_text()
+    assert "add it: Stage('setting', ..., reads=(..., 'rate'))" in said
 
 
 def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_right(chain):
@@ -267,12 +291,12 @@ def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_rig
          "    path = Path('chain_help.py')\n"
          "    path.write_text(path.read_text().replace('value**2', 'value**3'))\n\n\nclass Params")  # fmt: skip
     edit("chain.py", "import chain_help\n", "from pathlib import Path\n\nimport chain_help\n")
-    result, _, _ = chain()
+    result, _, _ = chain("params.count=1")
     assert result.exit_code == 4
     assert "the code of stage square is not what it was when this run started" in result.statuses["square_1"].cause
-    again, _, _ = chain()
+    again, _, _ = chain("params.count=1")
     assert (again.path, again.exit_code) == (result.path, 0)
-    assert again.metrics["summed"]["sum"] == 8 + 27 + 64
+    assert again.metrics["summed"]["sum"] == 8
 
 
 BAD = """

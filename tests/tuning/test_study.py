@@ -195,6 +195,7 @@ def test_names_that_are_not_there_are_refused_before_anything_is_made(study, tmp
         ({"space": [{"name": "params.depth", "low": 1, "high": 2}]}, "'params.depth', which is not there"),
         ({"objective": "blend.loss"}, "there is no stage 'blend'"),
         ({"epochs": "params.kind"}, "tune.epochs names params.kind, which is 'a'"),
+        ({"epochs": "params.num_epoch"}, "'params.num_epoch', which is not there"),
     ):
         with pytest.raises(ConfigError) as caught:
             tune(study(tune=tune_section))
@@ -215,9 +216,8 @@ def test_a_study_whose_draws_never_fit_has_failed_and_says_the_last_reason(study
 
 def test_refused_draws_are_read_after_a_restart_and_not_decided_again(study):
     path = study({"num_epochs": 1}, {"num_slots": 1, "sampler": "random"})
-    first = tune(path, overrides=["tune.n_trials=1"])
-    run = RunDir(first.path)
     plain = tune(path, overrides=["tune.n_trials=2"])
+    run = RunDir(plain.path)
     told = trials_of(plain)[1]
     # As a kill leaves it after one refused draw. These settings fit, as the study has just shown.
     refused = [{"params": dict(told.params), "why": "it was too large then"}]
@@ -243,11 +243,14 @@ def test_a_trial_that_found_no_memory_to_start_with_is_no_failure_and_starts_lat
 
 def test_a_trial_reserves_more_than_it_takes_at_least_but_not_more_than_there_is(study):
     estimates = {"name": "params.estimate_mib", "choices": [950]}
-    path = study({"num_epochs": 1}, {"space": [estimates], "num_slots": 1})
+    path = study({"num_epochs": 1, "num_folds": 2}, {"space": [estimates], "num_slots": 1})
     run = RunDir(tune(path, overrides=["tune.n_trials=1"]).path)
-    admitted = [one for one in run.events() if one["kind"] == "admit" and one["job"] == "trial_0000.fold_1"]
-    assert [one["reservation_bytes"] for one in admitted] == [Study.open(run).limits["host"]]
+    admitted = {one["job"]: one["reservation_bytes"] for one in events(run, "admit")}
+    assert admitted["trial_0000.fold_1"] == Study.open(run).limits["host"]
     assert 950 * MIB < Study.open(run).limits["host"] < 1.1 * 950 * MIB
+    trial = Study.open(run).trials[0]
+    assert trial.by_unit.keys() == {"1", "2"} and len(set(trial.by_unit.values())) == 2
+    assert trial.value == pytest.approx(sum(trial.by_unit.values()) / 2)
 
 
 def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study):
@@ -263,15 +266,15 @@ def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study)
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "num_starts", "said"),
     [
-        ({"widths_that_fail": [4]}, "canary_1, the trial before the search, is failed"),
-        ({"num_reported": 2}, "canary_3, the trial before the search, reported 2 of 3 epochs"),
+        ({"widths_that_fail": [4]}, 2, "canary_1, the trial before the search, is failed"),
+        ({"num_reported": 2}, 1, "canary_3, the trial before the search, reported 2 of 3 epochs"),
     ],
 )
-def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(study, params, said):
+def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(study, params, num_starts, said):
     path = study(params, {"epochs": "params.num_epochs"})
-    for _ in range(2):
+    for _ in range(num_starts):
         with pytest.raises(JobFailedError) as caught:
             tune(path)
         assert said in caught.value.what and caught.value.exit_code == 4

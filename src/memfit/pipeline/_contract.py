@@ -112,7 +112,7 @@ class Context:
     Attributes:
         unit: The unit of this job, one item of the list that ``Stage.each`` names: a number, a text or a mapping. None
             for a stage that runs once.
-        own_seed: The seed; None for a stage that does not read it.
+        own_seed: Makes the seed, which loads NumPy; None for a stage that does not read it.
         dir: Its folder, for outputs and checkpoints. It keeps what a killed attempt left. memfit empties it when the
             settings, the code or the data change.
         panels_dir: The cache of panels, shared by all runs.
@@ -124,7 +124,7 @@ class Context:
     """
 
     unit: Any
-    own_seed: int | None
+    own_seed: Callable[[], int] | None
     dir: Path
     panels_dir: Path
     key: str = ""
@@ -142,7 +142,7 @@ class Context:
                 rule="a stage gets what it reads, so that it runs again when that changes.",
                 remedy='add it: Stage(..., reads=(..., "@seed"))',
             )
-        return self.own_seed
+        return self.own_seed()
 
     def __getitem__(self, stage: str) -> Output:
         """Return the output of a needed stage: for the same unit, or the only one."""

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def make_context(order: Mapping[str, Any]) -> Context:
         ) from error
     return Context(
         unit=unit,
-        own_seed=_seed_of(order["seed"], unit, order["variable"]) if order["stage"]["seed"] else None,
+        own_seed=partial(_seed_of, order["seed"], unit, order["variable"]) if order["stage"]["seed"] else None,
         dir=Path(order["manifest"]).with_suffix(""),
         panels_dir=panels_dir,
         key=order["facts"]["key"],

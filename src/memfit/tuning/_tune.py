@@ -102,6 +102,23 @@ class TuneResult:
     statuses: Mapping[str, JobStatus]
 
 
+class Orders:
+    """Makes the orders of trials, and keeps the text of each config: the best trial's is written to a file."""
+
+    def __init__(self, make: Callable[[Mapping[str, Any]], Order]) -> None:
+        self._make, self._texts = make, dict[str, str]()
+
+    def make(self, values: Mapping[str, Any]) -> Order:
+        """Return the order of a trial with these settings; a child process imports the code."""
+        order = self._make(values)
+        self._texts[json.dumps(values)] = order.yaml
+        return order
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """Return the config with these settings."""
+        return self._texts.get(json.dumps(values)) or self.make(values).yaml
+
+
 def tune(
     source: Path | str | Mapping[str, Any],
     *,
@@ -196,7 +213,8 @@ def _tune(
         )
 
     facts = {"state": state, "fingerprint": fingerprint}
-    return _search(order, settings, run, order_of, functools.partial(supervise, facts=facts, parent=warm.parent))
+    supervise = functools.partial(supervise, facts=facts, parent=warm.parent)
+    return _search(order, settings, run, Orders(order_of), supervise)
 
 
 def _newest(order: Order) -> RunDir | None:
@@ -208,14 +226,14 @@ def _search(
     order: Order,
     settings: TuneSettings,
     run: RunDir,
-    order_of: Any,
+    orders: Orders,
     supervise: Callable[..., AbstractContextManager[Supervisor]],
 ) -> TuneResult:
     runs = order.settings.model_copy(update={"on_failure": "continue"})
     folder_of(run).mkdir(exist_ok=True)
     with supervise(run, runs) as one:
         limits = _write_study(order, settings, run)
-        sweep = Sweep(run, settings, order, order_of, limits=limits, say=one.events.write)
+        sweep = Sweep(run, settings, order, orders.make, limits=limits, say=one.events.write)
         sweep.backend = one.backend
         one.adopt(sweep.goes_on_with)
         write_order(order, run)
@@ -223,14 +241,14 @@ def _search(
         def keep_best(trial: Trial) -> None:
             best = Study(run, order.settings.experiment, settings, limits).best
             if best is not None and best.name == trial.name:
-                _write_best(run, settings, order_of, best)
+                _write_best(run, settings, orders, best)
 
         sweep.on_completed = keep_best
         statuses = one.schedule(sweep, _known(sweep), largest_first=True)
         sweep.close()
         best = Study(run, order.settings.experiment, settings, limits).best
         if best is not None:  # its process may have been killed before it wrote that
-            _write_best(run, settings, order_of, best)
+            _write_best(run, settings, orders, best)
         exit_code = _settle(one, sweep, statuses, best)
         if sweep.error is not None:
             raise sweep.error
@@ -271,14 +289,12 @@ def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
     ]
 
 
-def _write_best(run: RunDir, settings: TuneSettings, order_of: Any, best: Trial) -> None:
+def _write_best(run: RunDir, settings: TuneSettings, orders: Orders, best: Trial) -> None:
     """Write the config of the best trial, which ``memfit run`` takes."""
     values = dict(best.params)
     if settings.epochs is not None and settings.final_epochs is not None:
         values[settings.epochs] = settings.final_epochs
-    text = (
-        f"# {best.name} of the study in this folder: {settings.objective} {best.value:.6g}.\n" + order_of(values).yaml
-    )
+    text = f"# {best.name} of the study in this folder: {settings.objective} {best.value:.6g}.\n" + orders.text(values)
     path = run.path / "best.yaml"
     if not path.exists() or path.read_text() != text:
         write_atomic(path, text)
