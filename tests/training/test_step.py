@@ -1,6 +1,5 @@
 """The safe step: what an out-of-memory leaves behind (nothing), what is split and what is refused."""
 
-import gc
 import json
 import os
 import random
@@ -54,16 +53,6 @@ ERRORS = [
         "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
     ),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    """Takes what torch has loaded out of every collection."""
-    make()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Ooms(TorchDispatchMode):
@@ -996,48 +985,44 @@ LIMITED = """
 import resource, sys, torch
 from memfit.training import MicrobatchSizes, SafeStep, seed_everything
 torch.set_num_threads(1)
-path, room, *given = sys.argv[1], *map(int, sys.argv[2:])
-seed_everything(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 40_000), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(40_000, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x = torch.randn(256, 8)
-def loss(model, x):
-    return (model(x) - x[:, :1]).square().sum(), len(x)
-step = SafeStep(model, optimizer, loss)
-step.gradients(x[:2])
-step.prepare()
-seed_everything(1)
-if room:
+def run(path, room, given):
+    seed_everything(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 40_000), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(40_000, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(256, 8)
+    def loss(model, x):
+        return (model(x) - x[:, :1]).square().sum(), len(x)
+    step = SafeStep(model, optimizer, loss)
+    step.gradients(x[:2])
+    step.prepare()
+    seed_everything(1)
     taken = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + room, resource.RLIM_INFINITY))
-sizes = []
-for index in range(3):
-    if given:
-        step.sizes = MicrobatchSizes(given[index])
-    sizes.append(step(x).microbatch_size)
-torch.save([*model.state_dict().values(), torch.get_rng_state()], path)
-print(step.num_ooms, *sizes)
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + room if room else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    sizes = []
+    for index in range(3):
+        if given:
+            step.sizes = MicrobatchSizes(given[index])
+        sizes.append(step(x).microbatch_size)
+    torch.save([*model.state_dict().values(), torch.get_rng_state()], path)
+    print(step.num_ooms, *sizes)
+    return sizes
+run("free.pt", 0, run("limited.pt", 100 << 20, ()))
 """
 
 
 @pytest.mark.slow
 def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_their_splits(tmp_path):
     """256 samples take 4 times 39 MiB at once; 100 MiB are there."""
-
-    def run(room, *sizes):
-        path = tmp_path / f"{room}.pt"
-        done = subprocess.run(
-            [sys.executable, "-c", LIMITED, path, *map(str, [room, *sizes])],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [int(word) for word in done.stdout.split()], torch.load(path)
-
-    (num_ooms, *sizes), limited = run(100 << 20)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (num_ooms, *sizes), again = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
     assert max(sizes) < 256 and num_ooms >= 1
-    again, free = run(0, *sizes)
     assert again == [0, *sizes]
-    assert_equal_tensors(limited, free)
+    assert_equal_tensors(*(torch.load(tmp_path / name) for name in ("limited.pt", "free.pt")))
 
 
 def test_a_loop_of_ones_own_goes_on_bit_exact_from_what_it_saved(tmp_path):
