@@ -1,12 +1,9 @@
 """The video classifier as a run: its tree, its leaks, its kills and its out-of-memories."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +15,9 @@ from pyarrow import feather
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("av")
 
+import kills  # noqa: E402
 from memfit import run  # noqa: E402
-from memfit.errors import ConfigError, MemfitError  # noqa: E402
+from memfit.errors import ConfigError, DataError  # noqa: E402
 from memfit.pipeline import Choice, Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, StepOutcome  # noqa: E402
@@ -28,9 +26,9 @@ from memfit_workloads.video.params import VideoParams  # noqa: E402
 
 CONFIG = Path(data.__file__).with_name("config.yaml")
 SMALL = {
-    "data": {"num_clips": 28, "bad_share": 0.1, "seconds": 0.5},
+    "data": {"num_clips": 24, "bad_share": 0.1, "seconds": 0.5},
     "clip": {"num_frames": 4, "size": 16},
-    "splits": {"n_splits": 3, "test_share": 0.25},
+    "splits": {"n_splits": 2, "test_share": 0.25},
     "loader": {"batch_size": 8},
     "train": {"num_epochs": 2},
     "width": 4,
@@ -78,7 +76,7 @@ def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
     checkpoints = path / "checkpoints"
     for stage in STAGES:
         assert (checkpoints / f"stage_{stage}.json").is_file(), stage
-    for fold in (1, 2, 3):
+    for fold in (1, 2):
         folder = checkpoints / f"fold_{fold}"
         assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
             one.name for one in folder.iterdir()
@@ -106,7 +104,7 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
     for group, fold in zip(splits["group"].to_pylist(), splits["fold"].to_pylist(), strict=True):
         folds_of_group.setdefault(group, set()).add(fold)
     assert all(len(folds) == 1 for folds in folds_of_group.values())
-    assert {*splits["fold"].to_pylist()} == {0, 1, 2, 3}
+    assert {*splits["fold"].to_pylist()} == {0, 1, 2}
     changes = Output(checkpoints / "stage_generate_augmentations.json").table("augmentations")
     rows = np.flatnonzero(splits["fold"].to_numpy() == 1)
     own = data.changes_by_row(changes, videos, rows.tolist())
@@ -116,52 +114,12 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_after_each_stage_and_within_a_fold_ends_the_same(whole, tmp_path):
-    expected = outputs(whole[0])
-    words = [sys.executable, "-m", "memfit", "run", str(config(tmp_path)), "--max-parallel", "1"]
-    kills = 0
-    for stage in ("load_data", "create_datasets", "fold_1", "epoch of fold_3"):
-        process = subprocess.Popen(
-            words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        while process.poll() is None and not passed(tmp_path, stage):
-            time.sleep(0.02)
-        if process.poll() is None:
-            kill_all(tmp_path, process)
-            kills += 1
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "saved" in done.stdout, "what the resume saved"
-    (path,) = tmp_path.glob("runs/video/run_*")
-    found = outputs(path)
-    assert kills == 4
+def test_a_run_that_is_killed_within_a_fold_ends_the_same(whole, tmp_path):
+    config(tmp_path)
+    killed = kills.run(tmp_path, "config.yaml", "max_parallel=1", kill_at=[kills.epoch("fold_2", 1)])
+    expected, found = outputs(whole[0]), outputs(killed.path)
     assert {*found} == {*expected}
     assert [name for name in expected if found[name] != expected[name]] == []
-
-
-def passed(folder, stage):
-    paths = list(folder.glob("runs/video/run_*"))
-    if not paths:
-        return False
-    if stage.startswith("epoch"):
-        events = [one for one in RunDir(paths[0]).events() if one["kind"] == "epoch" and one.get("job") == "fold_3"]
-        return len(events) >= 1
-    name = stage if stage.startswith("fold") else f"stage_{stage}"
-    return (paths[0] / "checkpoints" / f"{name}.json").exists()
-
-
-def kill_all(folder, process):
-    """Kill the supervisor and its jobs at once."""
-    run_dir = RunDir(next(folder.glob("runs/video/run_*")))
-    process.kill()
-    process.wait()
-    for status in run_dir.path.glob("jobs/*/status.json"):
-        told = json.loads(status.read_text())
-        if told.get("state") == "running" and told.get("pid"):
-            try:
-                os.killpg(told["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 @pytest.mark.long
@@ -192,8 +150,8 @@ class _Context:
 
     seed = 1
 
-    def __init__(self, videos):
-        self.videos, self.saved = videos, {}
+    def __init__(self, videos, folder=None):
+        self.videos, self.dir, self.saved = videos, folder, {}
 
     def __getitem__(self, stage):
         return self
@@ -320,7 +278,7 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path, params, told, m
     assert not (tmp_path / "runs").exists()
 
 
-def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path, monkeypatch):
+def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path):
     clips = whole[0] / "checkpoints" / "stage_load_data" / "clips"
     rows = [row for row in feather_rows(whole[0]) if row["label"] in ("real", "tampered")]
     for number, row in enumerate(rows):
@@ -329,20 +287,23 @@ def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path, monkeyp
         shutil.copy(clips / target.name, target)
         if number == 0:
             (target.parent / "notes.txt").write_text("no video")
-    monkeypatch.chdir(tmp_path)
-    own = {"data": {"source": "files", "path": str(tmp_path / "videos")}}
-    result = run(config(tmp_path, **own), choice=Choice(until="load_data"))
-    assert result.exit_code == 0
-    found = Output(result.path / "checkpoints/stage_load_data.json").result
+
+    def load(path):
+        params = VideoParams(**SMALL | {"data": {"source": "files", "path": path}})
+        return data.fingerprint(params), data.load_data(_Context(None, tmp_path), params)
+
+    _, found = load(tmp_path / "videos")
     assert (found["classes"], found["num_videos"]) == (["cats", "dogs"], len(rows))
     there = sorted(path for path in (tmp_path / "videos").glob("*/*") if path.suffix != ".txt")
-    others = "".join(f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in there)
-    (tmp_path / "list.csv").write_text(f"path,label\nvideos/none.mp4,cats\n{others}")
-    with pytest.raises(MemfitError, match=r"none\.mp4 is not there"):
-        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
+    listed = "path,label\n" + "".join(f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in there)
+    (tmp_path / "list.csv").write_text(listed)
+    assert load(tmp_path / "list.csv")[1] == found
+    (tmp_path / "list.csv").write_text(f"{listed}videos/none.mp4,cats\n")
+    with pytest.raises(DataError, match=r"none\.mp4 is not there"):
+        load(tmp_path / "list.csv")
     (tmp_path / "list.csv").write_text("file,label\nvideos/none.mp4,cats\n")
-    with pytest.raises(MemfitError, match="cannot be read as a list"):
-        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
+    with pytest.raises(DataError, match="cannot be read as a list"):
+        load(tmp_path / "list.csv")
 
 
 def feather_rows(path):
