@@ -41,8 +41,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with what takes longest, so that no worker works alone at the end."""
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, _group_of(item.nodeid) == item.nodeid))
+    """Begin with what takes longest, so that no worker works alone at the end: a cluster's tests above all, which wait."""
+
+    def rank(item):
+        is_slow = item.get_closest_marker("slow") is not None
+        return item.get_closest_marker("slurm") is None, not is_slow, _group_of(item.nodeid) == item.nodeid
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish():

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import kills  # noqa: E402
-from memfit import run  # noqa: E402
+from memfit import jobs, run  # noqa: E402
 from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
 from memfit.estimation import list_options  # noqa: E402
@@ -292,23 +292,20 @@ def without_code_generation():
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
-@pytest.mark.parametrize("num_layers", [2, 4])
-def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
-    without_code_generation, monkeypatch, num_layers
-):
+def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(without_code_generation, monkeypatch):
     told = []
     monkeypatch.setattr(compiling, "record", lambda kind, **fields: told.append((kind, fields)))
-    model = tiny(tiny=SMALL["tiny"] | {"num_layers": num_layers}).train()
+    model = tiny(tiny=SMALL["tiny"] | {"num_layers": 3}).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):  # that of the attention
             module.dropout = 0.0
-    batches = list(SequenceLoader(examples(48), Padding(pad_id=0), batch=4))
+    batches = list(SequenceLoader(examples(32), Padding(pad_id=0), batch=4))
     plain = [float(training.loss(model, batch)[0].detach()) for batch in batches]
     compiled = compiling.CompiledBlocks(model, torch.device("cpu"))
     loss = compiled.loss(training.loss)
-    assert len(compiling.blocks_of(model)) == 2 * num_layers
+    assert len(compiling.blocks_of(model)) == 6  # and at most 12 graphs, below
     for epoch in (1, 2):
         for batch, expected in zip(batches, plain, strict=True):
             total, weight = loss(model, batch)
@@ -395,6 +392,9 @@ XL = Path(__file__).parents[2] / "src/memfit_workloads/recipes"
 def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 300.0)  # on a busy machine the formula would answer
+    monkeypatch.setattr(
+        jobs, "call_in_child", lambda target, asked: jobs.load_target(target)(**asked)
+    )  # has all loaded
     plan = plan_run(config(tmp_path))
     stages = {stage.name: stage for stage in plan.stages}
     assert [name for name, stage in stages.items() if stage.model is not None] == ["train"]
@@ -422,9 +422,7 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
     ("gpu", "settings", "verdict", "change"),
     [
         ("RTX 4090", {}, "does not fit", "params.optimizer=adafactor params.gradient_checkpointing=true"),
-        ("RTX 4090", {"gradient_checkpointing": "true", "optimizer": "adafactor"}, "fits", None),
         ("RTX 5090", {}, "does not fit", "params.gradient_checkpointing=true"),
-        ("RTX 5090", {"gradient_checkpointing": "true"}, "fits", None),
         ("A100-80GB", {}, "fits", None),
         ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
     ],

@@ -210,11 +210,11 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
 def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
     whole, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(whole[0].parents[2])  # what depends on none of these settings is taken over
     changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
     changed |= {"cleanup": {"after_fold": True}}
     result = run(config(tmp_path, **changed), overrides=["units=1"], choice=Choice(until="fold"))
-    assert result.exit_code == 0
+    assert result.exit_code == 0 and result.path != whole[0]
     assert Output(result.path / "checkpoints/stage_create_loaders.json").result["num_workers"] == 1
     name = "checkpoints/fold_1/valid_predictions.feather"
     assert (result.path / name).read_bytes() == (whole[0] / name).read_bytes()
