@@ -173,6 +173,17 @@ def _alone_on_the_host(tmp_path_factory, monkeypatch, _no_settings_from_outside)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
+@pytest.fixture
+def one_thread():
+    """Torch computes in one thread, as in a job."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):
     """Tests see no MEMFIT_ variables of whoever starts them."""

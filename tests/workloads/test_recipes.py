@@ -27,11 +27,12 @@ from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
 from memfit.estimation import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
-from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import compiling, text, training  # noqa: E402
 from memfit_workloads.recipes.params import SETTINGS, RecipesParams, equation, plan_of  # noqa: E402
+from memfit_workloads.recipes.stages import RECIPES  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
 
 SMALL = {
     "data": {"num_pairs": 60},
@@ -65,18 +66,18 @@ def tiny(**changes):
 
 
 @pytest.mark.long
-def test_killed_in_an_epoch_it_leaves_the_same(tmp_path):
-    for name in ("quiet1", "killed"):
-        (tmp_path / name).mkdir()
-        config(tmp_path / name)
-    quiet = kills.run(tmp_path / "quiet1")
-    killed = kills.run(tmp_path / "killed", kill_at=[kills.epoch("train", 1)])
-    left, found = kills.left_by(quiet), kills.left_by(killed)
-    assert found == left
-    result = left["stage_train"]["result"]
+def test_killed_in_an_epoch_it_leaves_what_its_stages_leave_here(tmp_path, one_thread):
+    here = StagesHere(tmp_path / "here", RECIPES, RecipesParams(**SMALL), seed=1)
+    for name in ("index", "tokenize", "train", "evaluate"):
+        here.run(name)
+    config(tmp_path)
+    killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
+    left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
+    assert "stage_train/latest_checkpoint.pt" in left and found == left
+    result = left["stage_train"]
     assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
     assert result["capabilities"]["attention"] == "sdpa"
-    samples = Output(quiet.path / "checkpoints/stage_evaluate.json").json("samples")
+    samples = Output(here.manifest("evaluate")).json("samples")
     assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
 
 
@@ -327,23 +328,16 @@ def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
 
 
 @pytest.mark.long
-def test_a_compiled_run_says_what_it_compiled(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_recipes.py").write_text(
-        "import torch\ntorch.compiler.set_default_backend('aot_eager')\n"
-        "from memfit_workloads.recipes.stages import RECIPES\n"
-    )
-    path = config(tmp_path, compile=True, epochs=1)
-    path.write_text(path.read_text().replace("memfit_workloads.recipes.stages:RECIPES", "own_recipes:RECIPES"))
-    done = run(path)
-    assert done.exit_code == 0, [one.read_text()[-2000:] for one in done.path.glob("jobs/*/err.log")]
-    result = Output(done.path / "checkpoints/stage_train.json").result
-    assert result["capabilities"]["compiled"] == "blocks"
-    assert result["compile"]["num_graphs"] > 0
-    assert result["compile"]["warm_up_seconds"] > 0
-    events = {event["kind"]: event for event in RunDir(done.path).events()}
-    assert events["compiled"]["num_graphs"] == result["compile"]["num_graphs"]
-    assert (events["capabilities"]["attention"], events["capabilities"]["attention_kernel"]) == ("sdpa", "math")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
+def test_a_compiled_training_says_what_it_compiled(tmp_path, without_code_generation):
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | {"compile": True, "epochs": 1}))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    result = Output(here.manifest("train")).result
+    assert result["compile"]["num_graphs"] > 0 and result["compile"]["warm_up_seconds"] > 0
+    told = ("compiled", "attention", "attention_kernel")
+    assert [result["capabilities"][name] for name in told] == ["blocks", "sdpa", "math"]
 
 
 def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
@@ -480,12 +474,14 @@ def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_pa
 
 
 @pytest.mark.long
-def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = run(config(tmp_path, optimizer="adafactor", learning_rate=0.02, epochs=4))
-    epochs = [event for event in RunDir(result.path).events() if event["kind"] == "epoch"]
-    assert epochs[-1]["valid_loss"] < epochs[0]["valid_loss"]
-    saved = load_checkpoint(result.path / "checkpoints/stage_train/latest_checkpoint.pt")
+def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path):
+    changed = {"optimizer": "adafactor", "learning_rate": 0.02, "epochs": 4}
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | changed))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest_checkpoint.pt")
+    losses = [epoch["metrics"]["valid_loss"] for epoch in saved["history"]]
+    assert len(losses) == 4 and losses[-1] < losses[0]
     states = [one for state in saved["optimizer"]["state"].values() for one in state.values()]
     size = sum(one.nbytes for one in saved["model"].values())
     assert 0 < sum(one.nbytes for one in states if isinstance(one, torch.Tensor)) < size / 2

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import feather
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("av")
@@ -18,11 +15,12 @@ pytest.importorskip("av")
 import kills  # noqa: E402
 from memfit import run  # noqa: E402
 from memfit.errors import ConfigError, DataError  # noqa: E402
-from memfit.pipeline import Choice, Output  # noqa: E402
+from memfit.pipeline import Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, StepOutcome  # noqa: E402
 from memfit_workloads.video import data, scores, stages, training  # noqa: E402
 from memfit_workloads.video.params import VideoParams  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
 
 CONFIG = Path(data.__file__).with_name("config.yaml")
 SMALL = {
@@ -46,15 +44,27 @@ def config(folder, **params):
     return path
 
 
+def run_here(folder, *folds, **params):
+    """Run all stages that come before the folds, and these folds."""
+    here = StagesHere(
+        folder, stages.VIDEO, VideoParams.model_validate(SMALL | params), seed=1, folds_of="create_kfold_splits"
+    )
+    for name in STAGES[:-1]:
+        here.run(name)
+    for fold in folds:
+        here.run("fold", fold)
+    return here
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run, and its folder."""
-    folder = tmp_path_factory.mktemp("video")
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "run", config(folder)], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return next(folder.glob("runs/video/run_*")), done.stdout
+    """All stages, each run once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a job
+    here = run_here(tmp_path_factory.mktemp("video"), 1, 2)
+    here.run("evaluate")
+    torch.set_num_threads(threads)
+    return here
 
 
 def outputs(path):
@@ -72,8 +82,7 @@ def outputs(path):
 
 
 def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
-    path, printed = whole
-    checkpoints = path / "checkpoints"
+    checkpoints = whole.run_dir / "checkpoints"
     for stage in STAGES:
         assert (checkpoints / f"stage_{stage}.json").is_file(), stage
     for fold in (1, 2):
@@ -81,22 +90,22 @@ def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
         assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
             one.name for one in folder.iterdir()
         }
-    table = feather.read_table(path / "kfold_results.feather")
-    assert {"fold", "auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*table.column_names}
+        found = Output(whole.manifest("fold", fold)).result
+        assert {"auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*found}
+        assert found["microbatch_size"] == found["batch_size"] == 8
     model = Output(checkpoints / "stage_initialize_model.json").result
     assert model["architecture"] == "ClipNet(width=4)" and model["num_parameters"] > 1000
     assert len(model["first_weights"]) == 64 and isinstance(model["seed"], int)
     loaders = Output(checkpoints / "stage_create_loaders.json").result
     assert (loaders["batch_size"], loaders["num_workers"], loaders["batch_bytes"]) == (8, 0, 8 * 4 * 3 * 16 * 16)
-    assert all(row["microbatch_size"] == row["batch_size"] == 8 for row in table.to_pylist())
     load = Output(checkpoints / "stage_load_data.json")
     assert load.result["num_skipped"] == len(load.json("skipped")) > 0 and load.json("skipped")[0]["why"]
-    assert "out of fold: accuracy" in printed and "without a look at a frame" in printed
+    told = "\n".join(Output(whole.manifest("evaluate")).result["report"])
+    assert "out of fold: accuracy" in told and "without a look at a frame" in told
 
 
 def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_trained_on(whole):
-    path, _ = whole
-    checkpoints = path / "checkpoints"
+    checkpoints = whole.run_dir / "checkpoints"
     videos = Output(checkpoints / "stage_load_data.json").table("videos")
     splits = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")
     assert splits["group"].to_pylist() == videos["group"].to_pylist()
@@ -114,10 +123,10 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_within_a_fold_ends_the_same(whole, tmp_path):
+def test_a_run_that_is_killed_within_a_fold_ends_as_its_stages_do_here(whole, tmp_path):
     config(tmp_path)
-    killed = kills.run(tmp_path, "config.yaml", "max_parallel=1", kill_at=[kills.epoch("fold_2", 1)])
-    expected, found = outputs(whole[0]), outputs(killed.path)
+    killed = kills.run(tmp_path, "config.yaml", kill_at=[kills.epoch("fold_2", 1)])
+    expected, found = outputs(whole.run_dir), outputs(killed.path)
     assert {*found} == {*expected}
     assert [name for name in expected if found[name] != expected[name]] == []
 
@@ -206,21 +215,17 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
     assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
 
 
-@pytest.mark.long
 def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
     whole, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(whole[0].parents[2])  # what depends on none of these settings is taken over
+    collections = []
+    monkeypatch.setattr(training, "clean_up", lambda: collections.append(1))
     changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
-    changed |= {"cleanup": {"after_fold": True}}
-    result = run(config(tmp_path, **changed), overrides=["units=1"], choice=Choice(until="fold"))
-    assert result.exit_code == 0 and result.path != whole[0]
-    assert Output(result.path / "checkpoints/stage_create_loaders.json").result["num_workers"] == 1
+    here = run_here(tmp_path, 1, cleanup={"after_fold": True}, **changed)
+    assert Output(here.manifest("create_loaders")).result["num_workers"] == 1
     name = "checkpoints/fold_1/valid_predictions.feather"
-    assert (result.path / name).read_bytes() == (whole[0] / name).read_bytes()
-    collections = [event for event in RunDir(result.path).events() if event["kind"] == "cleanup"]
-    assert [event["job"] for event in collections] == ["fold_1"]
-    assert not [event for event in RunDir(whole[0]).events() if event["kind"] == "cleanup"]
+    assert (here.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    assert collections == [1]
 
 
 def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch):
@@ -279,8 +284,8 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path, params, told, m
 
 
 def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path):
-    clips = whole[0] / "checkpoints" / "stage_load_data" / "clips"
-    rows = [row for row in feather_rows(whole[0]) if row["label"] in ("real", "tampered")]
+    loaded = Output(whole.manifest("load_data"))
+    clips, rows = loaded.dir / "clips", loaded.table("videos").to_pylist()
     for number, row in enumerate(rows):
         target = tmp_path / "videos" / ("cats" if row["label"] == "real" else "dogs") / Path(row["path"]).name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -304,10 +309,6 @@ def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path):
     (tmp_path / "list.csv").write_text("file,label\nvideos/none.mp4,cats\n")
     with pytest.raises(DataError, match="cannot be read as a list"):
         load(tmp_path / "list.csv")
-
-
-def feather_rows(path):
-    return Output(path / "checkpoints/stage_load_data.json").table("videos").to_pylist()
 
 
 def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():
