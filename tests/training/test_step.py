@@ -161,7 +161,7 @@ def train(step, data, largest, ooms=None, plan=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer):
-    chance, num = random.Random(optimizer), 40
+    chance, num = random.Random(optimizer), 24
     data = list(batches(num))
     largest = [chance.choice([None, 1, 2, 3, 5]) for _ in range(num)]
     with Ooms() as ooms:
