@@ -175,6 +175,12 @@ def left_by(run: RunDir) -> dict[str, Any]:
     return found
 
 
+def numbers_in(run_dir: Path) -> dict[str, Any]:
+    """The result of each job and the tensors of its checkpoints: what the same stages leave in whatever process."""
+    found: dict[str, Any] = {path.stem: Output(path).result for path in sorted(run_dir.glob("checkpoints/*.json"))}
+    return found | {f"{at.parent.name}/{at.name}": _tensors_in(at) for at in sorted(run_dir.glob("checkpoints/*/*.pt"))}
+
+
 def _tensors_in(path: Path) -> list[str]:
     import torch
 

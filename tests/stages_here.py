@@ -16,10 +16,15 @@ KINDS = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".jso
 
 
 class StagesHere:
-    """A run of some stages of a workload with folds, without a supervisor, jobs or a check of what is valid."""
+    """A run of some stages of a workload with folds, without a supervisor, jobs or a check of what is valid.
 
-    def __init__(self, folder: Path, workload: Workload[Any], params: Any, *, seed: int = 3) -> None:
-        self.workload, self.params, self.seed = workload, params, seed
+    The folds are those that the stage ``folds_of`` returns.
+    """
+
+    def __init__(
+        self, folder: Path, workload: Workload[Any], params: Any, *, seed: int = 3, folds_of: str = "prepare"
+    ) -> None:
+        self.workload, self.params, self.seed, self.folds_of = workload, params, seed, folds_of
         self.panels_dir, self.run_dir = folder / "panels", folder / "runs" / "here" / "run_1"
 
     def manifest(self, name: str, fold: int | None = None) -> Path:
@@ -27,13 +32,13 @@ class StagesHere:
         return self.run_dir / "checkpoints" / f"{f'stage_{name}' if fold is None else f'{name}_{fold}'}.json"
 
     def folds(self) -> list[dict[str, Any]]:
-        """The units that prepare gave."""
-        return list(Output(self.manifest("prepare")).result["folds"])
+        """The units."""
+        return list(Output(self.manifest(self.folds_of)).result["folds"])
 
     def context(self, name: str, fold: int | None = None, *, folder: Path | None = None) -> Context:
         """What a stage gets; prepare is run if it was not."""
         stage = self.workload.stage(name)
-        if stage.needs and not self.manifest("prepare").exists():
+        if "prepare" in stage.needs and not self.manifest("prepare").exists():
             self.run("prepare")
         needs, choose = {}, self.workload.choose
         for other in stage.needs if choose is None else [one for one in stage.needs if one in choose(self.params)]:

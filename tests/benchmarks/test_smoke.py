@@ -68,13 +68,17 @@ def test_the_grid_of_estimates_has_every_row_and_its_verdicts(run, tmp_path):
     assert verdicts["RTX 5090", "pure bf16", "full", "adamw"] == "fits"
 
 
-def test_a_case_for_a_gpu_is_estimated_without_one(run):
-    done = run("gpu", "--trace", "lstm, 64 x 256")
-    assert done.returncode == 0, done.stderr
-    assert '"method": "traced"' in done.stdout and '"name": "H100-80GB"' in done.stdout
+def test_a_case_for_a_gpu_is_estimated_without_one(benchmark, monkeypatch, capsys):
+    gpu = benchmark("gpu")
+
+    def main(*words):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        return gpu.main(), capsys.readouterr().out
+
+    status, told = main("--trace", "lstm, 64 x 256")
+    assert status == 0 and '"method": "traced"' in told and '"name": "H100-80GB"' in told
     if not torch.cuda.is_available():
-        without = run("gpu", "--part", "step")
-        assert (without.returncode, without.stdout) == (2, "there is no GPU here\n")
+        assert main("--part", "step") == (2, "there is no GPU here\n")
 
 
 @pytest.mark.long

@@ -164,9 +164,7 @@ def test_a_full_disk_under_a_checkpoint_is_no_shortage_of_memory(die, tmp_path, 
     assert (*verdict(found), found.phase) == (False, "none", "disk_full", "checkpoint")
 
 
-@pytest.mark.parametrize(
-    "how", [["training", "refused"], ["torch_training", "refused"], ["torch_training", "refused", "data"]]
-)
+@pytest.mark.parametrize("how", [["training", "refused"], ["torch_training", "refused"]])
 def test_an_allocation_that_a_limit_of_the_process_refused_is_the_hosts(die, how):
     found = diagnose(die(words(*how)))
     assert (*verdict(found), found.phase) == (True, "host_alloc", "out_of_memory", "train")

@@ -22,37 +22,17 @@ def example(tmp_path):
 
 
 @pytest.mark.long
-def test_digits_killed_in_two_epochs_gives_the_same_tensors_and_tables(example):
-    settings = ("params.num_folds=2", "params.num_epochs=12")
-    quiet = kills.run(example("digits", "quiet"), "config.yaml", *settings)
-    moments = [kills.epoch("fold_1", 2), kills.epoch("fold_2", 3)]
-    killed = kills.run(example("digits"), "config.yaml", *settings, kill_at=moments)
-
-    assert kills.left_by(killed) == kills.left_by(quiet)
-    assert {"fold_1/latest_checkpoint.pt", "fold_2/best_model.pt", "kfold_results.feather"} < set(kills.left_by(quiet))
-    assert kills.left_by(quiet)["stage_join"]["result"]["accuracy"] > 0.8
-    assert kills.epochs(quiet) == Counter((f"fold_{fold}", epoch) for fold in (1, 2) for epoch in range(1, 13))
-    assert max(kills.epochs(killed).values()) == 1
-
-
-@pytest.mark.long
-def test_commands_killed_after_stages_and_in_three_epochs_give_the_same_files(example):
-    settings = ("params.num_epochs=60", "params.num_rows=3000", "max_parallel=1")
+def test_commands_killed_in_two_epochs_give_the_same_files(example):
+    settings = ("params.num_epochs=40", "params.num_rows=3000", "max_parallel=1")
     quiet = kills.run(example("commands", "quiet"), "config.yaml", *settings)
-    moments = [
-        kills.completed("prepare"),
-        kills.printed("fold_1", "epoch 5/"),
-        kills.completed("fold_1"),
-        kills.printed("fold_2", "epoch 7/"),
-        kills.printed("fold_3", "epoch 40/"),
-    ]
+    moments = [kills.printed("fold_1", "epoch 5/"), kills.printed("fold_3", "epoch 20/")]
     killed = kills.run(example("commands"), "config.yaml", *settings, kill_at=moments)
 
     assert kills.left_by(killed) == kills.left_by(quiet)
     for fold in (1, 2, 3):
         lines = (killed.path / f"jobs/fold_{fold}/out.log").read_text().splitlines()
         assert max(Counter(lines).values()) == 1
-        assert (lines[0], lines[-1]) == ("epoch 1/60", "epoch 60/60")
+        assert (lines[0], lines[-1]) == ("epoch 1/40", "epoch 40/40")
 
 
 def test_commands_run_again_where_a_setting_or_a_script_changed(example, monkeypatch):

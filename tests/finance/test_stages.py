@@ -240,43 +240,23 @@ def test_positions_are_held_for_the_main_horizon_where_the_config_does_not_say(m
     assert Longer(backtest={"horizon": 5}).backtest.horizon == 5
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A whole run, as ``memfit run`` does it: its config and its folder."""
-    folder = tmp_path_factory.mktemp("whole")
-    shutil.copy(Path(__file__).parents[1] / "pipeline" / "memoriser.py", folder)
-    params = {"n_splits": 2, "num_dates": 100, "backtest": {"k_min": 2, "cost_bps": 0}}
-    content = {"schema_version": 1, "experiment": "memory", "target": "memoriser:MEMORISER", "seed": 3}
-    content |= {"runs_dir": str(folder / "runs"), "panels_dir": str(folder / "panels"), "params": params}
-    (folder / "config.yaml").write_text(json.dumps(content))
-    result = run(folder / "config.yaml")
-    assert (result.state, result.exit_code) == ("completed", 0)
-    return folder / "config.yaml", result.path
-
-
-def ran(path):
-    """The stages' results that were made in this run: those that were taken over are left out."""
-    facts = {one.stem: json.loads(one.read_text()) for one in (path / "checkpoints").glob("*.json")}
-    return {name for name, one in facts.items() if one["reused_from"] is None}
-
-
-@pytest.mark.long
-def test_a_setting_of_the_judging_trains_nothing_and_judges_anew(whole):
-    config, path = whole
-    every = {"stage_prepare", "fold_1", "fold_2", "blend_1", "blend_2", "stage_health", "stage_backtest"}
-    assert ran(path) == every | {"stage_decision"}
-    dearer = run(config, overrides=["params.backtest.cost_bps=50"])
+def test_a_setting_of_the_judging_trains_nothing_and_judges_anew(memoriser, judged, judging):
+    reads = {stage.name for stage in memoriser.MEMORISER.stages if "backtest" in stage.reads}
+    assert reads == {"health", "backtest", "decision"}
+    before, after = judged["backtest"], judging(backtest={"k_min": 2, "cost_bps": 50}).run("backtest")
     # The days are the same, for their metrics know no costs, but what was earned is not.
-    assert ran(dearer.path) == {"stage_health", "stage_backtest", "stage_decision"}
-    before, after = (Output(one / "checkpoints/stage_backtest.json") for one in (path, dearer.path))
     assert after.result["summary"]["total_return"] < after.result["summary"]["total_return_gross"]
     assert after.table("days").equals(before.table("days"))
 
 
 @pytest.mark.long
-def test_a_red_gate_ends_the_run_before_the_other_folds(whole):
-    config, _ = whole
-    result = run(config, overrides=["params.price_error=true"])
+def test_a_red_gate_ends_a_run_before_the_other_folds(tmp_path):
+    shutil.copy(Path(__file__).parents[1] / "pipeline" / "memoriser.py", tmp_path)
+    params = {"n_splits": 2, "num_dates": 100, "backtest": {"k_min": 2, "cost_bps": 0}, "price_error": True}
+    content = {"schema_version": 1, "experiment": "memory", "target": "memoriser:MEMORISER", "seed": 3}
+    content |= {"runs_dir": str(tmp_path / "runs"), "panels_dir": str(tmp_path / "panels"), "params": params}
+    (tmp_path / "config.yaml").write_text(json.dumps(content))
+    result = run(tmp_path / "config.yaml")
     assert (result.state, result.exit_code) == ("stopped", 11)
     cause = json.loads((result.path / "outcome.json").read_text())["why"]
     assert "the gate is red" in cause and "price_jump" in cause

@@ -131,14 +131,14 @@ def test_every_setting_has_a_changed_value_here():
 @pytest.mark.long
 @pytest.mark.slow
 def test_every_setting_changes_what_a_stage_is_keyed_by(files):
+    before = {}
     for name, value in CHANGED.items():
         section, leaf, *below = name.split(".")
         base = WITH.get(leaf, {})
-        before, after = (
-            settings_of(base),
-            settings_of(merged(base, {section: {leaf: {below[0]: value} if below else value}})),
-        )
-        assert before != after, name
+        if repr(base) not in before:
+            before[repr(base)] = settings_of(base)
+        after = settings_of(merged(base, {section: {leaf: {below[0]: value} if below else value}}))
+        assert before[repr(base)] != after, name
 
 
 @pytest.mark.parametrize(
@@ -373,29 +373,31 @@ def test_the_shipped_configs_hold_known_settings_and_every_corner_of_their_searc
         ForecasterParams.model_validate_json(json.dumps(plain))
 
 
-CONFIG = f"experiment: forecaster\ntarget: {TARGET}\nseed: 7\nparams: " + json.dumps(
-    merged(SMALL, {"pretrain": {"num_epochs": 2}, "train": {"num_workers": 1, "regime_strength": 0.3}})
+KILLED = merged(
+    SMALL, {"pretrain": {"num_epochs": 1}, "train": {"num_epochs": 2, "num_workers": 1, "regime_strength": 0.3}}
 )
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_forecaster_killed_in_pretraining_and_in_an_epoch_leaves_the_same(tmp_path):
-    for name in ("quieta", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(CONFIG)
-    quiet = kills.run(tmp_path / "quieta")
-    moments = [kills.epoch("pretrain_1", 1), kills.epoch("fold_2", 2)]
-    killed = kills.run(tmp_path / "killed", kill_at=moments)
-    left = kills.left_by(quiet)
-    assert kills.left_by(killed) == left
-    assert {"pretrain_1", "fold_2/latest_checkpoint.pt", "stage_evaluate", "kfold_results.feather"} < set(left)
-    expected = Counter((f"{stage}_{fold}", epoch) for stage, last in (("pretrain", 2), ("fold", 4))
+def test_the_forecaster_killed_in_an_epoch_leaves_what_its_stages_leave_here(tmp_path, one_thread):
+    here = StagesHere(tmp_path / "here", FORECASTER, ForecasterParams.model_validate(KILLED), seed=7)
+    for fold in (1, 2):
+        here.run("pretrain", fold)
+        here.run("fold", fold)
+    here.run("evaluate")
+    content = {"experiment": "forecaster", "target": TARGET, "seed": 7, "params": KILLED}
+    (tmp_path / "config.yaml").write_text(json.dumps(content))
+    killed = kills.run(tmp_path, kill_at=[kills.epoch("fold_2", 1)])
+    left = kills.numbers_in(here.run_dir)
+    assert kills.numbers_in(killed.path) == left
+    assert {"pretrain_1", "fold_2/latest_checkpoint.pt", "stage_evaluate"} < set(left)
+    expected = Counter((f"{stage}_{fold}", epoch) for stage, last in (("pretrain", 1), ("fold", 2))
                        for fold in (1, 2) for epoch in range(1, last + 1))  # fmt: skip
-    assert kills.epochs(quiet) == kills.epochs(killed) == expected
-    (started, *_) = [one for one in quiet.events() if one["kind"] == "trainer" and one["job"] == "fold_1"]
+    assert kills.epochs(killed) == expected
+    (started, *_) = [one for one in killed.events() if one["kind"] == "trainer" and one["job"] == "fold_1"]
     assert "AdamW(" in started["optimizer"] and "rank_weight=0.1" in started["loss"]
     assert (started["num_threads"], started["num_workers"]) == (1, 1)
-    epochs = [one for one in quiet.events() if one["kind"] == "epoch" and one["job"] == "fold_1"]
+    epochs = [one for one in killed.events() if one["kind"] == "epoch" and one["job"] == "fold_1"]
     assert all({"valid_rank_ic", "samples_per_second", "wait_share", "memory"} <= set(one) for one in epochs)

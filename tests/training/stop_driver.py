@@ -2,17 +2,13 @@
 
 A *moment* is an event that the fit writes, a call of the loss (in preflight, training and validation, so also at the
 loader's last batch), or a state dict of the model being made, which is the inside of a save.
-
-Run as a script: one import of torch, then two forked starts for each of some moments, stopped by a real SIGTERM.
 """
 
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -202,19 +198,19 @@ def fit(folder: Path, kind: Kind, loaders) -> str:
 def sweep(root: Path, kind: Kind, every: int) -> tuple[list[str], list]:
     """Stop a fit at moments in turn and go on: all moments, and those after which the end was another one.
 
-    Each ``every``-th moment is tried, and those inside of a save. Every second fit goes on with the loaders as the first one left them, where that can be.
+    Each ``every``-th moment is tried, and each ``every``-th one inside of a save. Every second fit goes on with the loaders as the first one left them, where that can be.
     """
     loaders = kind.loaders()
     with watched() as whole:
         expected = fit(root / "whole", kind, loaders)
     different = []
-    for number, name in enumerate(whole.names, 1):
-        if number % every and name != "save":
-            continue
+    saves = [number for number, name in enumerate(whole.names, 1) if name == "save"]
+    for number in sorted({*range(every, len(whole.names) + 1, every), *saves[::every]}):
+        name = whole.names[number - 1]
         folder, loaders = root / str(number), kind.loaders()
         with watched(number, stop) as before, contextlib.suppress(StoppedError):
             fit(folder, kind, loaders)
-        if not kind.has_positions or number // every % 2:
+        if not kind.has_positions or number % 2:
             loaders = kind.loaders()
         with watched() as after:
             try:
@@ -232,8 +228,8 @@ def stop() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def stopped_for_real(root: Path) -> dict[str, list]:
+    """Stop a fit in a child by a signal from here at six places; how it and the next one ended, and if that was right."""
     kind = KINDS["Loader"]
     loaders = kind.loaders()  # the panel's build writes events too
     with watched() as whole:
@@ -256,7 +252,7 @@ def main() -> None:
         first, _ = start(folder, kind, index + 1)
         second, end = start(folder, kind, 0)
         answer[place] = [first, second, end == expected]
-    print(json.dumps(answer))
+    return answer
 
 
 def start(folder: Path, kind: Kind, number: int) -> tuple[int, str]:
@@ -287,7 +283,3 @@ def start(folder: Path, kind: Kind, number: int) -> tuple[int, str]:
         os.close(descriptor)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status), answer.read_text() if answer.exists() else ""
-
-
-if __name__ == "__main__":
-    main()

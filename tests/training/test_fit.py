@@ -225,12 +225,14 @@ def half(path, *calls, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 600.0])
-def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_same_bytes(tmp_path, seconds, events):
+@pytest.mark.parametrize(("seconds", "num_workers"), [(0.0, 0), (600.0, 2)])
+def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_same_bytes(
+    tmp_path, seconds, num_workers, events
+):
     whole = half(tmp_path / "whole")
     trainer = half(tmp_path / "half", 1, 3, 10, 11, checkpoint_seconds=seconds)
-    expected = whole.fit(loader(num_workers=2), VALID, num_epochs=3)
-    result = trainer.fit(loader(num_workers=2), VALID, num_epochs=3)
+    expected = whole.fit(loader(num_workers=num_workers), VALID, num_epochs=3)
+    result = trainer.fit(loader(num_workers=num_workers), VALID, num_epochs=3)
     assert result.history == expected.history
     assert same_fits(whole, trainer)
     assert len(events("rollback")) == 4

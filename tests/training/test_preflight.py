@@ -1,16 +1,17 @@
 """The preflight: what would fail late fails or shrinks at once, and nothing of it remains."""
 
 import random
-import subprocess
-import sys
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
+import forked
+from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from memfit.training import Longest, SafeStep, Trainer, find_longest, load_checkpoint, preflight, seed_everything
 
@@ -301,37 +302,27 @@ def test_the_checkpoint_of_a_preflight_is_the_start(tmp_path):
     assert all(torch.equal(saved["model"][name], value) for name, value in start.items())
 
 
-_UNDER_A_LIMIT = """
-import resource, sys, torch
-from memfit.errors import JobFailedError
-from memfit.training import Trainer
+def fit_under_a_limit(folder):
+    """What a fit says whose validation takes 1 GiB where 160 MiB are left, and its numbers of gradients and updates."""
+    steps = []
 
-steps = []
+    def loss(model, x):
+        kept = [] if model.training else [torch.ones(16 * MIB // 4) for _ in range(64)]
+        if not kept:
+            steps.append(len(x))
+        return model(x).square().sum(), len(x)
 
-def loss(model, x):
-    if model.training:
-        steps.append(len(x))
-    else:
-        kept = [torch.ones(16 << 18) for _ in range(16)]  # 256 MiB
-    return model(x).square().sum(), len(x)
-
-held = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_DATA, (held + (160 << 20),) * 2)
-model = torch.nn.Linear(4, 1)
-trainer = Trainer(model, loss=loss, checkpoint_dir=sys.argv[1])
-try:
-    trainer.fit([torch.ones(3, 4)] * 50, [torch.ones(3, 4)], num_epochs=2)
-except JobFailedError as error:
-    print(error.what)
-    print("gradients", len(steps), "updates", len(trainer.optimizer.state))
-"""
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + 160 * MIB,) * 2)
+    trainer = Trainer(torch.nn.Linear(4, 1), loss=loss, checkpoint_dir=folder)
+    with pytest.raises(JobFailedError) as caught:
+        trainer.fit([torch.ones(3, 4)] * 50, [torch.ones(3, 4)], num_epochs=2)
+    return caught.value.what, len(steps), len(trainer.optimizer.state)
 
 
 @pytest.mark.slow
 def test_a_validation_that_does_not_fit_a_real_limit_fails_before_the_first_step(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _UNDER_A_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert "One sample of a validation batch of 3 does not fit" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "gradients 2 updates 0"
+    said, *counts = forked.call(fit_under_a_limit, tmp_path)
+    assert "One sample of a validation batch of 3 does not fit" in said
+    assert counts == [2, 0]
     assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,11 @@
 """The safe step: what an out-of-memory leaves behind (nothing), what is split and what is refused."""
 
-import gc
 import json
-import os
 import random
-import subprocess
-import sys
+import re
+import resource
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import forked
 from memfit.errors import (
     DoesNotFitError,
     HalfUpdatedError,
@@ -54,16 +54,6 @@ ERRORS = [
         "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
     ),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    """Takes what torch has loaded out of every collection."""
-    make()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Ooms(TorchDispatchMode):
@@ -171,7 +161,7 @@ def train(step, data, largest, ooms=None, plan=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer):
-    chance, num = random.Random(optimizer), 40
+    chance, num = random.Random(optimizer), 24
     data = list(batches(num))
     largest = [chance.choice([None, 1, 2, 3, 5]) for _ in range(num)]
     with Ooms() as ooms:
@@ -992,52 +982,37 @@ class Scripted(torch.nn.Module):
         return self.layer(x)
 
 
-LIMITED = """
-import resource, sys, torch
-from memfit.training import MicrobatchSizes, SafeStep, seed_everything
-torch.set_num_threads(1)
-path, room, *given = sys.argv[1], *map(int, sys.argv[2:])
-seed_everything(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 40_000), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(40_000, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x = torch.randn(256, 8)
-def loss(model, x):
-    return (model(x) - x[:, :1]).square().sum(), len(x)
-step = SafeStep(model, optimizer, loss)
-step.gradients(x[:2])
-step.prepare()
-seed_everything(1)
-if room:
-    taken = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + room, resource.RLIM_INFINITY))
-sizes = []
-for index in range(3):
-    if given:
-        step.sizes = MicrobatchSizes(given[index])
-    sizes.append(step(x).microbatch_size)
-torch.save([*model.state_dict().values(), torch.get_rng_state()], path)
-print(step.num_ooms, *sizes)
-"""
+def wide_steps(room, given=()):
+    """How often memory ran out, the sizes of three steps and what they left, with so many bytes more than there are."""
+    seed_everything(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 40_000), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(40_000, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(256, 8)
+    step = SafeStep(model, optimizer, lambda model, x: ((model(x) - x[:, :1]).square().sum(), len(x)))
+    step.gradients(x[:2])
+    step.prepare()
+    seed_everything(1)
+    if room:
+        taken = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + room, resource.RLIM_INFINITY))
+    sizes = []
+    for index in range(3):
+        if given:
+            step.sizes = MicrobatchSizes(given[index])
+        sizes.append(step(x).microbatch_size)
+    return step.num_ooms, sizes, [value.numpy() for value in (*model.state_dict().values(), torch.get_rng_state())]
 
 
 @pytest.mark.slow
-def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_their_splits(tmp_path):
+def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_their_splits():
     """256 samples take 4 times 39 MiB at once; 100 MiB are there."""
-
-    def run(room, *sizes):
-        path = tmp_path / f"{room}.pt"
-        done = subprocess.run(
-            [sys.executable, "-c", LIMITED, path, *map(str, [room, *sizes])],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [int(word) for word in done.stdout.split()], torch.load(path)
-
-    (num_ooms, *sizes), limited = run(100 << 20)
+    num_ooms, sizes, limited = forked.call(wide_steps, 100 << 20)
     assert max(sizes) < 256 and num_ooms >= 1
-    again, free = run(0, *sizes)
-    assert again == [0, *sizes]
-    assert_equal_tensors(limited, free)
+    again = forked.call(wide_steps, 0, sizes)
+    assert again[:2] == (0, sizes)
+    assert all(map(np.array_equal, limited, again[2]))
 
 
 def test_a_loop_of_ones_own_goes_on_bit_exact_from_what_it_saved(tmp_path):

@@ -1,5 +1,6 @@
 """The trainer: exact resumes, stops, refusals, and the order of an epoch."""
 
+import functools
 import itertools
 import json
 import math
@@ -9,16 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 
+import forked
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
 from memfit.training import (
     CheckpointWarning,
     Ema,
+    SafeStep,
     Trainer,
     _fit,
     average_checkpoints,
@@ -64,19 +71,19 @@ def same_tensors(left, right):
 
 
 def crash(folder, every):
-    """What ``crash_driver.py`` finds when it kills at each ``every``-th moment and all inside of a save."""
+    """What ``crash_driver.py`` finds when it kills at each ``every``-th moment and each such one inside of a save."""
     driver = Path(__file__).with_name("crash_driver.py")
     done = subprocess.run(
         [sys.executable, driver, folder, str(every)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert done.returncode == 75, done.stderr
+    return json.loads(done.stdout) | {"stderr": done.stderr}
 
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory):
-    return crash(tmp_path_factory.mktemp("crashes"), 3)
+    return crash(tmp_path_factory.mktemp("crashes"), 6)
 
 
 #: How many moments a fit has at least.
@@ -87,7 +94,7 @@ LEAST = {"indexed": 40, "workers": 6, "keyed": 6}
 def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
     """Within saves, at steps, with loader workers; keyed data are resumed with another number of workers."""
     found = crashes[kind]
-    assert found["num_moments"] >= LEAST[kind] and found["num_tried"] >= LEAST[kind] // 3
+    assert found["num_moments"] >= LEAST[kind] and found["num_tried"] >= LEAST[kind] // 6
     assert found["num_in_save"] >= 5 or kind != "indexed"
     assert (found["died"], found["different"]) == (found["num_tried"], [])
 
@@ -100,7 +107,7 @@ def test_a_fit_killed_at_every_moment_resumes_to_identical_bytes(tmp_path):
 
 
 def test_how_workers_are_started_changes_nothing_not_even_at_a_resume(crashes):
-    assert crashes["spawned"] == [crashes["workers"]["expected"]] * 2
+    assert crashes["served"] == crashes["workers"]["expected"]
 
 
 def test_a_fit_killed_again_and_again_ends_with_identical_bytes(crashes):
@@ -222,20 +229,10 @@ def test_a_signal_in_validation_leaves_it_between_two_batches(tmp_path):
     assert (result.resumed_from, "valid_loss" in result.history[0].metrics) == (1, True)
 
 
-def test_a_script_that_is_stopped_ends_with_75_and_says_why(tmp_path):
-    code = f"""
-import os, signal, torch
-from memfit.training import Trainer
-def loss(model, x):
-    os.kill(os.getpid(), signal.SIGTERM)
-    return model(x).sum(), len(x)
-Trainer(torch.nn.Linear(2, 1), loss=loss, checkpoint_dir={str(tmp_path)!r}).fit([torch.ones(3, 2)] * 3, num_epochs=2, preflight=False)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 75
-    assert done.stderr.count("Stopped by SIGTERM in epoch 1, after its step 1 of 3.") == 1
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "checkpoint_epoch_1_step_1.pt").exists()
+def test_a_script_that_is_stopped_ends_with_75_and_says_why(crashes):
+    assert crashes["stderr"].count("Stopped by SIGTERM in epoch 1, after its step 1 of 3.") == 1
+    assert "Traceback" not in crashes["stderr"]
+    assert "holds this very moment: nothing will be repeated" in crashes["stderr"]
 
 
 def test_a_stop_can_be_caught_and_sent_between_processes():
@@ -430,51 +427,34 @@ def test_without_torch_the_extra_is_named():
     assert "pip install 'memfit[torch]'" in done.stdout
 
 
-_RANKS = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_module
-from memfit.errors import UsageError
-from memfit.training import SafeStep, Trainer
-
-def loss(model, x):
-    return model(x).sum(), len(x)
-
-def sharded():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    fully_shard(model[1])
-    return model
-
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-mesh = dist.init_device_mesh("cpu", (1,))
-for model in (
-    ddp,
-    torch.nn.Sequential(ddp),
-    FullyShardedDataParallel(torch.nn.Linear(2, 1), device_id=torch.device("cpu")),
-    sharded(),
-    distribute_module(torch.nn.Linear(2, 1), mesh),
-):
-    for make in (lambda: Trainer(model, loss=loss), lambda: SafeStep(model, torch.optim.SGD(model.parameters()), loss)):
-        try:
-            make()
-        except UsageError as error:
-            print(error.what)
-Trainer(torch.nn.DataParallel(torch.nn.Linear(2, 1)), loss=loss)
-dist.destroy_process_group()
-"""
+def refused_of_ranks(store):
+    """What is told of models that several ranks train, and of one that they do not."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    sharded = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    fully_shard(sharded[1])
+    told = []
+    for model in (
+        ddp,
+        torch.nn.Sequential(ddp),
+        FullyShardedDataParallel(torch.nn.Linear(2, 1), device_id=torch.device("cpu")),
+        sharded,
+        distribute_module(torch.nn.Linear(2, 1), dist.init_device_mesh("cpu", (1,))),
+    ):
+        for make in (Trainer, functools.partial(SafeStep, optimizer=torch.optim.SGD(model.parameters()))):
+            with pytest.raises(UsageError) as caught:
+                make(model, loss=squared)
+            told.append(caught.value.what)
+    Trainer(torch.nn.DataParallel(torch.nn.Linear(2, 1)), loss=squared)
+    return told
 
 
 def test_a_model_of_several_ranks_is_refused_by_name(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _RANKS, str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = [line.removesuffix(": several ranks train it.") for line in done.stdout.splitlines()]
+    told = [
+        line.removesuffix(": several ranks train it.")
+        for line in forked.call(refused_of_ranks, str(tmp_path / "store"))
+    ]
     assert told[::2] == told[1::2] == [
         "The model is a DistributedDataParallel",
         "'0' in the model is a DistributedDataParallel",

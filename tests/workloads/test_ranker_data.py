@@ -279,7 +279,7 @@ def test_without_closing_prices_no_job_starts_unless_nothing_is_judged(tmp_path,
     with pytest.raises(ConfigError, match="names no closing prices"):
         memfit.run(made)
     assert not Path("runs").exists()
-    assert memfit.run(made, choice=Choice(until="fold", skip=()), overrides=["skip=[health]"]).state == "completed"
+    assert memfit.run(made, choice=Choice(until="prepare", skip=()), overrides=["skip=[health]"]).state == "completed"
 
 
 @pytest.mark.parametrize(

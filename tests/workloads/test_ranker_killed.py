@@ -1,44 +1,46 @@
-"""The ranker, killed in an epoch and after a stage, leaves what an unbroken run leaves; no epoch runs twice.
+"""The ranker, killed in an epoch, leaves what its stages leave in one process; no epoch runs twice.
 
 `make bench-ranker` kills it at ten random moments.
 """
 
+import json
 from collections import Counter
 
 import pytest
 
 import kills
+from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import RANKER
+from stages_here import StagesHere
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
-CONFIG = """
-schema_version: 1
-experiment: ranker
-target: memfit_workloads.ranker.stages:RANKER
-seed: 7
-params:
-  data: {source: generated, num_dates: 110, num_assets: 10, num_features: 2, lookback: 10,
-         information_coefficient: 0.5, horizons: [1, 2], main_horizon: 2}
-  splits: {n_splits: 2, embargo_size: 2}
-  model: {patch_size: 5, width: 16, num_layers: 1, num_heads: 2}
-  train: {num_epochs: 6, dates_per_batch: 2, learning_rate: 3.0e-3, ema_epochs: [5, 6], tau_days: 60.0, device: cpu}
-  backtest: {horizon: 2}
-  gate: {min_dates: 5, max_annual_return: 100, max_sharpe: 100, max_hit_rate: 1.0, max_rank_ic: 1.0}
-"""
+PARAMS = {
+    "data": {"source": "generated", "num_dates": 110, "num_assets": 10, "num_features": 2, "lookback": 10,
+             "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2},
+    "splits": {"n_splits": 2, "embargo_size": 2},
+    "model": {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2},
+    "train": {"num_epochs": 3, "dates_per_batch": 2, "learning_rate": 3.0e-3, "ema_epochs": [2, 3], "tau_days": 60.0,
+              "device": "cpu"},
+    "backtest": {"horizon": 2},
+    "gate": {"min_dates": 5, "max_annual_return": 100, "max_sharpe": 100, "max_hit_rate": 1.0, "max_rank_ic": 1.0},
+}  # fmt: skip
 
 
-def test_the_ranker_killed_in_an_epoch_and_after_a_stage_leaves_the_same(tmp_path):
-    for name in ("quieta", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(CONFIG)
-    quiet = kills.run(tmp_path / "quieta")
-    killed = kills.run(tmp_path / "killed", kill_at=[kills.epoch("fold_1", 2), kills.completed("blend_2")])
+def test_the_ranker_killed_in_an_epoch_leaves_what_its_stages_leave_here(tmp_path, one_thread):
+    here = StagesHere(tmp_path / "here", RANKER, RankerParams.model_validate(PARAMS), seed=7)
+    for fold in (1, 2):
+        here.run("fold", fold)
+        here.run("blend", fold)
+    for name in ("health", "backtest"):
+        here.run(name)
+    content = {"schema_version": 1, "experiment": "ranker", "target": "memfit_workloads.ranker.stages:RANKER"}
+    (tmp_path / "config.yaml").write_text(json.dumps(content | {"seed": 7, "params": PARAMS}))
+    killed = kills.run(tmp_path, kill_at=[kills.epoch("fold_1", 1)])
 
-    left = kills.left_by(quiet)
-    found = kills.left_by(killed)
-    # The decision names the folder of its run.
-    assert found.pop("stage_decision")["status"] == left["stage_decision"]["status"] == "completed"
-    assert found == {name: one for name, one in left.items() if name != "stage_decision"}
-    assert {"stage_decision", "blend_1", "fold_2", "fold_2/latest_checkpoint.pt", "kfold_results.feather"} < set(left)
-    assert kills.epochs(quiet) == Counter((f"fold_{fold}", epoch) for fold in (1, 2) for epoch in range(1, 7))
-    assert kills.epochs(killed) == kills.epochs(quiet)
+    left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
+    assert found.pop("stage_decision")["metric"] == "h2_rank_ic"
+    assert found == left
+    assert {"blend_1", "fold_2", "fold_2/latest_checkpoint.pt", "stage_backtest"} < set(left)
+    assert (killed.path / "kfold_results.feather").is_file()
+    assert kills.epochs(killed) == Counter((f"fold_{fold}", epoch) for fold in (1, 2) for epoch in (1, 2, 3))

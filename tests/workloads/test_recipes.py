@@ -21,17 +21,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import kills  # noqa: E402
-from memfit import run  # noqa: E402
+from memfit import jobs, run  # noqa: E402
 from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
 from memfit.estimation import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import print_run_plan  # noqa: E402
-from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import compiling, text, training  # noqa: E402
 from memfit_workloads.recipes.params import SETTINGS, RecipesParams, equation, plan_of  # noqa: E402
+from memfit_workloads.recipes.stages import RECIPES  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
 
 SMALL = {
     "data": {"num_pairs": 60},
@@ -65,18 +66,18 @@ def tiny(**changes):
 
 
 @pytest.mark.long
-def test_killed_in_an_epoch_and_after_a_stage_it_leaves_the_same(tmp_path):
-    for name in ("quiet1", "killed"):
-        (tmp_path / name).mkdir()
-        config(tmp_path / name)
-    quiet = kills.run(tmp_path / "quiet1")
-    killed = kills.run(tmp_path / "killed", kill_at=[kills.completed("tokenize"), kills.epoch("train", 1)])
-    left, found = kills.left_by(quiet), kills.left_by(killed)
-    assert found == left
-    result = left["stage_train"]["result"]
+def test_killed_in_an_epoch_it_leaves_what_its_stages_leave_here(tmp_path, one_thread):
+    here = StagesHere(tmp_path / "here", RECIPES, RecipesParams(**SMALL), seed=1)
+    for name in ("index", "tokenize", "train", "evaluate"):
+        here.run(name)
+    config(tmp_path)
+    killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
+    left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
+    assert "stage_train/latest_checkpoint.pt" in left and found == left
+    result = left["stage_train"]
     assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
     assert result["capabilities"]["attention"] == "sdpa"
-    samples = Output(quiet.path / "checkpoints/stage_evaluate.json").json("samples")
+    samples = Output(here.manifest("evaluate")).json("samples")
     assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
 
 
@@ -292,23 +293,20 @@ def without_code_generation():
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
-@pytest.mark.parametrize("num_layers", [2, 4])
-def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
-    without_code_generation, monkeypatch, num_layers
-):
+def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(without_code_generation, monkeypatch):
     told = []
     monkeypatch.setattr(compiling, "record", lambda kind, **fields: told.append((kind, fields)))
-    model = tiny(tiny=SMALL["tiny"] | {"num_layers": num_layers}).train()
+    model = tiny(tiny=SMALL["tiny"] | {"num_layers": 3}).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):  # that of the attention
             module.dropout = 0.0
-    batches = list(SequenceLoader(examples(48), Padding(pad_id=0), batch=4))
+    batches = list(SequenceLoader(examples(32), Padding(pad_id=0), batch=4))
     plain = [float(training.loss(model, batch)[0].detach()) for batch in batches]
     compiled = compiling.CompiledBlocks(model, torch.device("cpu"))
     loss = compiled.loss(training.loss)
-    assert len(compiling.blocks_of(model)) == 2 * num_layers
+    assert len(compiling.blocks_of(model)) == 6  # and at most 12 graphs, below
     for epoch in (1, 2):
         for batch, expected in zip(batches, plain, strict=True):
             total, weight = loss(model, batch)
@@ -330,23 +328,17 @@ def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
 
 
 @pytest.mark.long
-def test_a_compiled_run_says_what_it_compiled(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_recipes.py").write_text(
-        "import torch\ntorch.compiler.set_default_backend('aot_eager')\n"
-        "from memfit_workloads.recipes.stages import RECIPES\n"
-    )
-    path = config(tmp_path, compile=True, epochs=1)
-    path.write_text(path.read_text().replace("memfit_workloads.recipes.stages:RECIPES", "own_recipes:RECIPES"))
-    done = run(path)
-    assert done.exit_code == 0, [one.read_text()[-2000:] for one in done.path.glob("jobs/*/err.log")]
-    result = Output(done.path / "checkpoints/stage_train.json").result
-    assert result["capabilities"]["compiled"] == "blocks"
-    assert result["compile"]["num_graphs"] > 0
-    assert result["compile"]["warm_up_seconds"] > 0
-    events = {event["kind"]: event for event in RunDir(done.path).events()}
-    assert events["compiled"]["num_graphs"] == result["compile"]["num_graphs"]
-    assert (events["capabilities"]["attention"], events["capabilities"]["attention_kernel"]) == ("sdpa", "math")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
+def test_a_compiled_training_says_what_it_compiled(tmp_path, without_code_generation):
+    torch.compiler.set_default_backend("eager")  # the gradients' graphs are those of the test before
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | {"compile": True, "epochs": 1}))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    result = Output(here.manifest("train")).result
+    assert result["compile"]["num_graphs"] > 0 and result["compile"]["warm_up_seconds"] > 0
+    told = ("compiled", "attention", "attention_kernel")
+    assert [result["capabilities"][name] for name in told] == ["blocks", "sdpa", "math"]
 
 
 def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
@@ -362,19 +354,18 @@ def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, has_compiler):
+def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, monkeypatch):
     code = (
         "import torch; from memfit_workloads.recipes.compiling import try_compiler; try_compiler(torch.device('cpu'))"
     )
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    env |= {} if has_compiler else {"CXX": "no-such-compiler"}
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) is has_compiler, done.stderr
-    if not has_compiler:
-        told = done.stderr[done.stderr.index(ConfigError.__name__) :]
-        assert "torch.compile fails on cpu: " in told and "no-such-compiler" in told
-        assert "rule: params.compile needs a C++ compiler" in told and "do:   install one" in told
+    assert done.returncode != 0
+    told = done.stderr[done.stderr.index(ConfigError.__name__) :]
+    assert "torch.compile fails on cpu: " in told and "no-such-compiler" in told
+    assert "rule: params.compile needs a C++ compiler" in told and "do:   install one" in told
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # with one it takes half a minute
+    compiling.try_compiler(torch.device("cpu"))
 
 
 def test_generation_cache_is_off_while_checkpointing_and_gradients_stay_the_same():
@@ -395,6 +386,9 @@ XL = Path(__file__).parents[2] / "src/memfit_workloads/recipes"
 def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 300.0)  # on a busy machine the formula would answer
+    monkeypatch.setattr(
+        jobs, "call_in_child", lambda target, asked: jobs.load_target(target)(**asked)
+    )  # has all loaded
     plan = plan_run(config(tmp_path))
     stages = {stage.name: stage for stage in plan.stages}
     assert [name for name, stage in stages.items() if stage.model is not None] == ["train"]
@@ -422,9 +416,7 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
     ("gpu", "settings", "verdict", "change"),
     [
         ("RTX 4090", {}, "does not fit", "params.optimizer=adafactor params.gradient_checkpointing=true"),
-        ("RTX 4090", {"gradient_checkpointing": "true", "optimizer": "adafactor"}, "fits", None),
         ("RTX 5090", {}, "does not fit", "params.gradient_checkpointing=true"),
-        ("RTX 5090", {"gradient_checkpointing": "true"}, "fits", None),
         ("A100-80GB", {}, "fits", None),
         ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
     ],
@@ -482,12 +474,14 @@ def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_pa
 
 
 @pytest.mark.long
-def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = run(config(tmp_path, optimizer="adafactor", learning_rate=0.02, epochs=4))
-    epochs = [event for event in RunDir(result.path).events() if event["kind"] == "epoch"]
-    assert epochs[-1]["valid_loss"] < epochs[0]["valid_loss"]
-    saved = load_checkpoint(result.path / "checkpoints/stage_train/latest_checkpoint.pt")
+def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path):
+    changed = {"optimizer": "adafactor", "learning_rate": 0.02, "epochs": 4}
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | changed))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest_checkpoint.pt")
+    last = Output(here.manifest("train")).result["valid_loss"]
+    assert len(saved["history"]) == 4 and last < saved["history"][0]["metrics"]["valid_loss"]
     states = [one for state in saved["optimizer"]["state"].values() for one in state.values()]
     size = sum(one.nbytes for one in saved["model"].values())
     assert 0 < sum(one.nbytes for one in states if isinstance(one, torch.Tensor)) < size / 2

@@ -1,36 +1,32 @@
 """The video classifier as a run: its tree, its leaks, its kills and its out-of-memories."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import feather
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("av")
 
+import kills  # noqa: E402
 from memfit import run  # noqa: E402
-from memfit.errors import ConfigError, MemfitError  # noqa: E402
-from memfit.pipeline import Choice, Output  # noqa: E402
+from memfit.errors import ConfigError, DataError  # noqa: E402
+from memfit.pipeline import Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, StepOutcome  # noqa: E402
 from memfit_workloads.video import data, scores, stages, training  # noqa: E402
 from memfit_workloads.video.params import VideoParams  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
 
 CONFIG = Path(data.__file__).with_name("config.yaml")
 SMALL = {
-    "data": {"num_clips": 28, "bad_share": 0.1, "seconds": 0.5},
+    "data": {"num_clips": 24, "bad_share": 0.1, "seconds": 0.5},
     "clip": {"num_frames": 4, "size": 16},
-    "splits": {"n_splits": 3, "test_share": 0.25},
+    "splits": {"n_splits": 2, "test_share": 0.25},
     "loader": {"batch_size": 8},
     "train": {"num_epochs": 2},
     "width": 4,
@@ -48,15 +44,27 @@ def config(folder, **params):
     return path
 
 
+def run_here(folder, *folds, **params):
+    """Run all stages that come before the folds, and these folds."""
+    here = StagesHere(
+        folder, stages.VIDEO, VideoParams.model_validate(SMALL | params), seed=1, folds_of="create_kfold_splits"
+    )
+    for name in STAGES[:-1]:
+        here.run(name)
+    for fold in folds:
+        here.run("fold", fold)
+    return here
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run, and its folder."""
-    folder = tmp_path_factory.mktemp("video")
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "run", config(folder)], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return next(folder.glob("runs/video/run_*")), done.stdout
+    """All stages, each run once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a job
+    here = run_here(tmp_path_factory.mktemp("video"), 1, 2)
+    here.run("evaluate")
+    torch.set_num_threads(threads)
+    return here
 
 
 def outputs(path):
@@ -74,31 +82,30 @@ def outputs(path):
 
 
 def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
-    path, printed = whole
-    checkpoints = path / "checkpoints"
+    checkpoints = whole.run_dir / "checkpoints"
     for stage in STAGES:
         assert (checkpoints / f"stage_{stage}.json").is_file(), stage
-    for fold in (1, 2, 3):
+    for fold in (1, 2):
         folder = checkpoints / f"fold_{fold}"
         assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
             one.name for one in folder.iterdir()
         }
-    table = feather.read_table(path / "kfold_results.feather")
-    assert {"fold", "auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*table.column_names}
+        found = Output(whole.manifest("fold", fold)).result
+        assert {"auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*found}
+        assert found["microbatch_size"] == found["batch_size"] == 8
     model = Output(checkpoints / "stage_initialize_model.json").result
     assert model["architecture"] == "ClipNet(width=4)" and model["num_parameters"] > 1000
     assert len(model["first_weights"]) == 64 and isinstance(model["seed"], int)
     loaders = Output(checkpoints / "stage_create_loaders.json").result
     assert (loaders["batch_size"], loaders["num_workers"], loaders["batch_bytes"]) == (8, 0, 8 * 4 * 3 * 16 * 16)
-    assert all(row["microbatch_size"] == row["batch_size"] == 8 for row in table.to_pylist())
     load = Output(checkpoints / "stage_load_data.json")
     assert load.result["num_skipped"] == len(load.json("skipped")) > 0 and load.json("skipped")[0]["why"]
-    assert "out of fold: accuracy" in printed and "without a look at a frame" in printed
+    told = "\n".join(Output(whole.manifest("evaluate")).result["report"])
+    assert "out of fold: accuracy" in told and "without a look at a frame" in told
 
 
 def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_trained_on(whole):
-    path, _ = whole
-    checkpoints = path / "checkpoints"
+    checkpoints = whole.run_dir / "checkpoints"
     videos = Output(checkpoints / "stage_load_data.json").table("videos")
     splits = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")
     assert splits["group"].to_pylist() == videos["group"].to_pylist()
@@ -106,7 +113,7 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
     for group, fold in zip(splits["group"].to_pylist(), splits["fold"].to_pylist(), strict=True):
         folds_of_group.setdefault(group, set()).add(fold)
     assert all(len(folds) == 1 for folds in folds_of_group.values())
-    assert {*splits["fold"].to_pylist()} == {0, 1, 2, 3}
+    assert {*splits["fold"].to_pylist()} == {0, 1, 2}
     changes = Output(checkpoints / "stage_generate_augmentations.json").table("augmentations")
     rows = np.flatnonzero(splits["fold"].to_numpy() == 1)
     own = data.changes_by_row(changes, videos, rows.tolist())
@@ -116,52 +123,12 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_after_each_stage_and_within_a_fold_ends_the_same(whole, tmp_path):
-    expected = outputs(whole[0])
-    words = [sys.executable, "-m", "memfit", "run", str(config(tmp_path)), "--max-parallel", "1"]
-    kills = 0
-    for stage in ("load_data", "create_datasets", "fold_1", "epoch of fold_3"):
-        process = subprocess.Popen(
-            words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        while process.poll() is None and not passed(tmp_path, stage):
-            time.sleep(0.02)
-        if process.poll() is None:
-            kill_all(tmp_path, process)
-            kills += 1
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "saved" in done.stdout, "what the resume saved"
-    (path,) = tmp_path.glob("runs/video/run_*")
-    found = outputs(path)
-    assert kills == 4
+def test_a_run_that_is_killed_within_a_fold_ends_as_its_stages_do_here(whole, tmp_path):
+    config(tmp_path)
+    killed = kills.run(tmp_path, "config.yaml", kill_at=[kills.epoch("fold_2", 1)])
+    expected, found = outputs(whole.run_dir), outputs(killed.path)
     assert {*found} == {*expected}
     assert [name for name in expected if found[name] != expected[name]] == []
-
-
-def passed(folder, stage):
-    paths = list(folder.glob("runs/video/run_*"))
-    if not paths:
-        return False
-    if stage.startswith("epoch"):
-        events = [one for one in RunDir(paths[0]).events() if one["kind"] == "epoch" and one.get("job") == "fold_3"]
-        return len(events) >= 1
-    name = stage if stage.startswith("fold") else f"stage_{stage}"
-    return (paths[0] / "checkpoints" / f"{name}.json").exists()
-
-
-def kill_all(folder, process):
-    """Kill the supervisor and its jobs at once."""
-    run_dir = RunDir(next(folder.glob("runs/video/run_*")))
-    process.kill()
-    process.wait()
-    for status in run_dir.path.glob("jobs/*/status.json"):
-        told = json.loads(status.read_text())
-        if told.get("state") == "running" and told.get("pid"):
-            try:
-                os.killpg(told["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 @pytest.mark.long
@@ -192,8 +159,8 @@ class _Context:
 
     seed = 1
 
-    def __init__(self, videos):
-        self.videos, self.saved = videos, {}
+    def __init__(self, videos, folder=None):
+        self.videos, self.dir, self.saved = videos, folder, {}
 
     def __getitem__(self, stage):
         return self
@@ -248,21 +215,17 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
     assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
 
 
-@pytest.mark.long
 def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
     whole, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
+    collections = []
+    monkeypatch.setattr(training, "clean_up", lambda: collections.append(1))
     changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
-    changed |= {"cleanup": {"after_fold": True}}
-    result = run(config(tmp_path, **changed), overrides=["units=1"], choice=Choice(until="fold"))
-    assert result.exit_code == 0
-    assert Output(result.path / "checkpoints/stage_create_loaders.json").result["num_workers"] == 1
+    here = run_here(tmp_path, 1, cleanup={"after_fold": True}, **changed)
+    assert Output(here.manifest("create_loaders")).result["num_workers"] == 1
     name = "checkpoints/fold_1/valid_predictions.feather"
-    assert (result.path / name).read_bytes() == (whole[0] / name).read_bytes()
-    collections = [event for event in RunDir(result.path).events() if event["kind"] == "cleanup"]
-    assert [event["job"] for event in collections] == ["fold_1"]
-    assert not [event for event in RunDir(whole[0]).events() if event["kind"] == "cleanup"]
+    assert (here.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    assert collections == [1]
 
 
 def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch):
@@ -320,33 +283,32 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path, params, told, m
     assert not (tmp_path / "runs").exists()
 
 
-def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path, monkeypatch):
-    clips = whole[0] / "checkpoints" / "stage_load_data" / "clips"
-    rows = [row for row in feather_rows(whole[0]) if row["label"] in ("real", "tampered")]
+def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path):
+    loaded = Output(whole.manifest("load_data"))
+    clips, rows = loaded.dir / "clips", loaded.table("videos").to_pylist()
     for number, row in enumerate(rows):
         target = tmp_path / "videos" / ("cats" if row["label"] == "real" else "dogs") / Path(row["path"]).name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(clips / target.name, target)
         if number == 0:
             (target.parent / "notes.txt").write_text("no video")
-    monkeypatch.chdir(tmp_path)
-    own = {"data": {"source": "files", "path": str(tmp_path / "videos")}}
-    result = run(config(tmp_path, **own), choice=Choice(until="load_data"))
-    assert result.exit_code == 0
-    found = Output(result.path / "checkpoints/stage_load_data.json").result
+
+    def load(path):
+        params = VideoParams(**SMALL | {"data": {"source": "files", "path": path}})
+        return data.fingerprint(params), data.load_data(_Context(None, tmp_path), params)
+
+    _, found = load(tmp_path / "videos")
     assert (found["classes"], found["num_videos"]) == (["cats", "dogs"], len(rows))
     there = sorted(path for path in (tmp_path / "videos").glob("*/*") if path.suffix != ".txt")
-    others = "".join(f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in there)
-    (tmp_path / "list.csv").write_text(f"path,label\nvideos/none.mp4,cats\n{others}")
-    with pytest.raises(MemfitError, match=r"none\.mp4 is not there"):
-        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
+    listed = "path,label\n" + "".join(f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in there)
+    (tmp_path / "list.csv").write_text(listed)
+    assert load(tmp_path / "list.csv")[1] == found
+    (tmp_path / "list.csv").write_text(f"{listed}videos/none.mp4,cats\n")
+    with pytest.raises(DataError, match=r"none\.mp4 is not there"):
+        load(tmp_path / "list.csv")
     (tmp_path / "list.csv").write_text("file,label\nvideos/none.mp4,cats\n")
-    with pytest.raises(MemfitError, match="cannot be read as a list"):
-        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
-
-
-def feather_rows(path):
-    return Output(path / "checkpoints/stage_load_data.json").table("videos").to_pylist()
+    with pytest.raises(DataError, match="cannot be read as a list"):
+        load(tmp_path / "list.csv")
 
 
 def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():

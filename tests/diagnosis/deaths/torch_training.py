@@ -66,8 +66,7 @@ def refused() -> None:
     print("epoch 1 step 1/1000 loss 0.5", flush=True)
     print("epoch 1 step 2/1000 loss 0.4", flush=True)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limit = resource.RLIMIT_DATA if sys.argv[2:] == ["data"] else resource.RLIMIT_AS
-    resource.setrlimit(limit, (used + 100 * MIB, used + 100 * MIB))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 100 * MIB, used + 100 * MIB))
     print(torch.ones(256 * MIB).sum())
 
 
