@@ -205,6 +205,9 @@ class SimBackend:
             attempt = _Attempt(self.jobs[job.id], self.now, number, grown_at=self.now)
             attempt.limit = None if self.has_walls else limit
             self._live[job.id] = attempt
+            walls = sum(self._walls[name] for name in self._live) if self.has_walls else 0
+            if walls > (self._cap or walls):  # then a process that starts may fail to fork
+                raise RuntimeError(f"{job.id} starts under limits of {walls} bytes in all, above {self._cap}")
             self._tell(job.id, attempt)
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
