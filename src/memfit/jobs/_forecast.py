@@ -141,9 +141,9 @@ class Forecast:
         if expected is None:
             return None
         size = reservation_bytes(expected, self.slack)
-        if expected.method == "declared":
-            return Guess(size, size)
         found = self._found_of(job)
+        if expected.method == "declared":
+            return Guess(size, size) if found is None else replace(found, size=size, most=size, spread=0)
         if found is None:  # measured on jobs that still run: a forecast once they passed each of their phases
             return Guess(size, _RUNNING_FACTOR * size) if job.phases else None
         if _keys(job)[0] in self._largest:

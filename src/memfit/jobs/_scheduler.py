@@ -1,8 +1,7 @@
 """Runs jobs side by side: takes them from a source, submits them to a backend, follows each to its last end.
 
-A job of unknown size runs alone until it has passed each of its phases once, or stopped growing. Its measured footprint
-is the forecast for similar jobs, which start as soon as they fit (``_admission``). ``_enforce`` keeps those that run
-within the budget.
+``policy`` decides which of those that fit may start, ``_admission`` which fit. ``_enforce`` keeps those that run within
+the budget.
 """
 
 from __future__ import annotations

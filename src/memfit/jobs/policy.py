@@ -32,7 +32,7 @@ STILL_SECONDS = 1.0
 #: What a job may grow by, as a share of what it uses: while it grows, after a second, once it has stopped.
 _GROWING, _UNPROVEN, _STANDING, _SETTLED = 1.0, 0.5, 0.25, 0.05
 #: One that uses less than this share of what similar jobs took has only begun.
-_BEGUN = 1 / 8
+_BEGUN = 1 / 16
 #: What a job of unknown size holds at its start, as a multiple of what others of unknown size use.
 _STANDING_FACTOR = 1.25
 #: A job may reach its peak later than similar ones did, by this factor and these seconds.
@@ -121,7 +121,9 @@ def guess_from(
     seconds = statistics.median(one.seconds for one in similar)
     is_early = all(one.peaked < _EARLY * one.seconds for one in similar)
     size = round(mean + min(_ABOVE * spread, slack * mean) + _ERROR * spread / math.sqrt(num))
-    return Guess(size, max(size, max(peaks)), round(spread), max(one.peaked for one in similar), seconds, is_early)
+    return Guess(
+        size, max(size, round(max(peaks))), round(spread), max(one.peaked for one in similar), seconds, is_early
+    )
 
 
 @dataclass(frozen=True)
