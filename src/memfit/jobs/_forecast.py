@@ -149,7 +149,9 @@ class Forecast:
         if _keys(job)[0] in self._largest:
             return replace(found, size=size, most=size, spread=0)
         if self.extrapolate(job) is not None:  # its largest error is in it already
-            return replace(found, size=expected.private_bytes, most=size, spread=0)
+            # A line through few jobs may follow their numbers by chance and lead to nothing for the last of them.
+            least = min(ended.peak for _, ended in self._ended[job.stage])
+            return replace(found, size=max(expected.private_bytes, least), most=max(size, least), spread=0)
         return found
 
     def _found_of(self, job: Job) -> Guess | None:
