@@ -95,8 +95,8 @@ class Enforcement:
                 self._grow_device(entry, place, free)
         short = ""
         if grown.short:
-            size = format_bytes(self._running[grown.short].reserved[HOST])
-            short = f"{grown.short} outgrew its {size} and nothing is free"
+            had = format_bytes(self._running[grown.short].reserved[HOST])
+            short = f"{grown.short} outgrew its {had} and nothing is free"
             if not self._short:
                 self._say(
                     "short",
