@@ -297,10 +297,11 @@ def may_start(
     if waiting := _in_order((job for job in jobs if job.stalled is not None), None):
         return f"{waiting[0].id} waits for more memory"  # it may take all that is free at any moment
     if guess is None:
-        growing = [job for job in jobs if job.guess is None and job.still < STILL_SECONDS]
-        apart = _APART_SECONDS * (1 if has_walls else _NO_WALLS)
+        wider = 1.0 if has_walls else _NO_WALLS
+        growing = [job for job in jobs if job.guess is None and job.still < wider * STILL_SECONDS]
+        apart, most = _APART_SECONDS * wider, _MOST_BLIND if has_walls else 1
         youngest = min((job for job in jobs if job.guess is None), key=lambda job: job.age, default=None)
-        if len(growing) >= _MOST_BLIND or (youngest is not None and youngest.age < apart):
+        if len(growing) >= most or (youngest is not None and youngest.age < apart):
             return f"{youngest.id if youngest else growing[0].id} is being measured"
     bets = [job.guess.spread for job in jobs if job.guess is not None and not has_peaked(job)]
     if guess is not None and size + _SURE * math.hypot(guess.spread, *bets) > room:
