@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -129,6 +129,12 @@ bench-ranker: install ## the ranker's stages: folds side by side against one by 
 
 bench-tune: install ## a search of settings beside Optuna's own pool under one real limit (needs root; ARGS="--part told")
 	$(BIN)/python benchmarks/tune.py $(ARGS)
+
+bench-policy: install ## how jobs are admitted and grown, in simulated time, beside an oracle (ARGS="--mix 'slow growth'")
+	$(BIN)/python benchmarks/policy.py $(ARGS)
+
+bench-makespan: install ## 60 real jobs of four kinds under 2 GiB beside an oracle, plain pools and joblib
+	$(BIN)/python benchmarks/makespan.py $(ARGS)
 
 bench-forecaster: install ## what the forecaster's options change, over seeds with an interval; reading its wide store (ARGS="--part store")
 	$(BIN)/python benchmarks/forecaster.py $(ARGS)

@@ -31,6 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "diagnosis/_figures": ("tests/diagnosis/test_figures.py",),
     "jobs/_enforce": ("tests/jobs/test_scheduler.py",),
     "jobs/_retry": ("tests/jobs/test_retry.py",),
+    "jobs/policy": ("tests/jobs/test_policy.py",),
     "jobs/_scheduler": ("tests/jobs/test_scheduler.py",),
     "memory/_admission": ("tests/memory/test_admission.py",),
     "memory/_cgroup": ("tests/memory/test_cgroup.py", "tests/memory/test_budget.py"),

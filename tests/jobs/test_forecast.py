@@ -1,5 +1,7 @@
 """What jobs that were measured say about the others."""
 
+from dataclasses import replace
+
 from memfit.jobs import Job, LocalAdmission
 from memfit.memory import Footprint
 
@@ -103,3 +105,30 @@ def test_numbers_that_say_nothing_leave_it_to_the_largest():
     for seed, peak in ((1, 100), (2, 900), (3, 120), (4, 800), (5, 90)):
         forecast.learn(job(kind="a", seed=str(seed)), Footprint(peak))
     assert forecast.predict(job(kind="a", seed="6")).private_bytes == 900
+
+
+def test_a_line_that_seeds_follow_by_chance_leads_to_no_job_smaller_than_any():
+    forecast = make()
+    for seed, peak in ((1, 80), (2, 70), (3, 65), (4, 55)):
+        forecast.learn(job(seed=str(seed)), Footprint(peak))
+    assert forecast.extrapolate(job(seed="50")).peak_bytes < 0
+    assert forecast.guess(job(seed="50")).size == 55
+
+
+def test_a_guess_takes_the_jobs_that_ended_with_most_names_in_common_then_most_numbers():
+    forecast = make()
+    for model, batch, size in (("a", "1", 100), ("a", "1", 100), ("b", "2", 900), ("b", "2", 900), ("b", "3", 500)):
+        forecast.learn(job(model=model, batch=batch, seed=str(size)), Footprint(size), peaked=1.0, seconds=9.0)
+    guess = lambda **params: forecast.guess(replace(job(**params), id="-".join(["j", *params.values()])))  # noqa: E731
+    assert guess(model="a", batch="2", seed="0").most == 100
+    assert guess(model="b", batch="2", seed="0").most == 900
+    assert guess(model="b", batch="3", seed="0").most == 500
+    assert guess(model="b", batch="2", seed="0").is_early
+
+
+def test_what_running_jobs_took_is_a_forecast_only_once_they_passed_their_phases():
+    forecast = make()
+    forecast.learn(job(seed="1"), Footprint(100), is_final=False)
+    assert forecast.guess(job(seed="2")) is None
+    phased = Job("phased", command=("true",), phases=("load",), params={"seed": "3"})
+    assert (forecast.guess(phased).size, forecast.guess(phased).most) == (110, 220)

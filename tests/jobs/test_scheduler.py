@@ -211,7 +211,7 @@ SCENES = {
         {"limit": 450, "known": 100, "max_parallel": 2}, {"learned": [300], "reserved": [100, 100, 300]}),
     "forced": (same(3, *[100] * 3), {"limit": 50, "force": True}, {"most": 3}),
     "a declared size is a hint and the measured one counts": (
-        same(4, *[100] * 5), {"limit": 420, "each": declared(400)}, {"most": 4}),
+        same(9, *[100] * 40), {"limit": 420, "each": declared(400)}, {"most": 4}),
     "no more than max_parallel": (
         same(5, *[1] * 4), {"max_parallel": 2}, {"most": 2, "waits": {"measuring", "max_parallel"}}),
     "one at a time keeps the order": (same(4, 1, 1), {"max_parallel": 1}, {"most": 1, "order": ["j1", "j2", "j3", "j4"]}),
@@ -272,7 +272,7 @@ SCENES = {
         {name: FakeJob((10 if name[0] == "s" else 500,) * 3) for name in ("s1", "l1", "s2", "l2")},
         {"limit": 1100, "max_parallel": 1,
          "jobs": {name: {"params": {"size": name[0], "seed": name[1]}} for name in ("s1", "l1", "s2", "l2")}},
-        {"ends": "completed", "reserved": [None, 10, 10, 500]}),
+        {"ends": "completed", "reserved": [None, 13, 13, 650]}),
     "only jobs of one stage are similar": (
         {"p": FakeJob((500,) * 2), "f1": FakeJob((10,) * 3), "f2": FakeJob((10,) * 3)},
         {"limit": 1100, "max_parallel": 1, "jobs": {"p": {"stage": "prepare"}, "f1": {"stage": "f"}, "f2": {"stage": "f"}}},
@@ -306,7 +306,7 @@ SCENES = {
                      "jobs": {"j1": {}, "j2": on_gpus(1, 2), "j3": on_gpus(1, 3), "j4": on_gpus(2, 1)}},
         {"order": ["j4", "j3", "j1", "j2"]}),
     "one in the backend's queue blocks nobody": (
-        {"a": FakeJob((10,) * 3, num_queued=5), "b": FakeJob((10,) * 3), "c": FakeJob((10,) * 3)}, {},
+        {"a": FakeJob((10,) * 3, num_queued=5), "b": FakeJob((10,) * 3), "c": FakeJob((10,) * 3)}, {"known": 10},
         {"ends": "completed", "ended": ["b", "c", "a"]}),
     # GPUs
     "jobs share GPUs while what they declare fits beside strangers": (
@@ -488,20 +488,16 @@ def test_a_job_that_outgrows_its_reservation_gets_more_from_what_is_free(world):
     assert grown and grown == sorted(grown) and grown[-1] >= 400
 
 
-@pytest.mark.parametrize(("used", "given_back_after"), [(600, 1.1), (1000, None)])
-def test_a_job_that_met_its_limit_gives_back_what_it_does_not_use_after_a_second(world, used, given_back_after):
-    found, seen = world({"a": FakeJob((100, *[used] * 40)), "b": FakeJob((100,) * 42)}, 2000, known=100), []
+def test_a_job_that_stands_still_gives_back_what_it_does_not_use(world):
+    found, seen = world({"a": FakeJob((100, *[600] * 40)), "b": FakeJob((100,) * 42)}, 2000, known=100), []
 
     def tick():
         entry = found.admission.running.get("a")
         seen.append((round(found.backend.now, 1), entry.reserved[HOST] if entry else 0))
 
     found.run(on_tick=tick)
-    most = max(size for _, size in seen)
-    grew = next(now for now, size in seen if size == most)
-    shrank = next(now for now, size in seen if now > grew and size < most)
-    assert found.statuses["a"].wants_more or most >= 1000
-    assert shrank - grew > 3 if given_back_after is None else round(shrank - grew, 1) == given_back_after
+    assert max(size for _, size in seen) <= 750
+    assert {size for now, size in seen if 1.5 < now < 4} <= {600, 750}  # at most a quarter above what it uses
 
 
 def test_the_first_that_lacks_memory_is_named_once(world):
@@ -509,7 +505,7 @@ def test_the_first_that_lacks_memory_is_named_once(world):
                   known=100)  # fmt: skip
     found.run()
     reasons = [fields["reason"] for fields in found.of("short")]
-    assert reasons[0].startswith("a outgrew its") and len(reasons) == len(set(reasons))
+    assert "outgrew its" in reasons[0] and len(reasons) == len(set(reasons))
 
 
 def test_every_grant_stays_within_the_capacity_and_leaves_room_for_a_burst(world):

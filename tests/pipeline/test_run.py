@@ -70,10 +70,10 @@ def test_folds_are_measured_tabled_and_kept(finished):
     assert decided["num_parallel"] == 3
     assert decided["footprint"]["phases"].keys() >= {"load", "train", "checkpoint", "validate"}
 
-    # The first fold ran alone until it was measured, then all others beside each other.
+    # Each fold could double, so that the others did not wait until the first was measured.
     admitted = {event["job"]: event for event in events_of(result, "admit")}
     measured = min(event["time"] for event in events_of(result, "footprint") if event["job"] == "fold_1")
-    assert all(admitted[f"fold_{i}"]["time"] >= measured for i in (2, 3))
+    assert admitted["fold_2"]["time"] < measured
     assert max(event["num_running"] for event in admitted.values()) >= 2
     assert "available = " in admitted["fold_2"]["why"]
 

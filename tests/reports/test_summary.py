@@ -221,6 +221,22 @@ def swept(commands):
     return made
 
 
+def test_wrong_sizes_are_counted_and_named_with_what_helps(commands):
+    made = commands(3)
+    made.event(0, "run", state="started")
+    made.event(1, "short", None, outgrew="cmd_0002", reason="cmd_0002 outgrew its 9 B and nothing is free")
+    made.event(2, "short", None, outgrew="cmd_0001", reason="cmd_0001 outgrew its 9 B and nothing is free")
+    made.event(3, "aside", "cmd_0003", to="cmd_0002", reason="cmd_0002 waits", now=False)
+    assert (summarize(made.run)["outgrown"], summarize(made.run)["num_gave_way"]) == (
+        {"cmd_0001": 1, "cmd_0002": 1},
+        1,
+    )
+    assert (
+        "cmd_0001, cmd_0002 needed more than was thought: no job started meanwhile, 2 times, and 1 restart. "
+        "--memory SIZE tells memfit before"
+    ) in " ".join(printed(made.run, 200).split())
+
+
 SWEPT = """
 
 2026-11-21 09:00:03  cmd_0002 fold=2 lr=1e-3 failed (3.2s), peak 270.0 MiB of 300.0 MiB reserved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import monotonic
@@ -15,7 +15,8 @@ from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
-from memfit.jobs._reservation import Reservation, Wait, kind_of
+from memfit.jobs._reservation import Entry, Wait, kind_of
+from memfit.jobs.policy import STILL_SECONDS, Guess, Held, first_size, may_start
 from memfit.memory import (
     HOST,
     Budget,
@@ -40,12 +41,14 @@ HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 class Admitted(NamedTuple):
     """A job may start, and why. ``note`` is what the log must say of that.
 
-    ``reserved`` is in bytes by place; nothing on the host when its size is unknown and it has the whole budget.
+    ``reserved`` is in bytes by place; nothing on the host of a cluster's node that a job of unknown size has to itself.
+    ``is_measured`` is false if nothing is known of its size.
     """
 
     reserved: Sizes
     why: str
     note: str = ""
+    is_measured: bool = True
 
 
 class LocalAdmission:
@@ -60,6 +63,7 @@ class LocalAdmission:
 
     Attributes:
         running: The jobs that were submitted and have not ended, by id. The scheduler keeps it.
+        has_walls: True if jobs wait at their limits; without walls they fail there. The enforcement sets it.
     """
 
     def __init__(
@@ -74,10 +78,16 @@ class LocalAdmission:
     ) -> None:
         self.policy, self.claims, self.now, self.is_shared = policy or Policy(), claims, now, is_shared
         self.budget = BudgetWatch(read_budget, now, claims.others if claims else Others)
-        self.forecast = Forecast()
+        self.forecast = Forecast(self.policy.slack)
         for stage, params, footprint in known:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
-        self.running: dict[str, Reservation] = {}
+        self.running: dict[str, Entry] = {}
+        self.has_walls = True
+
+    def held(self) -> list[Held]:
+        """Return the running jobs as the policy sees them."""
+        now = self.now()
+        return [entry.held(self.forecast.guess(entry.job), now) for entry in self._sharing() if not entry.is_queued]
 
     def in_use(self) -> Sizes:
         """Return what the running jobs use now, by place."""
@@ -87,7 +97,7 @@ class LocalAdmission:
         """Return what the running jobs have reserved, or are also expected to take, and do not use yet."""
         return sum((entry.unused(expected=expected) for entry in self._sharing()), Counter[str]())
 
-    def _sharing(self) -> list[Reservation]:
+    def _sharing(self) -> list[Entry]:
         return [*self.running.values()] if self.is_shared else []
 
     def read_budget(self) -> Budget:
@@ -132,17 +142,19 @@ class LocalAdmission:
         for entry in self.running.values():
             entry.hold_devices(self.measured(entry.job), self.policy.slack)
         found = [self._learn(entry) for entry in self.running.values()]
+        standing = {job.id: job.used for job in self.held() if job.still >= STILL_SECONDS}
+        self.forecast.see({job_id: (self.running[job_id].job, used) for job_id, used in standing.items()})
         if any(fields is not None for fields in found):
             for entry in self.running.values():
                 if measured := self.measured(entry.job):
                     entry.revise(measured, self.policy.slack)
         return [fields for fields in found if fields]
 
-    def _learn(self, entry: Reservation) -> dict[str, Any] | None:
+    def _learn(self, entry: Entry) -> dict[str, Any] | None:
         """Learn what a job took so far if that is enough to judge similar ones; return the event if it is news."""
         status, footprint = entry.status, entry.status.footprint
         self.budget.checkpoint_bytes = max(self.budget.checkpoint_bytes, status.checkpoint_bytes)
-        if footprint is None or (footprint.sizes <= entry.learned and status.state != "completed"):
+        if footprint is None or (footprint.sizes <= entry.progress.learned and status.state != "completed"):
             return None
         known, is_whole = self.measured(entry.job), status.state == "completed" or status.settled
         outgrew = known is not None and (status.peak_bytes > known.private_bytes or footprint.exceeds(known))
@@ -150,8 +162,10 @@ class LocalAdmission:
             return None
         if not is_whole and known is not None and not known.bytes_per_device:
             footprint = replace(footprint, device_bytes={})  # what it takes there still grows
-        entry.learned |= footprint.sizes
-        self.forecast.learn(entry.job, footprint, is_final=status.state == "completed")
+        entry.progress.learned |= footprint.sizes
+        progress, is_final = entry.progress, status.state == "completed"
+        peaked, seconds = progress.grown_at - progress.started, self.now() - progress.started
+        self.forecast.learn(entry.job, footprint, is_final=is_final, peaked=peaked, seconds=seconds)
         if known is not None and not footprint.exceeds(known, 1.01):
             return {}
         return {
@@ -173,8 +187,8 @@ class LocalAdmission:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
         if self.policy.force:
             return None
-        for entry in self.running.values():
-            if not entry.is_measured and not (self.is_shared and entry.is_queued):
+        for entry in () if self.is_shared else self.running.values():
+            if not entry.is_measured:
                 passed = "passed each phase once" if entry.job.phases else "stopped growing"
                 return Wait("measuring", f"{entry.job.id} is being measured until it has {passed}")
         return None
@@ -184,7 +198,13 @@ class LocalAdmission:
         """True when a job that starts now would run alone."""
         return all(self.is_shared and entry.is_queued for entry in self.running.values())
 
-    def admit(self, entry: Reservation) -> Admitted | Wait:
+    def likeness(self, entry: Entry) -> Hashable:
+        """Return what decides whether a job fits: two for which it is equal fit or do not fit both."""
+        job, progress = entry.job, entry.progress
+        needed, guess = tuple(sorted(progress.needed.items())), self.forecast.guess(job)
+        return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.num_asides
+
+    def admit(self, entry: Entry) -> Admitted | Wait:
         """Admit a job if it fits now at each place; else return why it does not."""
         job, alone, rooms = entry.job, self.is_alone, self.rooms()
         if self.policy.force:
@@ -195,35 +215,62 @@ class LocalAdmission:
             mapped = max(job.mapped_bytes, *(other.job.mapped_bytes for other in self.running.values()))
             rooms[HOST] = keep_cache(self.budget.now, rooms[HOST], mapped)
         needs, note = self._needs(entry, rooms)
-        if needs[HOST] is None and not alone:
+        is_unknown = needs[HOST] is None
+        if is_unknown and not self.is_shared and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
-        if entry.num_asides >= _MOST_ASIDES and not alone:
-            return Wait("memory", f"it gave way {entry.num_asides} times, so it runs alone next")
+        if entry.progress.num_asides >= _MOST_ASIDES and not alone:
+            return Wait("memory", f"it gave way {entry.progress.num_asides} times, so it runs alone next")
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
         held |= set() if alone else {HOST}
         devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
-        reserved = Counter[str]()
+        if self.is_shared and not alone and (wait := self._why_not_beside(entry, needs[HOST], rooms[HOST].bytes)):
+            return wait
+        reserved = self._sizes_of(needs, rooms, devices, held)
+        for place, size in reserved.items():
+            if size > rooms[place].bytes:
+                return _lack(entry, place, size, rooms[place])
+        if is_unknown and not self.is_shared:
+            del reserved[HOST]
+        why = "; ".join(rooms[place].explain() for place in (HOST, *devices))
+        return Admitted(reserved, why, note, not is_unknown)
+
+    def _sizes_of(
+        self,
+        needs: Mapping[str, tuple[int, int] | None],
+        rooms: Mapping[str, Lendable],
+        devices: Sequence[str],
+        held: Container[str],
+    ) -> Sizes:
+        """Return what a job is to hold at each place, whether that is there or not."""
+        sizes = Counter[str]()
         for place in (HOST, *devices):
             need, room = needs[kind_of(place)], rooms[place].bytes
-            if need is None:  # all there is
-                size = room
+            if need is None and place in held:
+                size = self._first_size()
+            elif need is None:
+                size = min(room, self._first_size()) if place == HOST and self.is_shared else room  # else all there is
             elif place in held:
                 size = need[1]
             else:  # the slack is for jobs beside it
                 size = min(need[1], max(need[0], room))
-            if max(1, size) > room:
-                return _lack(entry, place, max(1, size), rooms[place])
-            if need is not None or place != HOST:
-                reserved[place] = max(1, size)
-        return Admitted(reserved, "; ".join(rooms[place].explain() for place in (HOST, *devices)), note)
+            sizes[place] = max(1, size)
+        return sizes
 
-    def _needs(
-        self, entry: Reservation, rooms: Mapping[str, Lendable]
-    ) -> tuple[dict[str, tuple[int, int] | None], str]:
+    def _first_size(self) -> int:
+        return first_size(self.held(), self.capacity_bytes(), has_walls=self.has_walls)
+
+    def _why_not_beside(self, entry: Entry, need: tuple[int, int] | None, room: int) -> Wait | None:
+        """Return why a job must not start beside those that run, although it may fit."""
+        size = self._first_size() if need is None else need[1]
+        guess = None if need is None else self.forecast.guess(entry.job) or Guess(size, size)
+        why = may_start(guess, size, self.held(), room, self.capacity_bytes(), has_walls=self.has_walls)
+        return Wait("measuring" if need is None else "memory", why) if why else None
+
+    def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, tuple[int, int] | None], str]:
         """Return what a job needs on the host and on each device, and what the log must say about that."""
         num, note = entry.job.num_devices, ""
         needs = {kind: self.need(entry, kind) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
@@ -231,39 +278,42 @@ class LocalAdmission:
             devices = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
             most = {HOST: rooms[HOST].bytes, DEVICE: devices[num - 1] if 0 < num <= len(devices) else 0}
             for kind, need in needs.items():
-                if need is not None and need[0] > most[kind] and not entry.needed[kind]:
+                if need is not None and need[0] > most[kind] and not entry.progress.needed[kind]:
                     needs[kind], note = None, f"similar jobs took {format_bytes(need[0])}, it gets all there is"
         return needs, note
 
-    def _why_tight(self, entry: Reservation, needs: Mapping[str, tuple[int, int] | None]) -> str:
+    def _why_tight(self, entry: Entry, needs: Mapping[str, tuple[int, int] | None]) -> str:
         """Return why a job is to be refused whose declared peak is tight; empty if it is not."""
         if self.policy.refuse_tight and self.measured(entry.job) is None:
             most = self.budget.most(entry.job.num_devices)
             for kind, need in needs.items():
-                if need is not None and not entry.needed[kind] and (why := why_tight(need[0], most[kind])):
+                if need is not None and not entry.progress.needed[kind] and (why := why_tight(need[0], most[kind])):
                     return f"{entry.job.id} is tight{'' if kind == HOST else ' on its GPU'}, as declared: {why}"
         return ""
 
-    def need(self, entry: Reservation, kind: str) -> tuple[int, int] | None:
+    def need(self, entry: Entry, kind: str) -> tuple[int, int] | None:
         """Return the least that a job can start with on the host or on each device, and what it is to have.
 
         None if its size is unknown: then it gets all there is.
         """
         job, slack = entry.job, self.policy.slack
-        if needed := entry.needed[kind]:
+        if needed := entry.progress.needed[kind]:
             needed = max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0)
             needed = min(needed, self.budget.most(job.num_devices)[kind])
             return round(_ALMOST * needed), needed
         expected = self.forecast.predict(job)
         least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
-        return None if least is None or wanted is None else (least, wanted)
+        if kind == HOST and self.is_shared:
+            guess = self.forecast.guess(job)
+            wanted = None if guess is None else guess.size
+        return None if least is None or wanted is None else (min(least, wanted), wanted)
 
-    def size(self, entry: Reservation) -> tuple[float, ...]:
+    def size(self, entry: Entry) -> tuple[float, ...]:
         """Return what a job needs on its devices and on the host, to sort by; infinite where that is unknown."""
         needs = (self.need(entry, kind) for kind in (DEVICE, HOST))
         return entry.job.num_devices, *(math.inf if need is None else need[1] for need in needs)
 
-    def waits_for_others(self, entry: Reservation) -> bool:
+    def waits_for_others(self, entry: Entry) -> bool:
         """Return True if a job that does not fit will fit once other runs on this host have ended."""
         num = entry.job.num_devices
         most = self.budget.most(num)
@@ -272,7 +322,7 @@ class LocalAdmission:
             return False
         return self.budget.can_others_help or bool(num and self.budget.devices_of_others)
 
-    def refusal(self, entry: Reservation, wait: Wait) -> DoesNotFitError:
+    def refusal(self, entry: Entry, wait: Wait) -> DoesNotFitError:
         """Return the error for a job that waits although no other runs."""
         if wait.on == "tight":
             rule = "a peak that was declared, not measured, leaves 5 % or more of what its job gets alone."
@@ -294,7 +344,7 @@ class LocalAdmission:
         return DoesNotFitError(f"{'; '.join(filter(None, (what, wait.detail)))}.", rule=rule, remedy=remedy)
 
 
-def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:
+def _lack(entry: Entry, place: str, needed_bytes: int, room: Lendable) -> Wait:
     where = "" if place == HOST else f" on {count_gpus(entry.job.num_devices)}"
     on = "memory" if place == HOST else "device"
     return Wait(on, f"it needs {format_bytes(needed_bytes)}{where}", room.explain(), needed_bytes, room.bytes)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Collection
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import StatisticsError, linear_regression
 from typing import NamedTuple
 
 from memfit.errors import ConfigError
 from memfit.jobs._job import Job
-from memfit.memory import Footprint
+from memfit.jobs.policy import Ended, Guess, guess_from, spread_within
+from memfit.memory import Footprint, reservation_bytes
 from memfit.units import parse_bytes
 
 #: A line needs this number of jobs, and uses at most the last 64.
@@ -20,6 +21,12 @@ _LEAST_POINTS, _MOST_POINTS = 4, 64
 _GOOD = 0.25
 #: The square of a larger number would overflow.
 _LARGEST = 1e15
+#: A line must leave at most this share of the error that the middle of all peaks leaves.
+_BETTER = 0.5
+#: So many jobs that ended are compared with a job, the latest of its stage.
+_MOST_ENDED = 256
+#: The most that a job takes of which only running jobs are known, as a multiple of what they took so far.
+_RUNNING_FACTOR = 2
 #: Names a job's declared size among its numbers.
 _DECLARED = "(declared)"
 
@@ -46,16 +53,48 @@ class Forecast:
     2. the straight line that peaks follow over one number: a parameter, or the declared size;
     3. the job's declared size, if it is not one for the whole stage;
     4. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
+
+    ``slack`` is the share that is added to what was measured. ``guess`` is what the policy needs of a forecast. Where
+    the fourth rule counts, it takes the jobs that ended and share the most parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float = 0.0) -> None:
+        self.slack = slack
         self._largest: dict[_Key, Footprint] = {}
         self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
         self._lines: dict[_Key, _Fit] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
+        self._ended: defaultdict[str, deque[tuple[frozenset[tuple[str, str]], Ended]]] = defaultdict(
+            lambda: deque(maxlen=_MOST_ENDED)
+        )
+        self._guesses: dict[str, Guess | None] = {}
+        self._found: dict[tuple[str, frozenset[tuple[str, str]]], Guess | None] = {}
+        self._ended_pairs: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._spreads: dict[str, float | None] = {}
+        self._standing: dict[str, tuple[Job, int]] = {}
 
-    def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
-        """Learn what a job took; one that still runs adds no point to a line."""
+    def learn(
+        self,
+        job: Job,
+        footprint: Footprint,
+        *,
+        is_final: bool = True,
+        peaked: float = math.inf,
+        seconds: float = math.inf,
+    ) -> None:
+        """Learn what a job took; one that still runs adds no point to a line.
+
+        Args:
+            job: The job.
+            footprint: What it took.
+            is_final: It has ended.
+            peaked: After how many seconds it had reached its peak; infinite if nobody knows.
+            seconds: How long it ran.
+        """
+        self._forget()
+        if is_final:
+            self._ended_pairs[job.stage] |= _pairs(job)
+            self._ended[job.stage].append((_pairs(job), Ended(footprint.private_bytes, peaked, seconds)))
         for key in _keys(job):
             known = self._largest.get(key)
             self._largest[key] = footprint if known is None else known.merge(footprint)
@@ -76,6 +115,70 @@ class Forecast:
         if found is not None and line is not None:
             return replace(found, private_bytes=max(0, math.ceil(line.peak_bytes + line.error_bytes)))
         return job.footprint if self._has_own_hint(job) else found or job.footprint
+
+    def guess(self, job: Job) -> Guess | None:
+        """Return what the policy is to think of a job, a slack on top of what was measured; None when nothing is known.
+
+        Asked again and again, so it is kept until something is learnt.
+        """
+        if job.id not in self._guesses:
+            self._guesses[job.id] = self._guess(job)
+        return self._guesses[job.id]
+
+    def see(self, running: Mapping[str, tuple[Job, int]]) -> None:
+        """Learn what the jobs use that run and stand still, by id."""
+        if running != self._standing:
+            self._standing = dict(running)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._guesses.clear()
+        self._found.clear()
+        self._spreads.clear()
+
+    def _guess(self, job: Job) -> Guess | None:
+        expected = self.predict(job)
+        if expected is None:
+            return None
+        size = reservation_bytes(expected, self.slack)
+        found = self._found_of(job)
+        if expected.method == "declared":
+            return Guess(size, size) if found is None else replace(found, size=size, most=size, spread=0)
+        if found is None:  # measured on jobs that still run: a forecast once they passed each of their phases
+            return Guess(size, _RUNNING_FACTOR * size) if job.phases else None
+        if _keys(job)[0] in self._largest:
+            return replace(found, size=size, most=size, spread=0)
+        if self.extrapolate(job) is not None:  # its largest error is in it already
+            # A line through few jobs may follow their numbers by chance and lead to nothing for the last of them.
+            least = min(ended.peak for _, ended in self._ended[job.stage])
+            return replace(found, size=max(expected.private_bytes, least), most=max(size, least), spread=0)
+        return found
+
+    def _found_of(self, job: Job) -> Guess | None:
+        """Return what the jobs of its stage say that share the most parameters with it."""
+        pairs = _pairs(job) & self._ended_pairs[job.stage]  # the others, such as a seed of its own, decide nothing
+        key = (job.stage, pairs)
+        if key not in self._found:
+            shared = [(_likeness(pairs & others), ended) for others, ended in self._ended[job.stage]]
+            most = max((num for num, _ in shared), default=(0, 0))
+            running = [
+                used
+                for other, used in self._standing.values()
+                if other.stage == job.stage and _likeness(pairs & _pairs(other)) == most
+            ]
+            similar, usual = [ended for num, ended in shared if num == most], self._usual_spread(job.stage)
+            self._found[key] = guess_from(similar, running, self.slack, usual)
+        return self._found[key]
+
+    def _usual_spread(self, stage: str) -> float | None:
+        """Return by how much jobs of a stage differ that share all parameters which repeat."""
+        if stage not in self._spreads:
+            times = Counter(pair for pairs, _ in self._ended[stage] for pair in pairs)
+            groups = defaultdict[frozenset[tuple[str, str]], list[int]](list)
+            for pairs, ended in self._ended[stage]:
+                groups[frozenset(pair for pair in pairs if times[pair] > 1)].append(ended.peak)
+            self._spreads[stage] = spread_within(groups.values())
+        return self._spreads[stage]
 
     def extrapolate(self, job: Job) -> Line | None:
         """Return what the best straight line through similar jobs says of a job; None without a good line."""
@@ -110,7 +213,17 @@ def _fit(points: Collection[tuple[float, int]]) -> _Fit:
     except StatisticsError:  # all have the same number
         return _NO_LINE
     error = max(abs(y - slope * x - offset) for x, y in points)
-    return (error, slope, offset) if error <= _GOOD * max(ys) else _NO_LINE
+    is_good = error <= _GOOD * max(ys) and error <= _BETTER * (max(ys) - min(ys)) / 2
+    return (error, slope, offset) if is_good else _NO_LINE
+
+
+def _likeness(shared: Collection[tuple[str, str]]) -> tuple[int, int]:
+    """Return how many parameters two jobs share: names first, then numbers."""
+    return sum(_number(value) is None for _, value in shared), len(shared)
+
+
+def _pairs(job: Job) -> frozenset[tuple[str, str]]:
+    return frozenset(job.params.items())
 
 
 def _keys(job: Job) -> tuple[_Key, _Key, _Key]:

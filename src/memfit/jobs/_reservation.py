@@ -1,20 +1,16 @@
-"""A job under admission: what it has reserved, how often it was started, and what it may take."""
+"""A job under admission: what it has reserved, and how far it has come."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._job import Job, JobStatus, Verdict
+from memfit.jobs.policy import STILL_SHARE, Guess, Held
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
-from memfit.units import MIB
-
-#: A reservation that its job has passed grows by this factor, or by this step if that is more.
-_GROWTH, _STEP_BYTES = 1.15, 32 * MIB
 
 
 class Wait(NamedTuple):
@@ -35,19 +31,33 @@ class Wait(NamedTuple):
     available: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reservation:
-    """One job from its first admission to its last end.
+    """What one attempt of a job holds, in bytes by place. The places other than the host are its devices.
 
     Attributes:
-        reserved: Bytes by place. Nothing on the host while its size is unknown and it runs alone. The places other than
-            the host are its devices.
-        expected: What its forecast says that it will take, by place.
+        reserved: What it was granted. Nothing on the host where a cluster's job of unknown size has a node to itself.
+        expected: What it will take by all that is known of it now.
         by_hint: The places where its reservation rests on no measurement; a measured one may lower it.
-        needed: What it must get at its next start (``HOST``; ``DEVICE``: on each); nothing where the forecast decides.
         wall_bytes: The limit that the backend was given last.
-        stalled_since: Since when it waits at its limit, by the monotonic clock.
-        grew: When its reservation at each place grew last, by the same clock.
+    """
+
+    reserved: Sizes = field(default_factory=Counter)
+    expected: Sizes = field(default_factory=Counter)
+    by_hint: frozenset[str] = frozenset()
+    wall_bytes: int | None = None
+
+
+@dataclass
+class Progress:
+    """How far a job has come, over all its attempts.
+
+    Attributes:
+        needed: What it must get at its next start (``HOST``; ``DEVICE``: on each); nothing where the forecast decides.
+        started: When this attempt started, by the monotonic clock.
+        grown_to, grown_at: The most that it was seen to use on the host, to 2 %, and since when.
+        stalled_since: Since when it waits at its limit, by the same clock.
+        told_bytes: The largest reservation that was told of this attempt.
         set_aside: When it was asked to stop so that others can go on, by the same clock.
         verdict: What its end is recorded as, once memfit has given it up.
         num_preempted: How often the platform ended it in a row without a checkpoint in between.
@@ -55,21 +65,65 @@ class Reservation:
         learned: The peaks that the forecast knows already.
     """
 
-    job: Job
-    status: JobStatus
-    reserved: Sizes = field(default_factory=Counter)
-    expected: Sizes = field(default_factory=Counter)
-    by_hint: frozenset[str] = frozenset()
     needed: Sizes = field(default_factory=Counter)
-    wall_bytes: int | None = None
+    started: float = 0.0
+    grown_to: int = 0
+    grown_at: float = 0.0
     stalled_since: float | None = None
-    grew: dict[str, float] = field(default_factory=dict)
+    told_bytes: int = 0
     set_aside: float | None = None
     verdict: Verdict | None = None
     num_preempted: int = 0
     num_retries: int = 0
     num_asides: int = 0
     learned: Sizes = field(default_factory=Counter)
+
+    def begin(self, now: float) -> None:
+        """Begin another attempt."""
+        self.started, self.grown_at, self.grown_to = now, now, 0
+        self.set_aside, self.stalled_since, self.told_bytes = None, None, 0
+
+    def note(self, status: JobStatus, now: float) -> None:
+        """Take in what a job uses now, and whether it waits at its limit."""
+        if status.started is None or not status.used_bytes:  # its process has yet to begin
+            self.started, self.grown_at = now, now
+        elif status.used_bytes > (1 + STILL_SHARE) * self.grown_to:
+            self.grown_to, self.grown_at = status.used_bytes, now
+        self.stalled_since = (self.stalled_since or now) if status.stalled else None
+
+
+@dataclass
+class Entry:
+    """One job from its first admission to its last end: what it holds, and how far it has come."""
+
+    job: Job
+    status: JobStatus
+    sizes: Reservation = field(default_factory=Reservation)
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def reserved(self) -> Sizes:
+        """What it was granted, by place."""
+        return self.sizes.reserved
+
+    @property
+    def expected(self) -> Sizes:
+        """What it will take by all that is known of it now, by place."""
+        return self.sizes.expected
+
+    @property
+    def wall_bytes(self) -> int | None:
+        """The limit that the backend was given last."""
+        return self.sizes.wall_bytes
+
+    def hold(self, place: str, reserved: int) -> None:
+        """Reserve so much at a place."""
+        self.sizes = replace(self.sizes, reserved=Counter({**self.sizes.reserved, place: reserved}))
+
+    def hold_expected(self, place: str, expected: int) -> None:
+        """Expect so much of it at a place."""
+        if expected != self.sizes.expected[place]:
+            self.sizes = replace(self.sizes, expected=Counter({**self.sizes.expected, place: expected}))
 
     @property
     def used(self) -> Sizes:
@@ -85,10 +139,22 @@ class Reservation:
         """Return what it has reserved, or is also expected to take, and does not use yet."""
         return Counter(self.reserved | self.expected if expected else self.reserved) - self.used
 
-    def wants_more(self, place: str = HOST) -> bool:
-        """Return True if it has passed its reservation there, or waits at its limit."""
-        over = self.used[place] > self.reserved[place]
-        return bool(self.reserved[place]) and (over or (place == HOST and self.status.stalled))
+    def held(self, guess: Guess | None, now: float) -> Held:
+        """Return it as the policy sees it."""
+        stalled = self.progress.stalled_since
+        return Held(
+            self.job.id,
+            self.status.used_bytes,
+            self.reserved[HOST],
+            guess,
+            at_least=self.progress.needed[HOST],
+            age=now - self.progress.started,
+            still=now - self.progress.grown_at,
+            stalled=None if stalled is None else now - stalled,
+            at_risk=self.seconds_since_checkpoint(),
+            asides=self.progress.num_asides,
+            is_leaving=self.progress.set_aside is not None,
+        )
 
     @property
     def is_queued(self) -> bool:
@@ -102,19 +168,17 @@ class Reservation:
 
     def reserve(self, sizes: Sizes, forecast: Footprint | None) -> None:
         """Hold these bytes at each place from its start on."""
-        self.reserved, self.expected = sizes, sizes.copy()
         is_declared = forecast is not None and forecast.method == "declared"
-        self.by_hint = frozenset(
-            place
-            for place in (HOST, *self.devices)
-            if not self.needed[kind_of(place)] and (place != HOST or is_declared)
-        )
+        needed, places = self.progress.needed, (HOST, *(place for place in sizes if place != HOST))
+        by_hint = (place for place in places if not needed[kind_of(place)] and (place != HOST or is_declared))
+        self.sizes = Reservation(sizes, sizes.copy(), frozenset(by_hint))
 
     def hold_devices(self, forecast: Footprint | None, slack: float) -> None:
         """Reserve its devices if an earlier supervisor chose them."""
         if self.job.num_devices and not self.devices:
-            need = self.needed[DEVICE] or self.forecast_bytes(DEVICE, forecast, slack) or 1
-            self.reserved |= Counter({place: max(need, used) for place, used in self.status.device_used_bytes.items()})
+            need = self.progress.needed[DEVICE] or self.forecast_bytes(DEVICE, forecast, slack) or 1
+            for place, used in self.status.device_used_bytes.items():
+                self.hold(place, max(need, used))
 
     def forecast_bytes(self, kind: str, forecast: Footprint | None, slack: float = 0.0) -> int | None:
         """Return what it reserves on the host or on each device by its forecast; None if that is unknown."""
@@ -124,16 +188,15 @@ class Reservation:
         return round(measured * (1 + slack)) or self.job.device_bytes
 
     def revise(self, measured: Footprint, slack: float) -> None:
-        """Take over what was measured on similar jobs; a reservation by a hint may turn out too large."""
-        sizes = Counter[str]()
-        for place in (HOST, *self.devices):
-            kind = kind_of(place)
-            if not self.needed[kind] and (kind == HOST or measured.bytes_per_device):
-                sizes[place] = self.forecast_bytes(kind, measured, slack) or 0
-        self.expected = Counter({**self.expected, **sizes})
-        for place in self.by_hint.intersection(sizes):
-            self.reserved[place] = min(self.reserved[place], sizes[place])
-        self.by_hint = self.by_hint.difference(sizes)
+        """Take over what was measured of devices on similar jobs; a reservation by a hint may turn out too large."""
+        if self.progress.needed[DEVICE] or not measured.bytes_per_device:
+            return
+        for place in self.devices:
+            size = self.forecast_bytes(DEVICE, measured, slack) or 0
+            reserved = self.reserved[place]
+            self.hold(place, min(reserved, size) if place in self.sizes.by_hint else reserved)
+            self.hold_expected(place, size)
+        self.sizes = replace(self.sizes, by_hint=self.sizes.by_hint - {*self.devices})
 
     def seconds_since_checkpoint(self) -> float:
         """Return how much work would be lost if it ended now."""
@@ -150,38 +213,11 @@ class Reservation:
 
     def take_back(self, needed: Sizes) -> None:
         """Queue it again; from now on it needs so much, or what it needed before."""
-        self.needed = Counter({**self.needed, **needed})
-        self.set_aside, self.stalled_since, self.wall_bytes = None, None, None
-        self.reserved, self.grew = Counter(), {}
-
-    def wanted_bytes(self, free_bytes: int, place: str = HOST) -> int:
-        """Return what its reservation should grow to, of what is free there; the present one if it need not."""
-        used, held = self.used[place], max(self.reserved[place], self.expected[place])
-        if not self.wants_more(place):
-            return held
-        # One that waits at its limit gets half of what is free, so that it meets few more limits.
-        is_stalled = place == HOST and self.status.stalled
-        step = free_bytes // 2 if is_stalled else min(_STEP_BYTES, free_bytes // 8)
-        return max(held, round(used * _GROWTH), used + step)
-
-    def spare_bytes(self, place: str = HOST) -> int:
-        """Return what a reservation that grew holds for nothing: it rests on no forecast, only on its use then."""
-        least, held = max(self.expected[place], round(self.used[place] * _GROWTH), 1), self.reserved[place]
-        return held - least if place in self.grew and least < 0.9 * held else 0
-
-    def wall_of(self, free_bytes: int, capacity_bytes: int) -> int:
-        """Return its limit: its reservation and its part of what is free; all there is if it runs alone."""
-        if not self.reserved[HOST]:
-            return max(1, capacity_bytes)
-        held = max(self.reserved[HOST], self.status.used_bytes)
-        return max(held, min(held + free_bytes, capacity_bytes))
+        self.progress.needed = Counter({**self.progress.needed, **needed})
+        self.sizes = Reservation()
+        self.progress.set_aside, self.progress.stalled_since = None, None
 
 
 def kind_of(place: str) -> str:
     """Return ``HOST`` for the host and ``DEVICE`` for any device."""
     return HOST if place == HOST else DEVICE
-
-
-def cheapest(entries: Iterable[Reservation]) -> Reservation:
-    """Return the job whose end loses the least work, and among equals the one that gave way least often."""
-    return min(entries, key=lambda entry: (entry.num_asides, entry.seconds_since_checkpoint(), entry.job.id))

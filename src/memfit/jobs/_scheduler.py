@@ -1,8 +1,7 @@
 """Runs jobs side by side: takes them from a source, submits them to a backend, follows each to its last end.
 
-A job of unknown size runs alone until it has passed each of its phases once, or stopped growing. Its measured footprint
-is the forecast for similar jobs, which start as soon as they fit (``_admission``). ``_enforce`` keeps those that run
-within the budget.
+``policy`` decides which of those that fit may start, ``_admission`` which fit. ``_enforce`` keeps those that run within
+the budget.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 
 from memfit.errors import DoesNotFitError
@@ -18,7 +17,7 @@ from memfit.jobs._admission import HELD_BY_OTHERS, Admitted, LocalAdmission
 from memfit.jobs._enforce import Enforcement
 from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, State, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
-from memfit.jobs._reservation import Reservation, Wait
+from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs._retry import Retry, decide
 from memfit.memory import HOST
 from memfit.units import format_bytes
@@ -62,7 +61,7 @@ class Scheduler:
         self.policy = admission.policy
         self.statuses: dict[str, JobStatus] = {}
         self._enforcement = Enforcement(backend, admission, say)
-        self._waiting: list[Reservation] = []
+        self._waiting: list[Entry] = []
         self._running = admission.running
         self._stop_level = 0
         self._refused, self._started_stages = dict[str, DoesNotFitError](), set[str]()
@@ -110,7 +109,7 @@ class Scheduler:
         """Ask the source for jobs."""
         if self._stop_level or self.source.is_done:
             return
-        found = [Reservation(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
+        found = [Entry(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
         self._waiting += found
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
@@ -131,6 +130,7 @@ class Scheduler:
         found = self.backend.poll()
         for job_id, entry in self._running.items():
             entry.status = self.statuses[job_id] = found[job_id]
+            entry.progress.note(entry.status, self.admission.now())
         for fields in self.admission.learn():
             self.say("footprint", **fields)
         for job_id, entry in list(self._running.items()):
@@ -138,7 +138,7 @@ class Scheduler:
                 del self._running[job_id]
                 self._settle(entry)
 
-    def _settle(self, entry: Reservation) -> None:
+    def _settle(self, entry: Entry) -> None:
         """Decide what follows from a job's end: it comes again, or it is done."""
         status = entry.status
         again = self._what_follows(entry)
@@ -152,42 +152,42 @@ class Scheduler:
         entry.take_back(again.needed)
         self._waiting.insert(0, entry)
 
-    def _what_follows(self, entry: Reservation) -> Retry | str:
+    def _what_follows(self, entry: Entry) -> Retry | str:
         """Return another start, or why there is none."""
         status, budget = entry.status, self.admission.budget
         if status.state == "completed":
             return "it completed"
-        if entry.verdict is not None:
+        if entry.progress.verdict is not None:
             return "it had the whole budget to itself"
         if self._stop_level:
             return "the run was asked to stop"
         self.admission.read_budget()
-        if entry.set_aside is not None and status.state in _ASIDE:
-            grown = round(1.25 * status.peak_bytes) if entry.stalled_since is not None else 0
+        if entry.progress.set_aside is not None and status.state in _ASIDE:
+            grown = round(1.25 * status.peak_bytes) if entry.progress.stalled_since is not None else 0
             needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most(0)[HOST])
-            entry.num_asides += 1
+            entry.progress.num_asides += 1
             return Retry("it gave way to other jobs", Counter({HOST: needed}) if needed else Counter())
         capacity = budget.most(entry.job.num_devices)
         capacity[HOST] *= budget.capacity_bytes > 0
-        is_last = self.admission.is_shared and entry.num_retries + 1 >= self.policy.retries
+        is_last = self.admission.is_shared and entry.progress.num_retries + 1 >= self.policy.retries
         most = _MOST_PREEMPTED[self.admission.is_shared]
         if not self.admission.is_shared and (status.checkpointed or 0.0) > (status.started or math.inf):
-            entry.num_preempted = 0
+            entry.progress.num_preempted = 0
         is_counted = status.state in ("preempted", *_OF_A_CLUSTER[self.admission.is_shared])
-        was_preempted = is_counted and entry.num_preempted >= most
+        was_preempted = is_counted and entry.progress.num_preempted >= most
         again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=was_preempted)
         if isinstance(again, Retry) and is_counted:
-            entry.num_preempted += 1
+            entry.progress.num_preempted += 1
             return again if self.policy.retries else "it is not tried again (retries)"
-        if isinstance(again, Retry) and entry.num_retries >= self.policy.retries:
-            return f"it was restarted {entry.num_retries} times already (retries)"
-        entry.num_retries += isinstance(again, Retry)
+        if isinstance(again, Retry) and entry.progress.num_retries >= self.policy.retries:
+            return f"it was restarted {entry.progress.num_retries} times already (retries)"
+        entry.progress.num_retries += isinstance(again, Retry)
         return again
 
-    def _end(self, entry: Reservation, why_final: str) -> None:
+    def _end(self, entry: Entry, why_final: str) -> None:
         """Record a job's last end, and stop what must not start after it."""
         is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
-        if is_short and entry.verdict is None:
+        if is_short and entry.progress.verdict is None:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
         self._say_end(entry, why_final=why_final)
         has_failed = entry.status.state not in ("completed", "preempted", "cancelled")
@@ -232,31 +232,35 @@ class Scheduler:
             if wait := held or self.admission.why_none_starts():
                 self._wait(head, wait)
                 return
-            waits: dict[str, Wait] = {}
+            waits: dict[Hashable, Wait] = {}
             candidates = self._waiting[: _BACKFILL if self._num_passed < _MOST_PASSED else 1]
             if self.policy.largest_first:
                 candidates.sort(key=self.admission.size, reverse=True)
                 if self._num_passed >= _PASSED_ENOUGH:
                     candidates.sort(key=lambda entry: entry is not head)
             for entry in candidates:
+                if (needs := self.admission.likeness(entry)) in waits:
+                    continue  # another one that needs the same does not fit
                 found = self.admission.admit(entry)
                 if isinstance(found, Admitted):
                     self._num_passed = 0 if entry is head else self._num_passed + 1
                     self._start(entry, found)
                     break
-                waits[entry.job.id] = found
+                waits[needs] = found
             else:
+                why = waits[self.admission.likeness(head)]
                 if self.admission.is_alone:
-                    self._refuse(head, waits[head.job.id])
+                    self._refuse(head, why)
                 else:
-                    self._wait(head, waits[head.job.id])
+                    self._wait(head, why)
                 return
 
-    def _start(self, entry: Reservation, admitted: Admitted, *, is_adopted: bool = False) -> None:
+    def _start(self, entry: Entry, admitted: Admitted, *, is_adopted: bool = False) -> None:
         self._waiting.remove(entry)
         self._why_waiting, self._lacking_since = "", None
         before, job, was_started = self.admission.memory(), entry.job, entry.job.id in self.statuses
         entry.reserve(admitted.reserved, self.admission.forecast.predict(job))
+        entry.progress.begin(self.admission.now())
         entry.status = JobStatus(job.id, "pending")
         self._running[job.id], self.statuses[job.id] = entry, entry.status
         self._started_stages.add(job.stage)
@@ -266,12 +270,13 @@ class Scheduler:
             job = replace(job, env=dict(job.env) | env)
         if not is_adopted:
             self._orders.append(Submission(job, self._limit_of(entry)))
-        size, num = entry.reserved[HOST] or None, len(self._running)
+        size, num = entry.reserved[HOST] if admitted.is_measured else None, len(self._running)
+        entry.progress.told_bytes = size or 0
         found: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
         found["devices"] = {place: entry.reserved[place] for place in entry.devices}
         started = "started" if self.admission.is_shared else "submitted"
         verb = "taken over" if is_adopted else f"re{started}" if was_started else started
-        others = " before starting the others" if self._waiting else ""
+        others = " before starting the others" if self._waiting and not self.admission.is_shared else ""
         how = f" with {format_bytes(size)} reserved" if size else f". Measuring its memory{others}"
         note = f", {admitted.note}" if admitted.note else ""
         free = format_bytes(max(0, self.admission.read_budget().headroom_bytes))
@@ -279,7 +284,7 @@ class Scheduler:
         after = f" ({running}{free} free)" if self.admission.is_shared else ""
         self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note}{after}")
 
-    def _limit_of(self, entry: Reservation) -> int | None:
+    def _limit_of(self, entry: Entry) -> int | None:
         """Return what an attempt asks for: its grant here, or in a queue its reservation and what it shares."""
         if self.admission.is_shared:
             return entry.wall_bytes
@@ -287,7 +292,7 @@ class Scheduler:
         wanted = reserved + (expected.shared_bytes if expected else 0)
         return min(wanted, self.admission.budget.capacity_bytes) if reserved else None
 
-    def _wait(self, entry: Reservation, wait: Wait) -> None:
+    def _wait(self, entry: Entry, wait: Wait) -> None:
         kind = _SIZE.sub("", wait.reason)  # a forecast that moves a little is no news
         if kind != self._why_waiting:
             self._why_waiting, running = kind, len(self._running)
@@ -295,7 +300,7 @@ class Scheduler:
             available = f", {format_bytes(max(0, wait.available))} available" if wait.lacks else ""
             self.say("wait", job=entry.job.id, **fields, text=f"{entry.job.id} queued: {wait.reason}{available}")
 
-    def _refuse(self, entry: Reservation, wait: Wait) -> None:
+    def _refuse(self, entry: Entry, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
         if wait.on != "tight" and self.admission.waits_for_others(entry):
             self._wait(entry, Wait("other_run", HELD_BY_OTHERS))
@@ -303,7 +308,7 @@ class Scheduler:
         now = self.admission.now()
         self._lacking_since = self._lacking_since or now
         # One that gave way had room when it started, so there will be some again.
-        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.num_asides):
+        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.progress.num_asides):
             return
         if self.backend.make_room():
             self._lacking_since = None
@@ -314,13 +319,13 @@ class Scheduler:
         if self.policy.on_failure == "stop":
             self._obey(1)
 
-    def _record(self, entry: Reservation, verdict: Verdict) -> None:
+    def _record(self, entry: Entry, verdict: Verdict) -> None:
         """Record the end of a job that does not run, wherever its end is read."""
         self.backend.cancel(entry.job.id, verdict=verdict)
         entry.status = replace(entry.status, state=verdict.state, cause=verdict.cause)
         self.statuses[entry.job.id] = entry.status
 
-    def _drop(self, entry: Reservation, state: State, cause: str) -> None:
+    def _drop(self, entry: Entry, state: State, cause: str) -> None:
         """End a queued job without another start."""
         self._waiting.remove(entry)
         if entry.job.id not in self.statuses:
@@ -328,10 +333,10 @@ class Scheduler:
         self._record(entry, Verdict(state, cause))
         self._say_end(entry, exit_code=None)
 
-    def _say_end(self, entry: Reservation, **fields: object) -> None:
+    def _say_end(self, entry: Entry, **fields: object) -> None:
         status = entry.status
         ended = {name: getattr(status, name) for name in ("state", "cause", "exit_code")} | fields
         cause = f": {status.cause}" if status.cause else ""
-        text = f"{status.job_id} {status.describe_end(entry.reserved[HOST])}{cause}"
+        text = f"{status.job_id} {status.describe_end(entry.progress.told_bytes)}{cause}"
         self.say("end", job=status.job_id, **ended, **self.admission.memory(), text=text)
         self.source.ended(status)

@@ -28,6 +28,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, type(None))},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "grow_device": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
+    "short": {"outgrew": str},
     "retry": {"job": str, "reservation_bytes": (int, type(None))},
     "end": {"job": str, "state": str, "cause": str},
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
@@ -187,6 +188,8 @@ class RunView:
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         num_restarts: How often memfit itself started a job again.
+        outgrown: How often jobs had to wait for a job that needed more than was thought, by its id.
+        num_gave_way: How often a job was restarted because of that.
         stages: The stages of the last command by name; empty for commands.
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
@@ -198,7 +201,8 @@ class RunView:
         self.started: float | None = None
         self.num_commands = 0
         self.most_at_once = 0
-        self.num_restarts = 0
+        self.num_restarts = self.num_gave_way = 0
+        self.outgrown = Counter[str]()
         self.stages: dict[str, StageView] = {}
         self.waits: dict[str, float] = {}
         self.cpu: Mapping[str, float] = {}
@@ -236,6 +240,10 @@ class RunView:
         elif kind == "retry":
             self._queued.add(job)
             self.num_restarts += 1
+        elif kind == "short":
+            self.outgrown[event["outgrew"]] += 1
+        elif kind == "aside" and event.get("to") is not None:
+            self.num_gave_way += 1
         elif kind == "admit":
             self._attempts[job] = _Attempt(now, event["reservation_bytes"], event["reservation_bytes"])
             before = self.most_at_once if self._admitted_by == self.num_commands else 0

@@ -77,6 +77,8 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "wall_seconds": view.wall_seconds,
         "counts": view.counts(rows),
         "num_restarts": view.num_restarts,
+        "outgrown": dict(view.outgrown),
+        "num_gave_way": view.num_gave_way,
         "cpu_seconds": sum(row.status.cpu_seconds for row in rows),
         "waited_seconds": dict(view.waits),
         "host_cpu": dict(view.cpu),
@@ -270,6 +272,8 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
     yield "jobs", ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()) or "none has started"
     if view.num_restarts:
         yield "restarts", f"memfit restarted jobs {view.num_restarts} time{'s' if view.num_restarts > 1 else ''}"
+    if view.outgrown:
+        yield "sizes", explain_outgrown(view)
     cores = sum(row.status.cpu_seconds for row in rows) / wall if wall else 0.0
     busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not view.num_restarts else ""
     last = " of the last command" if view.num_commands > 1 else ""
@@ -283,6 +287,17 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
     if verbose:
         yield from explain_record(view.run, rows)
         yield from _epoch_memory(view, rows)
+
+
+def explain_outgrown(view: RunView) -> str:
+    """Return which jobs needed more than was thought, what that cost, and what helps."""
+    num, jobs = sum(view.outgrown.values()), ", ".join(sorted(view.outgrown)[:_MOST_ALIKE])
+    if len(view.outgrown) > _MOST_ALIKE:
+        jobs += f" and {len(view.outgrown) - _MOST_ALIKE} more"
+    cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
+    if view.num_gave_way:
+        cost += f", and {view.num_gave_way} restart{'s' if view.num_gave_way > 1 else ''}"
+    return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
 def _epoch_memory(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,351 @@
+"""Decides over the host memory of one run's jobs: what each is to hold, which starts, which gives way.
+
+All functions are pure: they see sizes and seconds, and return what follows. The scheduler calls them ten times a second
+over real jobs, and ``benchmarks/policy.py`` over simulated ones. The rules:
+
+- A job without similar ones that ended is taken to double while it grows. Once it stands still, its margin shrinks.
+- A job with similar ones that ended is taken to need what most of them needed. When it stands still for longer than
+  they took to reach their peaks, its margin shrinks too.
+- What is granted and not used returns at once.
+- Of the jobs that wait at their limits, one grows at a time: the one that ends first.
+- A job starts if all that run could still end one after another, should each need the most that it may.
+- A job that waits at its limit is helped by a restart of another one only when that costs less than the wait did.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memfit.units import MIB
+
+#: How long a job that gets no more memory waits at its limit, at least, before another one gives way to it; and how
+#: long if all wait.
+STALL_SECONDS, DEADLOCK_SECONDS = 10.0, 0.5
+#: A job that grew by less than this share since stands still.
+STILL_SHARE = 0.02
+#: How long a job stands still before its margin is a quarter, and before it is the least.
+STILL_SECONDS = 1.0
+#: What a job may grow by, as a share of what it uses: while it grows, after a second, once it has stopped.
+_GROWING, _UNPROVEN, _STANDING, _SETTLED = 1.0, 0.5, 0.25, 0.05
+#: One that uses less than this share of what similar jobs took has only begun.
+_BEGUN = 1 / 16
+#: What a job of unknown size holds at its start, as a multiple of what others of unknown size use.
+_STANDING_FACTOR = 1.25
+#: A job may reach its peak later than similar ones did, by this factor and these seconds.
+_LATE_FACTOR, _LATE_SECONDS = 1.5, 1.0
+#: What a job holds at least while nothing at all is known of it, as a share of the capacity.
+_FIRST_SHARE = 1 / 16
+#: Such jobs start one by one, so many seconds apart; and at most so many that still grow run side by side.
+_APART_SECONDS, _MOST_BLIND = 0.5, 4
+#: Without walls, a job that needs more than was thought fails: all margins are wider.
+_NO_WALLS = 3.0
+#: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
+_LEAST_STEP, _STEP_SHARE = 32 * MIB, 1 / 64
+#: Similar jobs may differ by this share of their mean, until so many of them tell by how much.
+_UNKNOWN_SPREAD, _LEAST_KNOWN = 1.0, 2
+#: Jobs that reach their peak before this share of their time stand still for good once they stand still.
+_EARLY = 0.35
+#: How many standard deviations of the sum of all bets are kept free.
+_SURE = 0.1
+#: What a job holds above the mean of similar ones, in standard deviations of these and of that mean.
+_ABOVE, _ERROR = 1.0, 0.3
+
+
+class Ended(NamedTuple):
+    """A job that ended: its peak in bytes, seconds from its start to that, and to its end."""
+
+    peak: int
+    peaked: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a job is thought to need, from jobs that ended.
+
+    Attributes:
+        size: What it is to hold, in bytes.
+        most: What it may need if it is an exception.
+        spread: By how much such jobs differ, as a standard deviation in bytes.
+        peaked: After how many seconds it has reached its peak; infinite if nobody knows.
+        seconds: How long it will run; infinite if nobody knows.
+        is_early: Such jobs reach their peak early, so that one that stands still has reached it.
+    """
+
+    size: int
+    most: int
+    spread: int = 0
+    peaked: float = math.inf
+    seconds: float = math.inf
+    is_early: bool = False
+
+
+def spread_within(groups: Iterable[Sequence[int]]) -> float | None:
+    """Return by how much similar jobs differ, as a share of their mean; None while too few of them ended.
+
+    >>> spread_within([(90, 110), (900, 1100), (50,)]), spread_within([(50,), (60, 60)])
+    (0.1414..., None)
+    """
+    squares, num = 0.0, 0
+    for peaks in groups:
+        mean = statistics.fmean(peaks)
+        squares += sum((peak / mean - 1) ** 2 for peak in peaks) if mean else 0.0
+        num += len(peaks) - 1
+    return math.sqrt(squares / num) if num >= _LEAST_KNOWN else None
+
+
+def guess_from(
+    similar: Sequence[Ended], running: Iterable[int] = (), slack: float = 0.0, usual: float | None = None
+) -> Guess | None:
+    """Return what a job is thought to need, given similar ones that ended; None without any.
+
+    Args:
+        similar: Those that ended.
+        running: What similar ones use that still run and stand still: small ones end first, and would speak for all.
+        slack: The share that is added on top.
+        usual: By how much similar jobs of this stage differ, as a share; None if nobody knows.
+
+    >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
+    Guess(size=84, most=100, spread=22, peaked=1.0, seconds=9.0, is_early=True)
+    """
+    if not similar:
+        return None
+    mean = statistics.fmean(one.peak for one in similar)
+    peaks = [*(one.peak for one in similar), *(max(size, mean) for size in running)]
+    mean, num = statistics.fmean(peaks), len(peaks)
+    spread = max(statistics.pstdev(peaks), (_UNKNOWN_SPREAD if usual is None else usual) * mean / num)
+    seconds = statistics.median(one.seconds for one in similar)
+    is_early = all(one.peaked < _EARLY * one.seconds for one in similar)
+    size = round(mean + min(_ABOVE * spread, slack * mean) + _ERROR * spread / math.sqrt(num))
+    return Guess(
+        size, max(size, round(max(peaks))), round(spread), max(one.peaked for one in similar), seconds, is_early
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A running job, as the policy sees it. Sizes are bytes of host memory.
+
+    Attributes:
+        used: What it uses now.
+        reserved: What it was granted.
+        guess: What it is thought to need; None if nothing is known of similar jobs.
+        at_least: What it is to hold whatever it uses, because it ran out of memory before.
+        age: Seconds since its start.
+        still: Seconds since it grew last.
+        stalled: For how many seconds it has waited at its limit; None if it does not.
+        at_risk: Seconds of work that would be lost if it ended now.
+        asides: How often it gave way already.
+        is_leaving: It was asked to stop.
+    """
+
+    id: str
+    used: int
+    reserved: int
+    guess: Guess | None = None
+    at_least: int = 0
+    age: float = 0.0
+    still: float = 0.0
+    stalled: float | None = None
+    at_risk: float = 0.0
+    asides: int = 0
+    is_leaving: bool = False
+
+    @property
+    def left_seconds(self) -> float:
+        """How long it will still run, by similar jobs."""
+        return max(0.0, self.guess.seconds - self.age) if self.guess else math.inf
+
+
+def has_peaked(held: Held) -> bool:
+    """Return True if a job stands still, and similar ones had reached their peaks by now.
+
+    A job that waits for a core at its start stands still as well.
+    """
+    if held.guess is None or held.still < STILL_SECONDS or held.used < _BEGUN * held.guess.size:
+        return False
+    return held.guess.is_early or held.age >= _LATE_FACTOR * held.guess.peaked + _LATE_SECONDS
+
+
+def wanted(held: Held, capacity: int, *, has_walls: bool = True) -> int:
+    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses."""
+    wider = 1.0 if has_walls else _NO_WALLS
+    guess, step = held.guess, min(_LEAST_STEP, int(capacity * _STEP_SHARE))
+    known = 0
+    if guess is not None and not has_peaked(held) and held.used <= guess.size:
+        known = guess.size
+    if known and held.stalled is None:
+        return max(known, held.at_least)
+    if held.stalled is not None:
+        margin = max(step, _STANDING * held.used)
+    elif has_peaked(held):
+        margin = wider * _SETTLED * held.used
+    elif guess is not None:
+        margin = wider * _STANDING * held.used
+    elif held.still >= STILL_SECONDS:
+        margin = wider * _UNPROVEN * held.used
+    else:
+        margin = max(step, wider * _GROWING * held.used)
+        if held.age < STILL_SECONDS:
+            known = int(_FIRST_SHARE * wider * capacity)
+    return max(known, held.at_least, min(capacity, held.used + math.ceil(margin)))
+
+
+class Grown(NamedTuple):
+    """What each job is to hold from now on, what is free then, and which job gets less than it wants."""
+
+    reserved: dict[str, int]
+    free: int
+    short: str
+    lack: int
+
+
+def grow(
+    jobs: Collection[Held], free: int, capacity: int, first: str | None = None, *, has_walls: bool = True
+) -> Grown:
+    """Return what each job is to hold, given what is free beside what they hold.
+
+    Args:
+        first: The job that others gave way to; it comes before all others that wait.
+    """
+    wants = {job.id: wanted(job, capacity, has_walls=has_walls) for job in jobs}
+    reserved = {job.id: job.reserved for job in jobs}
+    for job in jobs:
+        least = max(job.used, wants[job.id], 1)
+        if least < job.reserved and not job.is_leaving:
+            reserved[job.id] = least
+            free += job.reserved - least
+    short, lack = "", 0
+    waiting = _in_order((job for job in jobs if job.stalled is not None), first)
+    growing = sorted((job for job in jobs if job.stalled is None), key=lambda job: wants[job.id] - job.used)
+    for job in (*waiting, *growing):
+        if job.is_leaving or wants[job.id] <= reserved[job.id]:
+            continue
+        held = max(reserved[job.id], job.used)  # what it has taken already is not free any more
+        more = 0 if short else max(0, min(wants[job.id] - held, free))
+        reserved[job.id], free = held + more, free - more
+        if held + more < wants[job.id] and (job.stalled is not None or job.used > job.reserved):
+            short = short or job.id
+            lack = lack or wants[job.id] - held - more
+    return Grown(reserved, max(0, free), short, lack)
+
+
+def _in_order(jobs: Iterable[Held], first: str | None) -> list[Held]:
+    """Return jobs that wait at their limits in the order in which they grow: those that end first, else the oldest."""
+    return sorted(jobs, key=lambda job: (job.id != first, job.left_seconds, -job.age))
+
+
+def walls(jobs: Collection[Held], free: int, capacity: int, first: str | None = None) -> dict[str, int]:
+    """Return each job's limit: what it holds and a part of what is free, for a burst. Together they stay within both.
+
+    While some wait at their limits, one of them alone gets a part.
+    """
+    if len(jobs) == 1:
+        return {job.id: max(job.used, job.reserved, capacity) for job in jobs}
+    waiting = _in_order((job for job in jobs if job.stalled is not None and not job.is_leaving), first)
+    chosen = waiting[0].id if waiting else first
+    part = free // max(8, len(jobs))
+    found = {}
+    for job in jobs:
+        burst = part if chosen is None else free if job.id == chosen else 0
+        found[job.id] = max(1, job.used, job.reserved) + burst
+    return found
+
+
+def is_safe(jobs: Iterable[tuple[int, int]], capacity: int) -> bool:
+    """Return True if all jobs could end one after another, each with the most that it may need.
+
+    Each is what a job uses, and that most.
+
+    >>> is_safe([(40, 80), (30, 60)], 110), is_safe([(50, 80), (40, 60)], 100)
+    (True, False)
+    """
+    jobs = sorted(jobs, key=lambda job: job[1] - job[0])
+    free = capacity - sum(used for used, _ in jobs)
+    for used, most in jobs:
+        if most - used > free:
+            return False
+        free += used
+    return True
+
+
+def most_of(held: Held, capacity: int, *, has_walls: bool = True) -> int:
+    """Return the most that a running job may come to need."""
+    now = wanted(held, capacity, has_walls=has_walls)
+    if has_peaked(held):
+        return now
+    return min(capacity, max(now, held.guess.most if held.guess else 2 * held.used))
+
+
+def may_start(
+    guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
+) -> str:
+    """Return why a job that fits must not start yet; empty if it may.
+
+    Args:
+        guess: What is known of it.
+        size: What it is to hold at its start.
+        jobs: Those that run.
+        room: What is free for it beside what they hold.
+        capacity: What all may have together.
+        has_walls: Jobs wait at their limits.
+    """
+    if waiting := _in_order((job for job in jobs if job.stalled is not None), None):
+        return f"{waiting[0].id} waits for more memory"  # it may take all that is free at any moment
+    if guess is None:
+        wider = 1.0 if has_walls else _NO_WALLS
+        growing = [job for job in jobs if job.guess is None and job.still < wider * STILL_SECONDS]
+        apart, most = _APART_SECONDS * wider, _MOST_BLIND if has_walls else 1
+        youngest = min((job for job in jobs if job.guess is None), key=lambda job: job.age, default=None)
+        if len(growing) >= most or (youngest is not None and youngest.age < apart):
+            return f"{youngest.id if youngest else growing[0].id} is being measured"
+    bets = [job.guess.spread for job in jobs if job.guess is not None and not has_peaked(job)]
+    if guess is not None and size + _SURE * math.hypot(guess.spread, *bets) > room:
+        return "room is kept for running jobs that may need more than similar ones"
+    pairs = [(job.used, most_of(job, capacity, has_walls=has_walls)) for job in jobs]
+    if not is_safe([*pairs, (0, min(capacity, max(size, guess.most if guess else 0)))], capacity):
+        return "the running jobs may need what is free"
+    return ""
+
+
+def first_size(jobs: Iterable[Held], capacity: int, *, has_walls: bool = True) -> int:
+    """Return what a job of unknown size holds at its start: as much as those of unknown size do on average."""
+    wider = 1.0 if has_walls else _NO_WALLS
+    used = [job.used for job in jobs if job.guess is None]
+    return min(capacity, round(wider * max(_STANDING_FACTOR * statistics.fmean(used or [0]), _FIRST_SHARE * capacity)))
+
+
+class Aside(NamedTuple):
+    """A job that is to give way, and the one to which; both the same if it alone runs and needs more than there is."""
+
+    id: str
+    to: str
+
+
+def relieve(jobs: Sequence[Held], first: str | None = None) -> Aside | None:
+    """Return which job gives way to one that waits at its limit; None while they wait.
+
+    If all wait, at once. Else once the wait took longer than the restart would cost.
+    """
+    waiting = _in_order((job for job in jobs if job.stalled is not None), first)
+    if not waiting or any(job.is_leaving for job in jobs):
+        return None
+    chosen = waiting[0]
+    if first not in (None, chosen.id) and any(job.id == first for job in jobs):
+        return None  # the one that goes first does go on
+    waited = max(job.stalled or 0.0 for job in ([chosen] if first else waiting))
+    if len(jobs) == 1:
+        return Aside(chosen.id, chosen.id) if waited >= DEADLOCK_SECONDS else None
+    other = cheapest(job for job in jobs if job.id != chosen.id)
+    is_deadlock = len(waiting) == len(jobs)
+    patience = DEADLOCK_SECONDS if is_deadlock else max(STALL_SECONDS, other.at_risk)
+    return Aside(other.id, chosen.id) if waited >= patience else None
+
+
+def cheapest(jobs: Iterable[Held]) -> Held:
+    """Return the job whose end loses the least work, and among equals the one that gave way least often."""
+    return min(jobs, key=lambda job: (job.asides, job.at_risk, job.id))
