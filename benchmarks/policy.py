@@ -213,6 +213,9 @@ class SimBackend:
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
         return set()
 
+    def make_room(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -38,6 +38,7 @@ PATCHED = {
     "tests/integrations/test_notify.py": {"memfit.integrations._notify"},
     "tests/integrations/test_track.py": {"memfit.integrations._track"},
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
+    "tests/pipeline/test_estimate.py": {"memfit.pipeline._probe"},
     "tests/training/stop_driver.py": {"memfit.training._fit"},
     "tests/training/test_figures.py": {"memfit.training._figures"},
     "tests/training/test_flight.py": {"memfit.training._flight"},

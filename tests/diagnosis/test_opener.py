@@ -24,6 +24,9 @@ OTHERS = {
     ("jobs/_shim.py", "open"),
     ("jobs/_shim.py", "read_bytes"),
     ("jobs/_stop.py", "read_text"),
+    ("jobs/_warm.py", "open"),
+    ("jobs/_warm.py", "read_bytes"),
+    ("jobs/_warm.py", "read_text"),
     ("reports/_live.py", "read_text"),
 }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
-from memfit.jobs._child import REQUEST, die_with, main, read_answer
+from memfit.jobs._child import REQUEST, die_with, keep_no_bytecode, main, read_answer
 from memfit.jobs._threads import thread_env
 from memfit.memory import ProcReader
 
@@ -160,6 +160,7 @@ class Parent:
 def serve(descriptor: int, run_pid: int) -> int:
     """Answer until the other side closes the socket."""
     die_with(run_pid)
+    keep_no_bytecode()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     while True:

@@ -110,7 +110,7 @@ def guess_from(
         usual: By how much similar jobs of this stage differ, as a share; None if nobody knows.
 
     >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
-    Guess(size=84, most=100, spread=22, peaked=1.0, seconds=9.0, is_early=True)
+    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True)
     """
     if not similar:
         return None
