@@ -69,6 +69,9 @@ def test_a_guess_is_the_mean_with_what_similar_jobs_differ_by():
     # What still runs raises the mean and never lowers it: small jobs end first.
     assert policy.guess_from(two, [10], usual=0.0).size == 1000 + round(0.3 * math.sqrt(20000 / 3) / math.sqrt(3))
     assert policy.guess_from(two, [4000], usual=0.0).most == 4000
+    # Without walls a job fails at its limit: it gets the most that similar ones took, a slack and their spread.
+    assert policy.guess_from(two, usual=0.0, has_walls=False).size == 1100 + 110 + 100
+    assert policy.guess_from(two, slack=0.3, usual=0.0, has_walls=False).size == 1100 + 330 + 100
 
 
 def test_similar_jobs_differ_within_groups_and_not_between_them():
@@ -282,3 +285,9 @@ def test_two_large_jobs_of_unknown_size_start_side_by_side_where_both_could_doub
     at = {}
     SIMULATOR.simulate(jobs, limit_bytes=20480 * MIB, say=seen, on_tick=lambda backend, _: at.setdefault(len(starts), backend.now))  # fmt: skip
     assert at[2] < 5.0
+
+
+@pytest.mark.slow
+def test_without_walls_hardly_any_job_fails_for_want_of_memory_where_all_are_alike():
+    found = SIMULATOR.run_one("all alike", 3, False)
+    assert found.is_complete and found.restarts <= 0.02

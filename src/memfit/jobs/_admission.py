@@ -63,7 +63,6 @@ class LocalAdmission:
 
     Attributes:
         running: The jobs that were submitted and have not ended, by id. The scheduler keeps it.
-        has_walls: True if jobs wait at their limits; without walls they fail there. The enforcement sets it.
     """
 
     def __init__(
@@ -82,7 +81,15 @@ class LocalAdmission:
         for stage, params, footprint in known:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
         self.running: dict[str, Entry] = {}
-        self.has_walls = True
+
+    @property
+    def has_walls(self) -> bool:
+        """True if jobs wait at their limits; without walls they fail there. The enforcement sets it."""
+        return self.forecast.has_walls
+
+    @has_walls.setter
+    def has_walls(self, value: bool) -> None:
+        self.forecast.has_walls = value
 
     def held(self) -> list[Held]:
         """Return the running jobs as the policy sees them."""
@@ -249,8 +256,8 @@ class LocalAdmission:
         sizes = Counter[str]()
         for place in (HOST, *devices):
             need, room = needs[kind_of(place)], rooms[place].bytes
-            if need is None and place in held:
-                size = self._first_size()
+            if need is None and place in held:  # without walls it cannot be raised later
+                size = self._first_size() if self.has_walls else max(room, self._first_size())
             elif need is None:
                 size = min(room, self._first_size()) if place == HOST and self.is_shared else room  # else all there is
             elif place in held:

@@ -54,12 +54,13 @@ class Forecast:
     3. the job's declared size, if it is not one for the whole stage;
     4. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
 
-    ``slack`` is the share that is added to what was measured. ``guess`` is what the policy needs of a forecast. Where
-    the fourth rule counts, it takes the jobs that ended and share the most parameters.
+    ``slack`` is the share that is added to what was measured, ``has_walls`` whether jobs wait at their limits: without
+    walls they fail there, so that they get the most that similar ones took. ``guess`` is what the policy needs of a
+    forecast. Where the fourth rule counts, it takes the jobs that ended and share the most parameters.
     """
 
     def __init__(self, slack: float = 0.0) -> None:
-        self.slack = slack
+        self.slack, self.has_walls = slack, True
         self._largest: dict[_Key, Footprint] = {}
         self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
         self._lines: dict[_Key, _Fit] = {}
@@ -151,7 +152,8 @@ class Forecast:
         if self.extrapolate(job) is not None:  # its largest error is in it already
             # A line through few jobs may follow their numbers by chance and lead to nothing for the last of them.
             least = min(ended.peak for _, ended in self._ended[job.stage])
-            return replace(found, size=max(expected.private_bytes, least), most=max(size, least), spread=0)
+            known = expected.private_bytes if self.has_walls else size
+            return replace(found, size=max(known, least), most=max(size, least), spread=0)
         return found
 
     def _found_of(self, job: Job) -> Guess | None:
@@ -167,7 +169,7 @@ class Forecast:
                 if other.stage == job.stage and _likeness(pairs & _pairs(other)) == most
             ]
             similar, usual = [ended for num, ended in shared if num == most], self._usual_spread(job.stage)
-            self._found[key] = guess_from(similar, running, self.slack, usual)
+            self._found[key] = guess_from(similar, running, self.slack, usual, has_walls=self.has_walls)
         return self._found[key]
 
     def _usual_spread(self, stage: str) -> float | None:

@@ -53,6 +53,8 @@ _EARLY = 0.35
 _SURE = 0.1
 #: What a job holds above the mean of similar ones, in standard deviations of these and of that mean.
 _ABOVE, _ERROR = 1.0, 0.3
+#: What is added to the most that similar jobs took, without walls.
+_LEAST_SLACK = 0.1
 
 
 class Ended(NamedTuple):
@@ -99,7 +101,12 @@ def spread_within(groups: Iterable[Sequence[int]]) -> float | None:
 
 
 def guess_from(
-    similar: Sequence[Ended], running: Iterable[int] = (), slack: float = 0.0, usual: float | None = None
+    similar: Sequence[Ended],
+    running: Iterable[int] = (),
+    slack: float = 0.0,
+    usual: float | None = None,
+    *,
+    has_walls: bool = True,
 ) -> Guess | None:
     """Return what a job is thought to need, given similar ones that ended; None without any.
 
@@ -108,6 +115,7 @@ def guess_from(
         running: What similar ones use that still run and stand still: small ones end first, and would speak for all.
         slack: The share that is added on top.
         usual: By how much similar jobs of this stage differ, as a share; None if nobody knows.
+        has_walls: A job that needs more waits at its limit. Without walls it fails there, so that it gets the most.
 
     >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
     Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True)
@@ -121,6 +129,8 @@ def guess_from(
     seconds = statistics.median(one.seconds for one in similar)
     is_early = all(one.peaked < _EARLY * one.seconds for one in similar)
     size = round(mean + min(_ABOVE * spread, slack * mean) + _ERROR * spread / math.sqrt(num))
+    if not has_walls:
+        size = max(size, round(max(peaks) * (1 + max(slack, _LEAST_SLACK))) + round(_ABOVE * spread))
     return Guess(
         size, max(size, round(max(peaks))), round(spread), max(one.peaked for one in similar), seconds, is_early
     )
