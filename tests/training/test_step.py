@@ -844,6 +844,7 @@ def safe(model, loss=None, optimizer=None, **settings):
     ],
 )
 def test_a_buffer_that_every_forward_pass_changes_is_refused_by_name_and_put_back(build, name):
+    torch.manual_seed(0)  # of some weights the power iteration is at its end before the first step
     model = build()
     before = state_of_model(model)
     step = safe(model, microbatch_size=4)
