@@ -280,3 +280,10 @@ def test_it_ends_with_its_run_and_what_it_forked_goes_on(run_dir, parent):
     parent.close()
     assert not is_alive(parent.pid)
     assert wait_for_end(backend, "hold").state == "completed"
+
+
+def test_any_number_of_definitions_may_be_named(run_dir, parent):
+    parent.load(uses=[f"user_code:a_definition_with_a_long_name_{number}" for number in range(5000)])
+    assert parent.refused == ""
+    parent.load(uses=["no_such_module:fit"])
+    assert parent.call("user_code:look", {})["session"]

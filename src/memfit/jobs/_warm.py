@@ -43,7 +43,7 @@ _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 #: What is imported before the fork where a stage uses it; each was seen to begin no thread.
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
 _PR_SET_NAME = 15  # linux/prctl.h
-_IMPORT_SECONDS = 300.0
+_IMPORT_SECONDS, _MOST_NAMES = 300.0, 400
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
 
 
@@ -89,10 +89,12 @@ class Parent:
 
     def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
         """Have it import modules, and the libraries that definitions of the user's use; it may refuse then."""
-        new = {*modules, *uses} - self._loaded
-        if not self.refused and new:
-            self._loaded |= new
-            answer = self._ask({"do": "load", "modules": modules, "uses": sorted(new.intersection(uses))})
+        wanted = sorted({*modules, *uses} - self._loaded)
+        for part in (wanted[at : at + _MOST_NAMES] for at in range(0, len(wanted), _MOST_NAMES)):
+            if self.refused:
+                return
+            self._loaded.update(part)
+            answer = self._ask({"do": "load", "names": part})
             self.refused = answer.get("refused", "it has ended")
 
     def call(self, target: str, arguments: Mapping[str, Any]) -> Any:
@@ -179,25 +181,25 @@ def serve(descriptor: int, run_pid: int) -> int:
 def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection: socket.socket) -> dict[str, Any]:
     match question["do"]:
         case "load":
-            return {"refused": _load(question["modules"], question["uses"], connection.fileno())}
+            return {"refused": _load(question["names"], connection.fileno())}
         case "call":
             return {"pid": _fork(lambda: _call(Path(question["folder"]), descriptors[0]), connection)}
         case _:
             return {"pid": _fork(lambda: _watch(Path(question["job_dir"]), descriptors[0]), connection)}
 
 
-def _load(modules: Sequence[str], uses: Sequence[str], own: int) -> str:
-    """Import modules, and libraries that definitions use; say why nothing may be forked then."""
+def _load(wanted: Sequence[str], own: int) -> str:
+    """Import modules, and libraries that definitions (``module:name``) use; say why nothing may be forked then."""
     import gc
 
-    for name in modules:
-        with contextlib.suppress(Exception, SystemExit):  # a call tells of it
-            importlib.import_module(name)
     named: dict[str, set[str]] = {}
-    for one in uses:
-        module, _, name = one.partition(":")
-        if name:  # not the values that a function is bound to
+    for one in wanted:
+        module, is_definition, name = one.partition(":")
+        if is_definition:
             named.setdefault(module, set()).add(name)
+        else:
+            with contextlib.suppress(Exception, SystemExit):  # a call tells of it
+                importlib.import_module(module)
     found = set[tuple[str, str]]().union(*(_imports(module, names) for module, names in named.items()))
     for module, name in sorted(found):
         if module.partition(".")[0] in _LIBRARIES:
