@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -348,9 +349,18 @@ def test_persistent_workers_are_refused_with_a_folder_unless_inexact_is_allowed(
     make().fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
 
 
+@pytest.fixture
+def no_other_workers():
+    """Persistent workers of an earlier test end when their loader is collected."""
+    gc.collect()
+    assert not torch.multiprocessing.active_children()
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("headroom", [0, 1 << 50])
-def test_training_workers_do_not_live_in_validation_without_room_for_both(monkeypatch, persistent, headroom):
+def test_training_workers_do_not_live_in_validation_without_room_for_both(
+    monkeypatch, no_other_workers, persistent, headroom
+):
     class Room:
         headroom_bytes = headroom
 
@@ -361,15 +371,15 @@ def test_training_workers_do_not_live_in_validation_without_room_for_both(monkey
     monkeypatch.setattr(_fit, "Budget", Room)
     data = KeyedDataset(X, seed=4)
     train = DataLoader(data, 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=persistent)
-    living, others = [], set(torch.multiprocessing.active_children())  # persistent workers of an earlier test, say
+    living = []
 
     def evaluate(model, valid):
-        living.append(len(set(torch.multiprocessing.active_children()) - others))
+        living.append(len(torch.multiprocessing.active_children()))
         return {"valid_loss": 1.0}
 
     make().fit(train, DataLoader(X, 4, num_workers=2), num_epochs=2, evaluate=evaluate, preflight=False)
     assert living == [2 if persistent and headroom else 0] * 2
-    assert not set(torch.multiprocessing.active_children()) - others
+    assert not torch.multiprocessing.active_children()
 
 
 class MadeByThreads(list):
@@ -378,7 +388,7 @@ class MadeByThreads(list):
     num_workers = 64
 
 
-def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch):
+def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch, no_other_workers):
     monkeypatch.setattr(_fit.Budget, "read", lambda: pytest.fail("threads need no room of their own"))
     train = DataLoader(
         (data := KeyedDataset(X, seed=4)), 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=True
@@ -527,7 +537,7 @@ def test_buffers_that_a_state_dict_leaves_out_are_resumed(tmp_path):
     assert torch.equal(straight.last, resumed.last)
 
 
-def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch):
+def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch, no_other_workers):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
 
     class Stuck(torch.utils.data.Dataset):
