@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import gc
-import multiprocessing
 import os
 import signal
 import time
@@ -350,16 +348,16 @@ def test_persistent_workers_are_refused_with_a_folder_unless_inexact_is_allowed(
 
 
 @pytest.fixture
-def no_other_workers():
-    """Persistent workers of an earlier test end when their loader is collected."""
-    gc.collect()
-    assert not torch.multiprocessing.active_children()
+def own_workers():
+    """Counts the workers that a test started itself: persistent ones of an earlier test may live still."""
+    others = set(torch.multiprocessing.active_children())
+    return lambda: len(set(torch.multiprocessing.active_children()) - others)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("headroom", [0, 1 << 50])
 def test_training_workers_do_not_live_in_validation_without_room_for_both(
-    monkeypatch, no_other_workers, persistent, headroom
+    monkeypatch, own_workers, persistent, headroom
 ):
     class Room:
         headroom_bytes = headroom
@@ -374,12 +372,12 @@ def test_training_workers_do_not_live_in_validation_without_room_for_both(
     living = []
 
     def evaluate(model, valid):
-        living.append(len(torch.multiprocessing.active_children()))
+        living.append(own_workers())
         return {"valid_loss": 1.0}
 
     make().fit(train, DataLoader(X, 4, num_workers=2), num_epochs=2, evaluate=evaluate, preflight=False)
     assert living == [2 if persistent and headroom else 0] * 2
-    assert not torch.multiprocessing.active_children()
+    assert own_workers() == 0
 
 
 class MadeByThreads(list):
@@ -388,7 +386,7 @@ class MadeByThreads(list):
     num_workers = 64
 
 
-def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch, no_other_workers):
+def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch, own_workers):
     monkeypatch.setattr(_fit.Budget, "read", lambda: pytest.fail("threads need no room of their own"))
     train = DataLoader(
         (data := KeyedDataset(X, seed=4)), 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=True
@@ -396,7 +394,7 @@ def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatc
     living = []
 
     def evaluate(model, valid):
-        living.append(len(torch.multiprocessing.active_children()))
+        living.append(own_workers())
         return {"valid_loss": 1.0}
 
     make().fit(train, MadeByThreads([X[:4]]), num_epochs=2, evaluate=evaluate, preflight=False)
@@ -537,7 +535,7 @@ def test_buffers_that_a_state_dict_leaves_out_are_resumed(tmp_path):
     assert torch.equal(straight.last, resumed.last)
 
 
-def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch, no_other_workers):
+def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch, own_workers):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
 
     class Stuck(torch.utils.data.Dataset):
@@ -554,4 +552,4 @@ def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch, no_other_workers):
 
     with pytest.raises(ValueError, match="a bug"):
         make(loss=loss).fit(DataLoader(Stuck(), 2, num_workers=1), num_epochs=1, preflight=False)
-    assert multiprocessing.active_children() == []
+    assert own_workers() == 0
