@@ -269,7 +269,7 @@ def test_a_call_returns_or_raises_as_in_a_new_interpreter(run_dir, parent):
     assert parent.call("user_code:look", {})["cwd"] == str(Path.cwd())
     with pytest.raises(UsageError, match=r"user_code.py:\d+ failed: ValueError: not with 7"):
         parent.call("user_code:refuse", {})
-    with pytest.raises(JobFailedError, match="ended by signal"):
+    with pytest.raises(JobFailedError, match="ended by signal 11"):
         parent.call("user_code:crash", {"warm_only": False})
 
 
@@ -287,3 +287,30 @@ def test_any_number_of_definitions_may_be_named(run_dir, parent):
     assert parent.refused == ""
     parent.load(uses=["no_such_module:fit"])
     assert parent.call("user_code:look", {})["session"]
+
+
+def test_a_fork_that_never_comes_to_its_function_is_a_new_interpreter_then(run_dir, parent_of):
+    """Code that was imported may act in a fork: here it ends the first one of a watcher."""
+    Path("ends.py").write_text(
+        "import os, pathlib\n"
+        "def end():\n"
+        "    above = pathlib.Path(f'/proc/{os.getppid()}/comm').read_text()\n"
+        "    if above == 'memfit shim\\n' and not pathlib.Path('ended').exists():\n"
+        "        pathlib.Path('ended').touch()\n"
+        "        os._exit(3)\n"
+        "os.register_at_fork(after_in_child=end)\n"
+        "def look(): return {}\n"
+    )
+    status, _ = ended(LocalBackend(run_dir, parent=parent_of("ends")), Job("look", target="ends:look"))
+    assert (status.state, is_warm(status)) == ("completed", False) and Path("ended").exists()
+    assert "did not come to its function" in (run_dir.job_dir("look") / "shim.log").read_text()
+
+
+def test_a_fork_without_its_folder_could_not_be_started(run_dir, parent):
+    status, _ = ended(LocalBackend(run_dir, parent=parent), function("look", cwd="/nonexistent/folder"))
+    assert status.state == "failed" and "could not be started: No such file or directory" in status.cause
+
+
+def test_where_a_fork_cannot_be_followed_there_is_no_parent(run_dir, parent_of, monkeypatch):
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    assert Parent.start("user_code:look", os.environ) is None

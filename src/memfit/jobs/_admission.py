@@ -301,7 +301,7 @@ class LocalAdmission:
     def need(self, entry: Entry, kind: str) -> tuple[int, int] | None:
         """Return the least that a job can start with on the host or on each device, and what it is to have.
 
-        None if its size is unknown: then it gets all there is.
+        None if its size is unknown.
         """
         job, slack = entry.job, self.policy.slack
         if needed := entry.progress.needed[kind]:

@@ -226,7 +226,8 @@ class Shim:
             )
             monitor.open_series()
             returncode, stopped_by = self._follow(process, monitor)
-            if not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
+            is_asked = stopped_by is not None or self.stop.since is not None
+            if is_asked or not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
                 return self._close(monitor, before, returncode, stopped_by)
             print(f"signal {-returncode} before its first step: starting a new interpreter", file=sys.stderr)
             end_children()

@@ -68,7 +68,7 @@ class Parent:
             target: The workload as ``module:name``.
             env: Its whole environment, but for the number of threads, which is 1.
         """
-        if sys.platform != "linux":
+        if not _can_fork():
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_IMPORT_SECONDS)
@@ -105,12 +105,13 @@ class Parent:
             reading, writing = os.pipe()
             with open(reading, "rb") as end:
                 try:
-                    self._ask({"do": "call", "folder": str(folder)}, writing)
+                    pid = self._ask({"do": "call", "folder": str(folder)}, writing).get("pid")
                 finally:
                     os.close(writing)
-                code = end.read()  # until that process has ended
+                end.read()  # until that process has ended
+            code = self._ask({"do": "wait", "pid": pid}).get("code", -signal.SIGKILL)
             said = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
-            return read_answer(folder, target, int(code) if code else -signal.SIGKILL, said)
+            return read_answer(folder, target, code, said)
 
     def takes(self, env: Mapping[str, str]) -> bool:
         """Return True if a job with these variables can be forked: what is read at the start is the same in both."""
@@ -156,6 +157,15 @@ class Parent:
         return json.loads(answer) if answer else {}
 
 
+def _can_fork() -> bool:
+    """Return True where a fork can be followed as this module does (Linux 5.3)."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            os.close(os.pidfd_open(os.getpid()))
+            return True
+    return False
+
+
 # The process itself
 
 
@@ -165,14 +175,16 @@ def serve(descriptor: int, run_pid: int) -> int:
     keep_no_bytecode()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
+    watchers: set[int] = set()
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        watchers = {pid for pid in watchers if not os.waitpid(pid, os.WNOHANG)[0]}
         if not data:
             return 0
-        answer = _answer(json.loads(data), descriptors, connection)
+        question = json.loads(data)
+        answer = _answer(question, descriptors, connection)
+        if question["do"] == "shim":
+            watchers.add(answer["pid"])
         for one in descriptors:
             os.close(one)
         connection.send(json.dumps(answer).encode())
@@ -183,7 +195,9 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
         case "load":
             return {"refused": _load(question["names"], connection.fileno())}
         case "call":
-            return {"pid": _fork(lambda: _call(Path(question["folder"]), descriptors[0]), connection)}
+            return {"pid": _fork(lambda: _call(Path(question["folder"])), connection)}
+        case "wait":
+            return {"code": os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])}
         case _:
             return {"pid": _fork(lambda: _watch(Path(question["job_dir"]), descriptors[0]), connection)}
 
@@ -274,17 +288,13 @@ def _fork(run: Callable[[], int], connection: socket.socket) -> int:
     raise AssertionError  # it has left
 
 
-def _call(folder: Path, end: int) -> int:
+def _call(folder: Path) -> int:
     die_with(os.getppid())
     descriptor = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     draw_anew()
-    code = main(folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(end, str(code).encode())
-    return code
+    return main(folder)
 
 
 def _watch(job_dir: Path, lock: int) -> int:

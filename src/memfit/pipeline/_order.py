@@ -147,19 +147,10 @@ class Warm(contextlib.AbstractContextManager["Warm"]):
             self.parent.close()
 
 
-def order_of_config(
-    source: Path | str | Mapping[str, Any],
-    *,
-    overrides: Sequence[config.Override] = (),
-    env: Mapping[str, str] | None = None,
-    choice: Choice = ALL,
-    folders: Sequence[str] = (),
-    with_memory: bool = False,
-    warm: Warm | None = None,
-) -> Order:
-    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
-    env = os.environ if env is None else env
-    file, values = None, None
+def _named_by(source: Path | str | Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any] | None]:
+    """Return the file of a config, or its values."""
+    file: Path | None = None
+    values: Mapping[str, Any] | None = None
     if isinstance(source, Mapping):
         values = source
     elif _TARGET.fullmatch(str(source)) and not Path(source).exists():
@@ -174,6 +165,22 @@ def order_of_config(
                 if file.suffix == ".py"
                 else "write for example: memfit run config.yaml, memfit run train:train, memfit run -- python train.py",
             )
+    return file, values
+
+
+def order_of_config(
+    source: Path | str | Mapping[str, Any],
+    *,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+    choice: Choice = ALL,
+    folders: Sequence[str] = (),
+    with_memory: bool = False,
+    warm: Warm | None = None,
+) -> Order:
+    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
+    env = os.environ if env is None else env
+    file, values = _named_by(source)
     resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
     chosen_units(settings.units, None)
