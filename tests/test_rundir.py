@@ -45,7 +45,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     path = tmp_path / "state.json"
     write_json(path, {"n": -1})
     code = (
-        "import pathlib, sys; from memfit.rundir import write_json\n"
+        "import pathlib, sys; from memfit.files import write_json\n"
         f"p = pathlib.Path({str(path)!r}); n = 0\n"
         "print('go', flush=True)\n"
         "while True: n += 1; write_json(p, {'n': n, 'fill': 'x' * 20000}, durable=False)\n"

@@ -16,11 +16,12 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from memfit.errors import DamagedError, UsageError
 from memfit.masking import mask_record
 
+M = TypeVar("M", bound=Mapping[str, Any])
 #: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
 _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
@@ -169,7 +170,7 @@ def read_json(
     return check_shape(path, value, shape or {})
 
 
-def check_shape(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+def check_shape(path: Path | str, value: M, shape: Mapping[str, Any]) -> M:
     """Return an object that was read from a file, once each field has its shape, as for ``fits``.
 
     Raises:

@@ -90,7 +90,7 @@ def test_asking_again_in_any_way_ends_no_job_before_its_checkpoint(tmp_path):
         first = subprocess.Popen(memfit_command("stop", run.path), cwd=tmp_path, stdout=subprocess.DEVNULL)
         wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
         process.terminate()
-        assert [event["level"] for event in run.events() if event["kind"] == "stop"] == [1]
+        assert [event["asked"] for event in run.events() if event["kind"] == "stop"] == [1]
         for path in run.events_dir.iterdir():
             path.unlink()  # as on a full disk, where events wait in memory
         assert [status.state for status in stop(run)] == ["preempted"]

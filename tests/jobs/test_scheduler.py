@@ -440,7 +440,7 @@ def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_
 
     found.run(stop=stop, on_tick=tick)
     assert (found.cancelled, found.ends) == ([("j1", False)], {"j1": "preempted"})
-    assert [(fields["level"], fields["num_running"]) for fields in found.of("stop")] == [(1, 1)]
+    assert [(fields["asked"], fields["num_running"]) for fields in found.of("stop")] == [(1, 1)]
 
 
 def test_jobs_that_still_run_are_taken_over_whatever_is_free(world):

@@ -8,7 +8,7 @@ import pytest
 
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, level_of
 from memfit.tuning import Trial, TuneSettings
 
 #: 2026-11-21 09:00:00 in the time zone of the tests (UTC+1).
@@ -37,8 +37,10 @@ def made(tmp_path, monkeypatch):
     write_json(path / "graph.json", {"schema_version": 1, "stages": [*stages, {"name": "judge", "each": None}]})
 
     def event(at, kind, job=None, file="host-1-1", **fields):
+        told = {"time": START + at, "job": job, "kind": kind, **fields}
+        scope = RunDir(path).scope if file == "host-1-1" else ""
         with open(path / "events" / f"{file}.jsonl", "a") as lines:
-            lines.write(json.dumps({"time": START + at, "job": job, "kind": kind, **fields}) + "\n")
+            lines.write(json.dumps(told | {"level": level_of(told, scope)}) + "\n")
 
     def job(job_id, state="completed", at=0, seconds=60.0, name="outcome.json", **fields):
         (path / "jobs" / job_id).mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from memfit.reports import LiveRun, print_summary, summarize
+from memfit.rundir import read
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE = {"cuda:0": {"allocated_peak_bytes": 3 * GIB, "reserved_peak_bytes": 4 * GIB}}
@@ -43,9 +44,9 @@ def test_the_summary_has_that_of_each_jobs_last_epoch(trained):
     texts = []
     for verbose in (False, True):
         file = io.StringIO()
-        print_summary(trained.run, Console(file=file, width=120), verbose=verbose)
+        print_summary(read(trained.run), Console(file=file, width=120), verbose=verbose)
         texts.append(file.getvalue())
     assert f"memory    fold_1 epoch 2: {LINE}" in texts[1] and "non-reclaimable" not in texts[0]
-    found = json.loads(json.dumps(summarize(trained.run)))
+    found = json.loads(json.dumps(summarize(read(trained.run))))
     jobs = {job["job"]: (job["epoch"], job["epoch_memory"]) for job in found["jobs"]}
     assert jobs["fold_1"] == (2, MEMORY) and jobs["fold_2"] == (None, None)

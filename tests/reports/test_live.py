@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from memfit.memory import Sample, SeriesWriter
-from memfit.reports import LiveRun, Room, RunView, describe, read_pressure, read_room, render
+from memfit.reports import LiveRun, Room, describe, read_pressure, read_room, render
+from memfit.rundir import Reader, read, read_events
 
 FREE = {"name": "MemAvailable", "limit_bytes": 8 << 30}
 GIB, MIB = 1 << 30, 1 << 20
@@ -29,9 +30,7 @@ LINES = """\
 
 
 def view_of(made, at=0.0):
-    view = RunView(made.run, now=lambda: made.start + at)
-    view.read()
-    return view
+    return read(made.run, now=lambda: made.start + at)
 
 
 class Shown:
@@ -109,7 +108,7 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
     path = made.path / "events" / "host-1-1.jsonl"
     path.write_text('{"time":1795248000.0,"job":null,"kind":"plan","te')
     tick()
-    shown.live._print_new_lines(shown.live.view)
+    shown.live.reader.read()
     assert len(shown.lines) == 1
     with open(path, "a") as lines:
         lines.write('xt":"3 of 3 at once"}\n')
@@ -120,7 +119,7 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kind": "epoch", "job": "fold_1", "epoch": 3},
+        {"kind": "epoch", "job": "fold_1", "num_epochs": 3},
         {"kind": "epoch", "job": "fold_1", "epoch": "three", "num_epochs": 4},
         {"kind": "step", "job": "fold_1"},
         {"kind": "oom", "job": "fold_1", "text": 7},
@@ -143,9 +142,8 @@ def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made
         (made.path / "events" / "host-9-9.jsonl").write_text('{"time":"noon","job":null,"kind":"plan","text":"x"}\n')
     shown.live.close()
     assert len(shown.lines) == 1
-    view = RunView(made.run, now=lambda: made.start + 5)
-    view.read()
-    assert (view.started, view.row("fold_1").epochs_done) == (None, 0)
+    view = view_of(made, 5)
+    assert (view.num_commands, view.jobs["fold_1"].epochs_done) == (0, 0)
     assert table_lines(view, 80)
 
 
@@ -166,8 +164,7 @@ def running(made):
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_is_whole_at_this_width(running, width):
-    view = RunView(running.run, now=lambda: running.start + 7200)
-    view.read()
+    view = view_of(running, 7200)
     lines = table_lines(view, width)
     assert lines[0].split() == ["job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA"]
     sizes = ["1023.9", "MiB"]
@@ -184,8 +181,7 @@ def test_the_table_is_whole_at_this_width(running, width):
 def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
-    view = RunView(made.run, now=lambda: made.start + 5)
-    view.read()
+    view = view_of(made, 5)
     assert table_lines(view, 80)[1].split() == [
         "prepare",
         "build",
@@ -201,7 +197,7 @@ def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
 
 def test_the_log_says_how_many_units_are_left_and_for_how_long(made):
     shown = Shown()
-    shown.live.view = RunView(made.run, now=lambda: made.start + 60)
+    shown.live.reader = Reader(made.run, now=lambda: made.start + 60)
     made.event(0, "run", state="started")
     made.stage(0, "fold", "running", *(f"fold_{number}" for number in range(1, 6)))
     for number in (1, 2):
@@ -230,16 +226,14 @@ def test_the_table_shows_how_much_of_the_panel_is_built(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
     made.event(3, "progress", "prepare", phase="build", done=459, total=1000)
-    view = RunView(made.run, now=lambda: made.start + 5)
-    view.read()
+    view = view_of(made, 5)
     assert table_lines(view, 80)[1].split()[:4] == ["prepare", "build", "45", "%"]
 
 
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
     made.event(0, "budget", binding=FREE, limits=[FREE, {"name": "cap", "limit_bytes": 64 * MIB}], reserve_bytes=0)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
-    view = RunView(made.run)
-    view.read()
+    view = view_of(made)
     assert read_room(view) == Room(64 * MIB, 24 * MIB, "cap")
 
 
@@ -247,12 +241,10 @@ def test_a_watcher_from_elsewhere_goes_by_what_the_run_said(made):
     binding = {"name": "memory.max", "limit_bytes": 8 * GIB, "used_bytes": GIB}
     made.event(0, "budget", binding=binding, limits=[], reserve_bytes=0)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
-    view = RunView(made.run)
-    view.read()
+    view = view_of(made)
     assert read_room(view, here=False) == Room(8 * GIB, GIB, "memory.max")
     made.admit(5, "fold_1", 1, limit_bytes=8 * GIB, used_bytes=3 * GIB, pss_bytes=0)
-    view.read()
-    assert read_room(view, here=False).used_bytes == 3 * GIB
+    assert read_room(view_of(made), here=False).used_bytes == 3 * GIB
 
 
 def test_an_event_is_shown_by_its_own_text_and_one_without_has_no_line(commands):
@@ -263,12 +255,17 @@ def test_an_event_is_shown_by_its_own_text_and_one_without_has_no_line(commands)
     assert describe(event, view) == ""
 
 
-@pytest.mark.parametrize("kind", ["grow", "grow_device"])
-def test_a_reservation_that_grows_by_little_has_no_line(made, kind):
-    made.event(0, "budget", binding=FREE | {"limit_bytes": 100 * GIB}, limits=[], reserve_bytes=0)
-    grown = {"time": 0.0, "kind": kind, "job": "fold_1", "from_bytes": GIB, "why": "", "text": "fold_1 grows"}
-    assert describe(grown | {"to_bytes": 4 * GIB}, view_of(made)) == "fold_1 grows"
-    assert describe(grown | {"to_bytes": 2 * GIB}, view_of(made)) == ""
+@pytest.mark.parametrize(("level", "num", "verbose", "is_told"), [
+    ("verbose", 1, False, False), ("verbose", 1, True, True), ("table", 20, False, False), ("table", 20, True, True),
+    ("table", 2, False, True), ("line", 20, False, True), ("of my own", 20, False, True),
+])  # fmt: skip
+def test_an_event_is_a_line_down_to_its_level(commands, level, num, verbose, is_told):
+    made, shown = commands(num), Shown()
+    shown.live.verbose = verbose
+    shown.live.show(made.run)
+    made.event(1, "grow", "cmd_0001", from_bytes=1, to_bytes=2, why="", text="cmd_0001 grew", level=level)
+    shown.live.close()
+    assert any("cmd_0001 grew" in line for line in shown.lines) == is_told
 
 
 def test_a_commands_start_and_end_name_its_parameters(commands):
@@ -276,8 +273,7 @@ def test_a_commands_start_and_end_name_its_parameters(commands):
     made.admit(0, "cmd_0002", 1)
     made.job("cmd_0002", "out_of_memory", seconds=3512.0)
     made.end(3512, "cmd_0002", "out_of_memory", "it met its wall")
-    view = RunView(made.run)
-    start, end = (describe(event, view) for event in view.read())
+    start, end = (describe(event, view_of(made)) for event in read_events(made.run.events_dir))
     assert start == "cmd_0002 fold=2 lr=1e-3 starts (1 running)"
     assert end == "cmd_0002 fold=2 lr=1e-3 out_of_memory: it met its wall"
 

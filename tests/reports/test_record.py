@@ -4,15 +4,14 @@ import json
 import re
 from pathlib import Path
 
-from memfit.jobs import JobStatus
-from memfit.reports import JobRow, count_kills, explain_record, forecast_error
-from memfit.rundir import RunDir
+from memfit.reports import count_kills, explain_record, forecast_error
+from memfit.rundir import JobState, RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(peak, reserved, state="completed"):
-    return JobRow("fold", "", JobStatus("fold_1", state, peak_bytes=peak), 1.0, forecast_bytes=reserved)
+    return JobState("fold_1", own=state, peak_bytes=peak, forecast_bytes=reserved)
 
 
 def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):

@@ -12,14 +12,15 @@ import pytest
 from rich.console import Console
 
 from memfit.errors import UsageError
-from memfit.reports import LiveRun, StudyView, print_study, print_summary, summarize, summarize_study
+from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study
+from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
 
 
 def printed(show, run, width=80):
     console = Console(file=io.StringIO(), width=width)
-    show(run, console)
+    show(read(run), console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -98,14 +99,14 @@ def test_a_printed_study_is_this(searched):
 def test_one_success_of_one_is_never_a_hundred_percent(study):
     run = study.begin()
     study.trial(0, value=0.01)
-    rate = summarize_study(run)["rates"]["completed_or_pruned"]
+    rate = summarize_study(read(run))["rates"]["completed_or_pruned"]
     assert (rate["num"], rate["n"], round(rate["lower"], 2), rate["upper"]) == (1, 1, 0.21, 1.0)
     text = printed(print_study, run)
     assert "completed or pruned 1 of 1 (95 %: 0.21 to 1.00)" in text and "100 %" not in text
 
 
 def test_a_study_without_an_ended_trial_knows_nothing_and_says_so(study):
-    found = summarize_study(study.begin())
+    found = summarize_study(read(study.begin()))
     assert found["rates"]["failed"] == {"num": 0, "n": 0, "lower": 0.0, "upper": 1.0}
     assert (found["best"], found["seconds_per_trial"], found["seconds_left"], found["trials"]) == (None, None, None, [])
     assert "trials    0 of 40: none has begun" in printed(print_study, study.run)
@@ -117,7 +118,7 @@ def test_the_best_trial_is_by_the_direction_and_of_equal_ones_the_first(study, d
     for number, value in enumerate([0.1, 0.3, 0.1, 0.3]):
         study.trial(number, value=value, by_unit={"1": value - 0.01, "2": value + 0.01})
     study.trial(4, "pruned", 9.0 if direction == "maximize" else -9.0)
-    found = summarize_study(run)["best"]
+    found = summarize_study(read(run))["best"]
     assert (found["trial"], found["n"]) == (best, 2)
 
 
@@ -126,17 +127,17 @@ def test_the_time_left_is_from_measured_seconds_and_the_trials_at_once(study):
     study.trial(0, value=0.1, seconds=100.0)
     study.trial(1, "pruned", 0.0, seconds=20.0)
     study.trial(2, "infeasible", params=None, seconds=0.0)
-    found = summarize_study(run)
+    found = summarize_study(read(run))
     assert (found["seconds_per_trial"], found["seconds_left"]) == (60.0, 60.0 * 7 / 4)
     for number in range(3, 9):
         study.trial(number, value=0.1, seconds=60.0)
-    assert summarize_study(run)["seconds_left"] == pytest.approx(60.0), "the last one takes as long as any"
+    assert summarize_study(read(run))["seconds_left"] == pytest.approx(60.0), "the last one takes as long as any"
     study.trial(9, value=0.1)
-    assert summarize_study(run)["seconds_left"] == 0.0
+    assert summarize_study(read(run))["seconds_left"] == 0.0
 
 
 def test_refused_draws_are_counted_by_setting_and_the_smallest_has_its_arithmetic(searched):
-    found = summarize_study(searched.run)["refused"]
+    found = summarize_study(read(searched.run))["refused"]
     assert (found["num_refused"], found["num_drawn"]) == (3, 9)
     assert found["settings"]["params.layers"] == {"refused": {"low": 6, "high": 8}, "accepted": {"low": 2, "high": 4}}
     assert found["settings"]["params.batch"] == {"refused": {"values": [128]}, "accepted": {"values": [32, 64]}}
@@ -148,7 +149,7 @@ def test_a_study_says_which_trials_a_rerun_may_not_repeat(study):
     study.trial(0, value=0.1)
     study.trial(1, value=0.1, measured={"ran_out": "CUDA out of memory; 4 microbatches"})
     study.trial(2, "timeout", cause="it took 5m 00s")
-    found = {one["trial"]: one["why"] for one in summarize_study(run)["differs"]}
+    found = {one["trial"]: one["why"] for one in summarize_study(read(run))["differs"]}
     assert set(found) == {"trial_0001", "trial_0002"}
     assert "inside a step: CUDA out of memory; 4 microbatches" in found["trial_0001"]
 
@@ -201,7 +202,7 @@ def test_the_best_of_worthless_trials_is_told_to_be_what_luck_reaches(study):
     found = []
     for seed in range(30):
         values = worthless(20, 5, seed)
-        best = summarize_study(trials(study, values))["best"]
+        best = summarize_study(read(trials(study, values)))["best"]
         middle = statistics.median(sum(one) / 5 for one in values)
         found.append((best["value"] - middle, best["luck"]["expected"] - middle, best["luck"]["is_beyond"]))
     reached, expected, beyond = (statistics.fmean(one) for one in zip(*found, strict=True))
@@ -215,7 +216,7 @@ def test_a_best_trial_is_told_to_be_more_than_luck_and_to_beat_the_baseline(stud
     values = [*worthless(20, 5, 1), [6 + one for one in worthless(1, 5, 1)[0]]]
     values = [[sign * one for one in found] for found in values]
     run = trials(study, values, direction="maximize" if sign > 0 else "minimize", own=sign * -0.1)
-    best = summarize_study(run)["best"]
+    best = summarize_study(read(run))["best"]
     assert (best["trial"], best["luck"]["is_beyond"], best["baseline"]["is_beaten"]) == ("trial_0020", True, True)
     text = " ".join(printed(print_study, run).split())
     assert "more than luck; beats canary_3 (own settings)" in text
@@ -234,31 +235,31 @@ def test_the_best_of_six_noises_is_told_to_be_maybe_luck_and_not_shown_to_beat_t
 
 def test_a_trial_that_diverged_does_not_hide_that_the_best_is_more_than_luck(study):
     values = [*worthless(20, 5, 1), [6 + one for one in worthless(1, 5, 1)[0]], [-1e9, 1e9, 0.0, 0.0, -1e9]]
-    assert summarize_study(trials(study, values))["best"]["luck"]["is_beyond"]
+    assert summarize_study(read(trials(study, values)))["best"]["luck"]["is_beyond"]
 
 
 def test_pruned_trials_count_among_those_tried(study):
     run = trials(study, worthless(3, 2, 1), others=["pruned", "pruned", "failed", "infeasible"])
-    assert summarize_study(run)["best"]["luck"]["num_trials"] == 5
+    assert summarize_study(read(run))["best"]["luck"]["num_trials"] == 5
 
 
 @pytest.mark.parametrize("values", [[[0.1], [0.2]], [[0.1, 0.3]], [[0.1, 0.3], [0.4]]])
 def test_luck_is_not_known_where_no_error_is(study, values):
     run = trials(study, values, own=0.0)
-    assert summarize_study(run)["best"]["luck"] is None
+    assert summarize_study(read(run))["best"]["luck"] is None
     text = " ".join(printed(print_study, run).split())
     assert "luck not known: it takes two trials of several folds or seeds" in text
 
 
 def test_a_run_that_is_no_study_is_refused(finished):
     with pytest.raises(UsageError, match="is no study"):
-        summarize_study(finished.run)
+        summarize_study(read(finished.run))
 
 
 def test_the_line_of_a_study_says_how_far_it_is(study):
     run = study.begin()
-    view = StudyView(run)
-    assert view.headline() == "trials 0 of 40: none has begun"
+    reader = Reader(run)
+    assert study_of(reader.state()).headline() == "trials 0 of 40: none has begun"
     for number in range(7):
         study.trial(number, value=0.001 * number)
     study.trial(7, value=0.0341)
@@ -267,27 +268,27 @@ def test_the_line_of_a_study_says_how_far_it_is(study):
     study.trial(11, "failed")
     for number in range(12, 15):
         study.trial(number, "running")
-    assert view.headline() == (
+    assert study_of(reader.state()).headline() == (
         "trials 12 of 40: 8 completed, 3 pruned, 1 failed, 3 running; best rank_ic 0.0341 (trial_0007); "
         "about 14m 00s left"
     )
 
 
-def test_a_study_that_has_not_written_its_settings_yet_has_no_line(study):
-    assert StudyView(study.run).headline() == ""
+def test_a_study_that_has_not_written_its_settings_yet_is_none_yet(study):
+    assert study_of(read(study.run)) is None
 
 
 def test_a_record_is_read_again_only_when_its_file_changed(study):
     run, path = study.begin(), study.path / "trials" / "trial_0000.json"
     study.trial(0, "running")
-    view = StudyView(run)
-    assert "1 running" in view.headline()
+    reader = Reader(run)
+    assert "1 running" in study_of(reader.state()).headline()
     before, text = path.stat(), path.read_text()
     path.write_text(text.replace('"running"', '"completed"'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "1 running" in view.headline(), "the time of the file is the same"
+    assert "1 running" in study_of(reader.state()).headline(), "the time of the file is the same"
     study.trial(0, value=0.5)
-    assert "1 completed; best rank_ic 0.5000 (trial_0000)" in view.headline()
+    assert "1 completed; best rank_ic 0.5000 (trial_0000)" in study_of(reader.state()).headline()
 
 
 @pytest.mark.parametrize(
@@ -298,30 +299,30 @@ def test_a_record_is_read_again_only_when_its_file_changed(study):
     ],
 )
 def test_a_pruned_trial_is_compared_with_those_that_it_had_seen(study, direction, reported, said):
-    view = StudyView(study.begin(direction=direction))
+    reader = Reader(study.begin(direction=direction))
     for number, value in enumerate([0.005, 0.01, 0.2, 0.9]):
         study.trial(number, value=value, intermediate={2: value})
     study.trial(4, "failed", intermediate={2: 0.7})
     study.trial(5, "pruned", reported[2], num_seen=3, intermediate=reported)
-    assert view.describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
+    assert study_of(reader.state()).describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
 
 
 def test_a_short_trial_before_the_search_may_fail_and_begin_again(study):
-    view = StudyView(study.begin())
+    reader = Reader(study.begin())
     study.trial(None, "failed", epochs=1, cause="no data")
-    assert view.describe("canary_1") == "canary_1 failed: no data"
+    assert study_of(reader.state()).describe("canary_1") == "canary_1 failed: no data"
     study.trial(None, "running", epochs=1)
-    assert view.describe("canary_1") == ""
+    assert study_of(reader.state()).describe("canary_1") == ""
     study.trial(None, value=0.01, epochs=1)
-    assert view.describe("canary_1") == "canary_1 completed: rank_ic 0.0100"
+    assert study_of(reader.state()).describe("canary_1") == "canary_1 completed: rank_ic 0.0100"
 
 
 def test_the_end_of_a_trial_is_a_line(searched):
-    view = StudyView(searched.run)
-    assert view.describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
-    assert view.describe("trial_0001") == "trial_0001 completed: rank_ic 0.0341 (best)"
-    assert view.describe("trial_0004") == "trial_0004 out_of_memory: killed by the kernel"
-    assert view.describe("trial_0006") == view.describe("trial_0099") == ""
+    reader = Reader(searched.run)
+    assert study_of(reader.state()).describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
+    assert study_of(reader.state()).describe("trial_0001") == "trial_0001 completed: rank_ic 0.0341 (best)"
+    assert study_of(reader.state()).describe("trial_0004") == "trial_0004 out_of_memory: killed by the kernel"
+    assert study_of(reader.state()).describe("trial_0006") == study_of(reader.state()).describe("trial_0099") == ""
 
 
 def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(searched):
@@ -337,11 +338,11 @@ def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(
     assert text.count("exit code 1: ValueError: no") == 1
     assert "trial_0003.fold_1 failed: exit code 1: ValueError: no\n  log: runs/demo/run_" in text
     assert text.index("rates ") < text.index("jobs      ") < text.index("see       memfit report")
-    assert summarize(searched.run)["study"] == summarize_study(searched.run)
+    assert summarize(read(searched.run))["study"] == summarize_study(read(searched.run))
 
 
 def test_only_the_summary_of_a_study_has_one(finished):
-    assert "study" not in summarize(finished.run)
+    assert "study" not in summarize(read(finished.run))
 
 
 @pytest.mark.slow
@@ -372,8 +373,8 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     result = tune(config, view=follow)
     live.close()
     assert ended == sorted(ended) and len(set(ended)) >= 4, "records are there while the study goes on"
-    run = live.view.run
-    found = summarize_study(run)
+    run = live.reader.run
+    found = summarize_study(read(run))
     json.dumps(found, allow_nan=False)
     ends = re.findall(r"  (trial_\d+) (?:completed|failed)", console.file.getvalue())
     assert sorted(ends) == [f"trial_{number:04d}" for number in range(6)]

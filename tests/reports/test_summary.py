@@ -8,7 +8,8 @@ from rich.console import Console
 
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
-from memfit.reports import RunView, format_column, format_number, print_summary, summarize
+from memfit.reports import format_column, format_number, print_summary, summarize
+from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -59,7 +60,7 @@ sd of 2    0.0619        0.7      0.0090
 
 def printed(run, width, verbose=False):
     console = Console(file=io.StringIO(), width=width)
-    print_summary(run, console, verbose=verbose)
+    print_summary(read(run), console, verbose=verbose)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -117,7 +118,7 @@ def test_the_total_is_the_wall_clock_and_not_the_sum_of_folds_side_by_side(made)
 
 
 def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
-    found = json.loads(json.dumps(summarize(finished.run), allow_nan=False))
+    found = json.loads(json.dumps(summarize(read(finished.run)), allow_nan=False))
     assert (found["state"], found["wall_seconds"], found["most_at_once"]) == ("failed", 7140, 2)
     assert found["run"] == str(finished.path)
     assert found["budget"]["binding"]["limit_bytes"] == 8 * GIB
@@ -164,7 +165,7 @@ def test_a_failed_job_comes_with_what_its_log_says_of_its_end(made):
     text = printed(made.run, 160)
     assert "  diagnosis: disk full" in text and "line 2: OSError: [Errno 28]" in text
     assert text.count("diagnosis:") == 1  # of a kill memfit knows more than its log, and of a success there is nothing
-    told = [one["diagnosis"] for one in summarize(made.run)["jobs"]]
+    told = [one["diagnosis"] for one in summarize(read(made.run))["jobs"]]
     assert told[0].startswith("disk full") and told[1:] == [None, None]
 
 
@@ -172,7 +173,7 @@ def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_the_text(made)
     for fold, value in ((1, float("nan")), (2, float("inf")), (3, 1.25)):
         made.job(f"fold_{fold}")
         made.result(f"fold_{fold}", icir=value)
-    found = json.loads(json.dumps(summarize(made.run), allow_nan=False))
+    found = json.loads(json.dumps(summarize(read(made.run)), allow_nan=False))
     assert [fold["result"]["icir"] for fold in found["jobs"]] == [None, None, 1.25]
     assert found["stages"][0]["metrics"]["icir"] == {"mean": None, "sd": None, "n": 3}
     text = printed(made.run, 120)
@@ -184,7 +185,7 @@ def test_a_run_in_mid_run_is_summed_up(made):
     made.admit(1, "fold_1", 1, None)
     made.job("fold_1", "running", name="status.json")
     (made.path / "jobs" / "fold_2").mkdir()
-    found = summarize(made.run)
+    found = summarize(read(made.run))
     assert [(fold["job"], fold["state"], fold["seconds"] is None) for fold in found["jobs"]] == [
         ("fold_1", "running", False),
         ("fold_2", "pending", True),
@@ -195,7 +196,7 @@ def test_a_run_in_mid_run_is_summed_up(made):
 
 
 def test_an_empty_run_directory_is_summed_up(made):
-    assert summarize(made.run)["jobs"] == []
+    assert summarize(read(made.run))["jobs"] == []
     assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (the logs and the memory of each)"
 
 
@@ -227,7 +228,7 @@ def test_wrong_sizes_are_counted_and_named_with_what_helps(commands):
     made.event(1, "short", None, outgrew="cmd_0002", reason="cmd_0002 outgrew its 9 B and nothing is free")
     made.event(2, "short", None, outgrew="cmd_0001", reason="cmd_0001 outgrew its 9 B and nothing is free")
     made.event(3, "aside", "cmd_0003", to="cmd_0002", reason="cmd_0002 waits", now=False)
-    assert (summarize(made.run)["outgrown"], summarize(made.run)["num_gave_way"]) == (
+    assert (summarize(read(made.run))["outgrown"], summarize(read(made.run))["num_gave_way"]) == (
         {"cmd_0001": 1, "cmd_0002": 1},
         1,
     )
@@ -269,11 +270,11 @@ def test_what_bounds_a_run_is_left_out_where_it_is_not_known(commands, cpu):
         made.job(f"cmd_000{number}", at=number, seconds=49)
     made.event(60, "run", state="completed", cpu=cpu)
     assert "waits" not in printed(made.run, 120, verbose=True)
-    assert summarize(made.run)["host_cpu"] == {}
+    assert summarize(read(made.run))["host_cpu"] == {}
 
 
 def test_the_json_form_of_commands_has_parameters_restarts_and_counts(swept):
-    found = json.loads(json.dumps(summarize(swept.run), allow_nan=False))
+    found = json.loads(json.dumps(summarize(read(swept.run)), allow_nan=False))
     assert (found["kind"], found["counts"]) == ("commands", {"completed": 3, "waiting": 1, "failed": 1})
     assert found["num_restarts"] == 1
     assert [job["params"]["fold"] for job in found["jobs"]] == ["1", "2", "3", "4"]
@@ -282,20 +283,20 @@ def test_the_json_form_of_commands_has_parameters_restarts_and_counts(swept):
 
 
 def test_what_followed_a_run_to_its_end_sums_it_up_without_reading_the_outcomes_again(swept):
-    view = RunView(swept.run)
-    view.read()
-    followed = [row for row in view.rows() if row.status.ended]
-    fresh = summarize(swept.run)
-    for row in followed:
-        (swept.run.job_dir(row.status.job_id) / "outcome.json").unlink()
-    assert followed and summarize(swept.run, view)["jobs"] == fresh["jobs"]
+    reader = Reader(swept.run)
+    reader.read()
+    followed = [job for job in reader.state().jobs.values() if job.ended]
+    fresh = summarize(read(swept.run))
+    for job in followed:
+        (swept.run.job_dir(job.id) / "outcome.json").unlink()
+    assert followed and summarize(reader.state())["jobs"] == fresh["jobs"]
 
 
 def test_an_attempt_that_the_user_stopped_is_no_restart_of_memfits(commands):
     made = commands(1)
     made.job("cmd_0001", "preempted", at=0, seconds=10, name="outcome_1.json")
     made.job("cmd_0001", at=100, seconds=10, attempt=2)
-    assert summarize(made.run)["num_restarts"] == 0
+    assert summarize(read(made.run))["num_restarts"] == 0
     assert "restarts" not in printed(made.run, 120)
 
 
@@ -362,7 +363,7 @@ fold      stopped the run (exit code 11): the first fold loses money
           sell
 judge     skipped: fold stopped the run: the first fold loses money
 """ in printed(made.run, 120)
-    found = summarize(made.run)
+    found = summarize(read(made.run))
     assert (found["state"], found["why"]) == ("stopped", "the first fold loses money")
     assert [stage["saved_seconds"] for stage in found["stages"]] == [7.5, 0, 0]
 

@@ -10,7 +10,4 @@ def events(tmp_path, monkeypatch):
     """Gives the events of a kind that were recorded so far."""
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
-    yield lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]
-    if rundir._Current.writer is not None:
-        rundir._Current.writer.close()
+    return lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from memfit import rundir
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, record
 from memfit.training import OomKind, _flight, write_flight_record
 
@@ -30,7 +29,6 @@ def job(tmp_path, monkeypatch):
     run.job_dir("fold_1").mkdir()
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(run.path))
     monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
     return run.job_dir("fold_1")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit import rundir
+import memfit
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from memfit.training import BySample, LeakDetector, Trainer, clean_up
 
@@ -21,7 +21,6 @@ def run(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path, "demo", "0" * 64)
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(run.path))
     monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
     return run
 
 
@@ -67,7 +66,7 @@ def test_a_training_cleans_up_after_an_out_of_memory_and_on_no_schedule(run, fai
 
 
 def test_nothing_but_a_clean_up_empties_the_device_s_cache():
-    package = Path(rundir.__file__).parent
+    package = Path(memfit.__file__).parent
     assert [path.name for path in package.rglob("*.py") if ".empty_cache()" in path.read_text()] == ["_oom.py"]
     assert inspect.getsource(clean_up).count(".empty_cache()") == 1
 

@@ -20,13 +20,10 @@ def in_a_run(tmp_path, monkeypatch):
     """Events are written, and a SIGTERM that no fit notes ends nothing."""
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path / "run"))
     monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
     signal.signal(signal.SIGTERM, earlier)
-    if rundir._Current.writer is not None:
-        rundir._Current.writer.close()
 
 
 @pytest.mark.usefixtures("in_a_run")

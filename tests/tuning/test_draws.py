@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def settings_of(**more):
 
 def go_on(settings, trials):
     """Go on with a study of a made-up objective from its first trials."""
-    trials = [Trial.from_dict(json.loads(json.dumps(one.to_dict()))) for one in trials]
+    trials = [Trial.from_dict(json.loads(json.dumps(one.to_dict())), Path(one.name)) for one in trials]
     for number in range(len(trials), NUM):
         seen = trials[: max(0, number - SLOTS + 1)]
         params = draw(settings, seen, [], number)

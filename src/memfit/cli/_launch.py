@@ -15,9 +15,10 @@ from memfit import slurm
 from memfit.cli._settings import AcceptTight, Set, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
-from memfit.memory import Budget
+from memfit.memory import Budget, Footprint
 from memfit.planning import Launch, LaunchConfig, LaunchFormat, Measured
-from memfit.reports import RunView, find_run
+from memfit.reports import find_run
+from memfit.rundir import read
 from memfit.units import format_bytes
 
 
@@ -83,18 +84,17 @@ def launch(
 
 
 def _measured(name: str) -> Measured:
-    view = RunView(find_run(name))
-    view.read()
-    found = [(row.status.footprint, row) for row in view.rows() if row.status.footprint is not None]
+    state = read(find_run(name))
+    found = [(Footprint.from_dict(one.footprint), one) for one in state.jobs.values() if one.footprint is not None]
     if not found:
         raise UsageError(
-            f"no job of {view.run.path} was measured.",
+            f"no job of {state.run.path} was measured.",
             rule="--measured takes the peak of a run's largest job.",
             remedy="name a run whose jobs have trained and validated, or give --set memory.node=8GiB",
         )
     footprint, largest = max(found, key=lambda one: one[0].private_bytes)
     seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
-    return Measured(footprint.private_bytes, footprint.shared_bytes, seconds, view.run.path.name)
+    return Measured(footprint.private_bytes, footprint.shared_bytes, seconds, state.run.path.name)
 
 
 def _check_room(made: Launch, form: LaunchFormat) -> str:

@@ -25,8 +25,8 @@ from memfit.files import open_own
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
-from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
-from memfit.rundir import RunDir
+from memfit.reports import LiveRun, print_run_plan, print_summary, summarize
+from memfit.rundir import Reader, RunDir
 
 R = TypeVar("R")
 _JOB = "cmd_0001"
@@ -97,17 +97,17 @@ def run(
 
 def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
     """Show a run while it goes on, print its summary, and exit with its code."""
-    result, log, view = follow(start, output)
-    _close(result, log, view, output, exit_code=result.exit_code)
+    result, log, reader = follow(start, output)
+    _close(result, log, reader, output, exit_code=result.exit_code)
 
 
-def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, RunView | None]:
+def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, Reader | None]:
     """Show a run while it goes on; return its result, the console, and what followed the run."""
     log = console(stderr=output.as_json)
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:
-        return start(view=live.show), log, live.view
+        return start(view=live.show), log, live.reader
     finally:
         live.close()
 
@@ -169,7 +169,7 @@ def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
     finally:
         echo.pass_on()
         live.close()
-    _close(result, log, live.view, output, exit_code=_tell_end(result, log, quiet=output.quiet))
+    _close(result, log, live.reader, output, exit_code=_tell_end(result, log, quiet=output.quiet))
 
 
 def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
@@ -192,13 +192,14 @@ def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 
 
-def _close(result: RunResult, log: Console, view: RunView | None, output: Output, *, exit_code: int) -> NoReturn:
-    """Print the summary of a run, and exit; ``view`` has followed it so far."""
-    run_dir = RunDir(result.path)
+def _close(result: RunResult, log: Console, reader: Reader | None, output: Output, *, exit_code: int) -> NoReturn:
+    """Print the summary of a run, and exit; ``reader`` has followed it so far."""
+    reader = reader or Reader(RunDir(result.path))
+    reader.read()
     if output.as_json:
-        typer.echo(json.dumps(summarize(run_dir, view), indent=2, allow_nan=False))
+        typer.echo(json.dumps(summarize(reader.state()), indent=2, allow_nan=False))
     else:
-        print_summary(run_dir, log, view, verbose=output.verbose)
+        print_summary(reader.state(), log, verbose=output.verbose)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\n{_how_to_go_on(result)}")
     raise typer.Exit(exit_code)

@@ -16,7 +16,6 @@ from rich.text import Text
 from memfit.cli._settings import Output, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import InterruptedRunError
-from memfit.jobs import show_state
 from memfit.jobs import stop as stop_run
 from memfit.reports import (
     LiveRun,
@@ -28,7 +27,9 @@ from memfit.reports import (
     list_runs,
     or_dash,
     plain_table,
+    sizes_of,
 )  # fmt: skip
+from memfit.rundir import show_state
 from memfit.units import format_bytes, format_duration
 
 _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
@@ -117,14 +118,13 @@ def _print_run(one: Overview, log: Console) -> None:
         return
     shown = plain_table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
     for row in one.running:
-        status = row.status
         guessed = f" ~{row.guess}" if row.guess else ""
-        phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
+        phase = "stalled" if row.stalled else (row.phase or "starts") + guessed
         shown.add_row(
             Text(f"  {row.name}"),
-            f"{status.node}{status.node and ':'}{status.pid or '-'}",
+            f"{row.node}{row.node and ':'}{row.pid or '-'}",
             phase,
-            *row.sizes,
+            *sizes_of(row),
             or_dash(row.seconds, partial(format_duration, short=True)),
         )
     log.print(shown)

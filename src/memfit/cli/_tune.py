@@ -17,7 +17,7 @@ from memfit.cli._settings import Output, Set, Text, with_flags
 from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
 from memfit.reports import find_run, print_study, summarize_study
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, read
 from memfit.tuning import TuneResult, of_command
 from memfit.tuning import tune as search
 
@@ -90,8 +90,8 @@ def tune(
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 no trial completed, 75 stopped, 130 interrupted.
     """
     if flags.status:
-        run = find_run(flags.status)
-        answer(summarize_study(run), flags.as_json, partial(print_study, run))
+        state = read(find_run(flags.status))
+        answer(summarize_study(state), flags.as_json, partial(print_study, state))
         return
     command: tuple[str, ...] | None = context.obj
     check_one_given(
@@ -127,11 +127,11 @@ def _of_command(command: tuple[str, ...], flags: TuneFlags) -> dict[str, Any]:
 def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
     """Show a study while it goes on, print what it found, and exit with its code."""
     result, log, _ = follow(start, flags)
-    run = RunDir(result.path)
+    state = read(RunDir(result.path))
     if flags.as_json:
-        typer.echo(json.dumps(summarize_study(run), indent=2, allow_nan=False))
+        typer.echo(json.dumps(summarize_study(state), indent=2, allow_nan=False))
     else:
-        print_study(run, log)
+        print_study(state, log)
         if result.exit_code == StoppedError.exit_code:
             log.say("\nstopped; the same command goes on")
     raise typer.Exit(result.exit_code)

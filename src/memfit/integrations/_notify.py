@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 
 from memfit.config import Settings
 from memfit.errors import MissingExtraError, UsageError
-from memfit.rundir import EventWriter, FolderTail, RunDir
+from memfit.rundir import EventWriter, Reader, RunDir
 
 _POLL_SECONDS = 1.0
 _SEND_SECONDS = 20.0  # a service that hangs is given up after so long
@@ -101,9 +101,9 @@ class Notifier(threading.Thread):
         self.run_dir, self.events, self.every_seconds = run, events, every_seconds
         self._address, self._ending = address, threading.Event()
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
-        self._tail = FolderTail(run.events_dir)
+        self._reader = Reader(run)
         self._progress, self._told_at = "", time.monotonic()
-        self._tail.read()  # what earlier starts of this run wrote is old
+        self._reader.read()  # what earlier starts of this run wrote is old
 
     def run(self) -> None:
         """Read and send until `close`."""
@@ -125,7 +125,7 @@ class Notifier(threading.Thread):
         last.join(_LAST_SECONDS)
 
     def _collect(self) -> None:
-        for event in self._tail.read():
+        for event in self._reader.read():
             text = str(event.get("text") or "")
             if event.get("kind") in _AT_ONCE and text:
                 self._waiting.append(text)

@@ -22,11 +22,11 @@ from pydantic import Field, field_validator
 from memfit.config import Settings
 from memfit.errors import MissingExtraError, UsageError
 from memfit.files import read_json, write_json
-from memfit.rundir import EventTail, EventWriter, RunDir
+from memfit.rundir import EventWriter, Reader, RunDir
 
 _POLL_SECONDS = 1.0
 _LAST_SECONDS = 30.0  # the end of a run waits for its trackers at most so long
-_POSITION = "tracked_{}.json"  # how much of each event file a tracker has shown
+_POSITION = "tracked_{}.json"  # how much of each event file a tracker has read
 Name = Literal["tensorboard", "wandb"]
 
 
@@ -171,8 +171,7 @@ def main(folder: Path, name: str, project: str) -> None:
     """Show the epochs of a run from where the last process was, until standard input ends."""
     run, ended = RunDir(folder), threading.Event()
     path = folder / _POSITION.format(name)
-    shown = dict((read_json(path) or {}).get("shown", {}))
-    tails: dict[str, tuple[EventTail, int]] = {}
+    reader = Reader(run, offsets=(read_json(path, {"read_bytes": {str: int}}) or {}).get("read_bytes"))
     events = EventWriter(run.events_dir)
     try:
         tracker = _TensorBoard(run) if name == "tensorboard" else _Wandb(run, project)
@@ -189,20 +188,12 @@ def main(folder: Path, name: str, project: str) -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
     while True:
         is_last = ended.wait(_POLL_SECONDS)
-        is_new = False
-        for file in sorted(run.events_dir.glob("*.jsonl")):
-            tail, count = tails.get(file.name, (EventTail(file), 0))
-            for event in tail.read():
-                count += 1
-                is_epoch = event.get("kind") == "epoch" and isinstance(event.get("epoch"), int)
-                if is_epoch and count > shown.get(file.name, 0):
-                    tracker.show(str(event.get("job")), event["epoch"], dict(numbers_of(event)))
-                    is_new = True
-            tails[file.name] = tail, count
-        if is_new:
+        epochs = [event for event in reader.read() if event["kind"] == "epoch"]
+        for event in epochs:
+            tracker.show(str(event["job"]), event["epoch"], dict(numbers_of(event)))
+        if epochs:
             tracker.flush()
-            shown |= {one: count for one, (_, count) in tails.items()}
-            write_json(path, {"shown": shown})
+            write_json(path, {"read_bytes": reader.offsets})
         if is_last:
             break
     tracker.close()

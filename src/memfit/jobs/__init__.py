@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._job import ENDED as ENDED
-    from memfit.jobs._job import STATES as STATES
     from memfit.jobs._job import Backend as Backend
     from memfit.jobs._job import EndedBy as EndedBy
     from memfit.jobs._job import Enforcer as Enforcer
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from memfit.jobs._job import Traits as Traits
     from memfit.jobs._job import Verdict as Verdict
     from memfit.jobs._job import name_jobs as name_jobs
-    from memfit.jobs._job import show_state as show_state
     from memfit.jobs._local import LocalBackend as LocalBackend
     from memfit.jobs._local import child_env as child_env
     from memfit.jobs._local import start_env as start_env

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from memfit.jobs import policy
 from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
@@ -17,6 +18,8 @@ from memfit.units import MIB, format_bytes
 _LEAVING_SECONDS, _FAVOUR_SECONDS = 2.0, 10.0
 #: A reservation that grows by less than this share is not worth a word.
 _LEAST_GROWTH = 1.02
+#: The least share of the limit by which a reservation grows for a line that all see.
+_WORTH_A_LINE = 0.02
 #: A limit rises at once for a job that uses this share of it; else by a 64th of it at least.
 _PRESSED = 0.8
 #: A job that outgrew its part of a device gets this share of what it uses on top, or this step if that is more.
@@ -127,7 +130,9 @@ class Enforcement:
     def _say_grown(self, entry: Entry, place: str, before: int, why: str) -> None:
         now = entry.reserved[place]
         text = f"{entry.job.id} grew: {format_bytes(before)} to {format_bytes(now)} reserved ({why})"
-        fields = {"from_bytes": before, "to_bytes": now, "place": place, "why": why}
+        fields: dict[str, Any] = {"from_bytes": before, "to_bytes": now, "place": place, "why": why}
+        if now - before < _WORTH_A_LINE * self.admission.budget.now.limit_bytes:
+            fields["level"] = "verbose"
         self._say("grow" if place == HOST else "grow_device", job=entry.job.id, **fields, text=text)
 
     def _cap(self) -> None:

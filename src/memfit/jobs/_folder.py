@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.files import read_json, read_masked, write_atomic, write_masked
-from memfit.jobs._job import STATES, EndedBy, Job, JobStatus
+from memfit.files import read_masked, write_atomic, write_masked
+from memfit.jobs._job import Job, JobStatus
 from memfit.memory import is_locked, lock_file
-from memfit.rundir import FOOTPRINT, RunDir
+from memfit.rundir import OUTCOME as OUTCOME
+from memfit.rundir import STATUS as STATUS
+from memfit.rundir import RunDir, read_job, read_status_file
 
-LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
+LOCK, JOB = "lock", "job.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
 STOP_REQUESTED = "stop_requested"
 
-_NUMBER, _NONE = (int, float), type(None)
-_JOB_SHAPE = {"attempt": int, "group": (str, _NONE), "host": (str, _NONE)}
-_STATUS_SHAPE: Mapping[str, Any] = {
-    "state": frozenset(STATES),
-    "phase": (str, _NONE),
-    "phase_source": (str, _NONE),
-    "cause": (str, _NONE),
-    "node": (str, _NONE),
-    "footprint": (FOOTPRINT, _NONE),
-    "device_used_bytes": ({str: int}, _NONE),
-    "evidence": (dict, _NONE),
-    "ended_by": (frozenset(get_args(EndedBy)), _NONE),
-    **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
-    **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
-    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid"), (int, _NONE)),
-    **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
-}
+_JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(None))}
 
 
 def is_held(folder: Path) -> bool:
@@ -56,25 +41,13 @@ def read_record(job_id: str, path: Path) -> JobStatus | None:
     Raises:
         DamagedError: If the file holds something else.
     """
-    try:
-        found = read_json(path, _STATUS_SHAPE)
-    except DamagedError:
-        with suppress(OSError):  # moved away meanwhile
-            if path.stat().st_size:
-                raise
-        return None
-    except OSError as error:
-        if error.errno != errno.ESTALE:  # another host replaced it while it was read
-            raise
-        return None
+    found = read_status_file(path)
     return JobStatus.from_dict(job_id, found) if found is not None else None
 
 
 def read_status(run: RunDir, job_id: str) -> JobStatus:
     """Return a job's status from its files alone, for readers that did not submit it."""
-    folder = run.job_dir(job_id)
-    found = read_record(job_id, folder / OUTCOME) or read_record(job_id, folder / STATUS)
-    return found or JobStatus(job_id, "pending")
+    return JobStatus.from_dict(job_id, {"state": "pending"} | read_job(run.job_dir(job_id)))
 
 
 def write_outcome(folder: Path, status: JobStatus) -> None:

@@ -6,21 +6,19 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 from memfit.checks import check_one_given
 from memfit.errors import UsageError
 from memfit.memory import DEFAULT_SLACK, Footprint
+from memfit.rundir import ENDED as ENDED
+from memfit.rundir import EndedBy as EndedBy
+from memfit.rundir import State as State
+from memfit.rundir import name_jobs as name_jobs
+from memfit.rundir import show_state
 from memfit.units import format_bytes, format_duration
 
-#: Slurm's states in lower case.
-State = Literal[
-    "pending", "running", "completed", "failed", "out_of_memory", "timeout", "preempted", "cancelled", "node_fail"
-]
-STATES: tuple[State, ...] = get_args(State)
-EndedBy = Literal["", "job", "user", "platform"]
 OnFailure = Literal["stop", "continue"]
-ENDED: frozenset[State] = frozenset(STATES) - {"pending", "running"}
 
 
 @dataclass(frozen=True)
@@ -207,11 +205,6 @@ class JobStatus:
         )
 
 
-def show_state(state: str) -> str:
-    """Return the word that people read: a stop is one word, whoever asked for it and whether the job had saved."""
-    return "stopped" if state in ("cancelled", "preempted") else state
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The state and the cause that a job's end is recorded with, from whoever ends it and knows why."""
@@ -366,12 +359,3 @@ class JobSource(Protocol):
     @property
     def is_done(self) -> bool:
         """True when no job will be handed over any more."""
-
-
-def name_jobs(jobs: Sequence[str]) -> str:
-    """Return the names of jobs in words.
-
-    >>> name_jobs(["prepare"]), name_jobs(["fold_1", "fold_2"]), name_jobs([f"fold_{n}" for n in range(1, 6)])
-    ('prepare', 'fold_1 and fold_2', 'fold_1 to fold_5 (5 jobs)')
-    """
-    return " and ".join(jobs) if len(jobs) < 3 else f"{jobs[0]} to {jobs[-1]} ({len(jobs)} jobs)"

@@ -209,7 +209,7 @@ class Scheduler:
         jobs = f"{num} running job{'' if num == 1 else 's'}"
         text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
         text = f"Ending {jobs} now" if level > 1 else text if num else "Stopping: no more jobs start"
-        self.say("stop", level=level, num_running=num, text=text)
+        self.say("stop", asked=level, num_running=num, text=text)
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
 

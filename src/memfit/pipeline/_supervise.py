@@ -323,7 +323,7 @@ def supervised(
         )
     for folder in run.path.glob("*/*/"):
         refresh(folder)  # the last supervisor may have been on another host
-    events, state = EventWriter(run.events_dir), "failed"
+    events, state = EventWriter(run.events_dir, scope=run.scope), "failed"
     psutil.cpu_times_percent()  # the next call counts from here
     try:
         with _stoppable() as stop, ExitStack() as stack:

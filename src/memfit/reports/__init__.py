@@ -28,16 +28,16 @@ from memfit.reports._live import read_room as read_room
 from memfit.reports._live import render as render
 from memfit.reports._numbers import format_column as format_column
 from memfit.reports._numbers import format_number as format_number
+from memfit.reports._numbers import metrics_of as metrics_of
 from memfit.reports._numbers import or_dash as or_dash
 from memfit.reports._numbers import plain_table as plain_table
+from memfit.reports._numbers import sizes_of as sizes_of
+from memfit.reports._numbers import summarize_metrics as summarize_metrics
 from memfit.reports._page import write_page as write_page
 from memfit.reports._plan import print_run_plan as print_run_plan
 from memfit.reports._rates import SeedComparison as SeedComparison
 from memfit.reports._rates import compare_seeds as compare_seeds
 from memfit.reports._rates import wilson_interval as wilson_interval
-from memfit.reports._run_view import JobRow as JobRow
-from memfit.reports._run_view import RunView as RunView
-from memfit.reports._run_view import summarize_metrics as summarize_metrics
 from memfit.reports._runs import Overview as Overview
 from memfit.reports._runs import find_run as find_run
 from memfit.reports._runs import find_runs as find_runs
@@ -46,6 +46,7 @@ from memfit.reports._runs import has_supervisor as has_supervisor
 from memfit.reports._runs import is_live as is_live
 from memfit.reports._runs import list_runs as list_runs
 from memfit.reports._study import StudyView as StudyView
+from memfit.reports._study import study_of as study_of
 from memfit.reports._study import summarize_study as summarize_study
 from memfit.reports._study_text import print_study as print_study
 from memfit.reports._summary import count_kills as count_kills

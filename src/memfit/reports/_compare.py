@@ -12,11 +12,10 @@ from rich.console import Console
 
 from memfit.errors import UsageError, nearest
 from memfit.reports._differences import Changes, find_changes, find_differences, read_manifests, read_settings
-from memfit.reports._numbers import format_number, plain_table, say
+from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
 from memfit.reports._rates import SeedComparison, compare_seeds, wilson_interval
-from memfit.reports._run_view import RunView, finite, is_number, summarize_metrics
 from memfit.reports._summary import BAD
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, finite, read
 
 _NO_PROOF = "One run each proves no difference: run both with five seeds or more, and give --seeds."
 #: Why there is no verdict over seeds.
@@ -54,8 +53,7 @@ def read_numbers(run: RunDir) -> dict[str, Number]:
     made = list(read_manifests(run).values())
     found = {}
     for stage in dict.fromkeys(one["stage"] for one in made):
-        results = [one["result"] for one in made if one["stage"] == stage]
-        units = [{name: value for name, value in result.items() if is_number(value)} for result in results]
+        units = [metrics_of(one["result"]) for one in made if one["stage"] == stage]
         for name, (mean, sd, n) in summarize_metrics(units).items():
             found[f"{stage}.{name}"] = Number(mean, None if sd is None else sd / math.sqrt(n), n)
     return found
@@ -103,9 +101,7 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAf
 
 def _completed(run: RunDir) -> dict[str, float]:
     """Return how many jobs completed of those that ended, with Wilson's interval of the rate."""
-    view = RunView(run)
-    view.read()
-    counts = view.counts(view.rows())
+    counts = read(run).counts
     done, n = counts.get("completed", 0), sum(counts.get(state, 0) for state in ("completed", *BAD))
     lower, upper = wilson_interval(done, n)
     return {"completed": done, "n": n, "lower": lower, "upper": upper}

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from memfit.files import fits, open_own
-from memfit.jobs import show_state
 from memfit.memory import Budget
 from memfit.reports._epoch_memory import explain_memory, memory_of
-from memfit.reports._numbers import format_number, or_dash, plain_table, say
-from memfit.reports._run_view import Event, JobRow, RunView, is_number
-from memfit.reports._study import FAILED_TRIALS, StudyView
-from memfit.rundir import RunDir
+from memfit.reports._numbers import format_number, is_number, or_dash, plain_table, say, sizes_of
+from memfit.reports._study import StudyView, study_of
+from memfit.rundir import (
+    LEVELS,
+    Event,
+    JobState,
+    Reader,
+    RunDir,
+    RunState,
+    left_something,
+    level_of,
+    show_state,
+)
 from memfit.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from memfit.tuning import Study
 
 _STYLE = {
     "running": "cyan",
@@ -43,16 +54,8 @@ _COLUMNS, _PHASE_COLUMNS = 80, 13
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
-#: Waits that are normal in a run of many jobs.
-_ROUTINE = ("memory", "device", "max_parallel")
-#: Events that are not shown for a single command: the summary says the same.
-_OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
-#: Events that have no line in a study: the ends of its trials have one.
-_OF_TRIALS = frozenset({"admit", "end", "epoch", "stage"})
 #: What is read of a log at one look.
 _MOST_NEW_BYTES = 1 << 16
-#: The least share of the limit by which a reservation grows for a line on the terminal.
-_WORTH_A_LINE = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ class Room:
 class LiveRun:
     """Show a run until it is closed: call what ``show(run)`` returns at each tick.
 
-    Each event is printed once as a line. A terminal also shows a table of the jobs with the time that is left. A run of
-    many jobs prints their ends only, and on a terminal only failures. A study prints the ends of its trials.
+    Each event is printed once as a line, down to a level: of a run of few jobs those that the table shows, too; of many
+    jobs and of a study only those that are a line everywhere. A terminal also shows a table with the time that is left.
 
     Args:
         console: Where to show it.
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
-        verbose: Also print the memory of each epoch, by phase.
+        verbose: Print all events, and the memory of each epoch by phase.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -90,9 +93,9 @@ class LiveRun:
         self.here = here
         self.quiet = quiet
         self.verbose = verbose
-        #: The run as it was read so far; None before ``show``.
-        self.view: RunView | None = None
-        self._study: StudyView | None = None
+        #: What follows the run; None before ``show``.
+        self.reader: Reader | None = None
+        self._study: Study | None = None
         self._live: Live | None = None
         self._next = 0.0
         self._read: dict[Path, int] = {}
@@ -101,54 +104,51 @@ class LiveRun:
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show what happens in a run from now on."""
-        self.view = RunView(run)
-        self.view.read()
-        self._study = StudyView(run) if self.view.kind == "tune" else None
+        self.reader = Reader(run)
+        self.reader.read()
         if not self.quiet:
             say(self.console, f"Run {run.path}")
-            if self._study is not None and (headline := self._study.headline()):
-                say(self.console, headline)
+            if (study := self._study_of(self.reader.state())) is not None:
+                say(self.console, study.headline())
             if self.console.is_terminal:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True)
                 self._live.start()
-        return partial(self._tick, self.view)
+        return partial(self._tick, self.reader)
 
-    def _tick(self, view: RunView) -> None:
+    def _tick(self, reader: Reader) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
-        self._print_new_lines(view)
-        self._print_shortages(view)
-        self._print_growth(view)
+        events, state = reader.read(), reader.state()
+        study = self._study_of(state)
+        self._print_lines(events, state, study)
+        self._print_warnings(state)
         if self._live is not None:
-            headline = self._study.headline() if self._study else ""
-            table = render(view, read_room(view, here=self.here), self.console.width, read_pressure(), headline)
-            self._live.update(table, refresh=True)
+            headline = study.headline() if study else ""
+            room = read_room(state, here=self.here)
+            self._live.update(render(state, room, self.console.width, read_pressure(), headline), refresh=True)
 
-    def _print_shortages(self, view: RunView) -> None:
-        """Print what a running job's error log says about a shortage of memory, as soon as it says so."""
-        from memfit.diagnosis import find_shortage  # not by those that only print a table
+    def _study_of(self, state: RunState) -> StudyView | None:
+        found = study_of(state, self._study)
+        self._study = found.study if found else None
+        return found
 
-        for row in view.rows():
-            if row.state == "running":
-                line = find_shortage(self._new_of(view.run.job_dir(row.status.job_id) / "err.log"))
-                if line and (row.name, line) not in self._said:
-                    self._said.add((row.name, line))
-                    say(self.console, f"{_stamp(time.time())}  {row.name} says: {line}", "red")
+    def _print_warnings(self, state: RunState) -> None:
+        """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
+        from memfit.diagnosis import explain_growth, find_shortage  # not by those that only print a table
 
-    def _print_growth(self, view: RunView) -> None:
-        """Print once which running job's memory grows from epoch to epoch (at least five)."""
-        from memfit.diagnosis import explain_growth
-
-        limit = (view.last("budget") or {}).get("binding", {}).get("limit_bytes")
-        for row in view.rows():
-            ends, seen = view.epoch_ends(row.status.job_id), self._epochs_seen.get(row.name, 0)
-            if row.state == "running" and len(ends) > max(5, 1.1 * seen) and (row.name, "grows") not in self._said:
-                self._epochs_seen[row.name] = len(ends)
-                folder = view.run.job_dir(row.status.job_id)
-                if grown := explain_growth(folder, ends, limit if isinstance(limit, int) else 0):
-                    self._said.add((row.name, "grows"))
-                    say(self.console, f"{_stamp(time.time())}  {row.name}: {grown}", "yellow")
+        limit = state.budget.get("binding", {}).get("limit_bytes", 0)
+        for job in state.running:
+            folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
+            line = find_shortage(self._new_of(folder / "err.log"))
+            if line and (job.id, line) not in self._said:
+                self._said.add((job.id, line))
+                say(self.console, f"{_stamp(time.time())}  {job.name} says: {line}", "red")
+            if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
+                self._epochs_seen[job.id] = len(ends)
+                if grown := explain_growth(folder, ends, limit):
+                    self._said.add((job.id, "grows"))
+                    say(self.console, f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
 
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
@@ -166,103 +166,71 @@ class LiveRun:
 
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
-        if self.view is not None:
-            self._print_new_lines(self.view)
+        if self.reader is not None and (events := self.reader.read()):
+            state = self.reader.state()
+            self._print_lines(events, state, self._study_of(state))
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _print_new_lines(self, view: RunView) -> None:
-        events = view.read()
-        # Once a look for each stage: counting what is left reads all rows.
-        ends = {view.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
-        lines = [
-            f"{_stamp(float(event['time']))}  "
-            + re.sub(r"\s*\n\s*", "; ", text)
-            + (describe_left(event, view) if event in ends.values() and not self._study else "")
-            + (f"; {explain_memory(memory)}" if self.verbose and (memory := _memory(event)) else "")
-            for event in events
-            if self._is_told(event, view) and (text := self._describe(event, view))
-        ]
+    def _print_lines(self, events: Sequence[Event], state: RunState, study: StudyView | None) -> None:
+        is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
+        lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or study else "table")
+        # Once a look for each stage.
+        ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
+        lines = []
+        for event in events:
+            is_failure = event["kind"] in ("end", "trial") and event.get("state") not in ("completed", "pruned")
+            is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
+            text = describe(event, state, study) if is_told else ""
+            if text and not study and event in ends.values():
+                text += describe_left(event, state)
+            if text and self.verbose and event["kind"] == "epoch" and (memory := memory_of(event)):
+                text += f"; {explain_memory(memory)}"
+            if text:
+                lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             say(self.console, "\n".join(lines))
-
-    def _describe(self, event: Event, view: RunView) -> str:
-        if self._study is None or event["kind"] != "trial":
-            return describe(event, view)
-        return self._study.describe(str(event.get("name")))
-
-    def _is_told(self, event: Event, view: RunView) -> bool:
-        kind, is_success = event["kind"], event.get("state") == "completed"
-        if self._study is not None:
-            if self.quiet:
-                return kind == "trial" and event.get("state") in FAILED_TRIALS
-            if kind in _OF_TRIALS and not self.verbose:
-                return _left_something(event)
-        if self.quiet:
-            return kind == "end" and not is_success
-        is_many = (
-            self._study is not None
-            or max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
-        )
-        if kind == "wait":
-            return not is_many or event.get("on") not in _ROUTINE
-        is_routine = kind == "admit" or (kind == "end" and is_success and self._live is not None)
-        return not (is_many and is_routine) or _left_something(event)
 
 
 def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def describe(event: Event, view: RunView) -> str:
+def describe(event: Event, state: RunState, study: StudyView | None = None) -> str:
     """Return an event as a line; empty for one that only the table shows."""
     kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
-    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
-        return f"the command completed: {event['cause']}" if _left_something(event) else ""
-    if kind in ("grow", "grow_device"):
-        limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
-        if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
-            return ""
+    if study is not None and kind == "trial":
+        return study.describe(str(event.get("name")))
+    if state.is_one and left_something(event):
+        return f"the command completed: {event['cause']}"
     if not isinstance(text, str) and kind == "epoch":  # recorded by a script
-        known = ("time", "job", "kind", "epoch", "num_epochs")
+        known = ("time", "job", "kind", "level", "epoch", "num_epochs")
         numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
-        return f"{job} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
+        return f"{job} epoch {event['epoch']}/{event.get('num_epochs') or '?'}  {'  '.join(numbers)}".rstrip()
     if not isinstance(text, str):
         return ""
-    return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
+    return text.replace(job, state.name(job), 1) if job and kind in ("admit", "end") else text
 
 
-def _memory(event: Event) -> Mapping[str, Any] | None:
-    return memory_of(event) if event["kind"] == "epoch" else None
-
-
-def describe_left(event: Event, view: RunView) -> str:
+def describe_left(event: Event, state: RunState) -> str:
     """Return how many units of a stage are left after this end, and for how long; empty after the last one."""
-    stage, rows = view.stage_of(event["job"]), view.rows()
-    num_left, seconds = view.left(stage, rows)
+    stage = state.stage_of(event["job"])
+    num_left, seconds = state.left(stage)
     if not num_left:
         return ""
-    left = f"; {num_left} of {len(view.states(stage, rows))} left"
+    left = f"; {num_left} of {len(state.units.get(stage, ()))} left"
     return left + (f", about {format_duration(seconds, short=True)}" if seconds else "")
 
 
-def _left_something(event: Event) -> bool:
-    """True if a job completed and left processes or shared memory behind."""
-    return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
-
-
-def read_room(view: RunView, *, here: bool = True) -> Room:
+def read_room(state: RunState, *, here: bool = True) -> Room:
     """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
-    told = view.last("budget") or {"limits": [], "binding": {}}
-    used = sum(row.status.used_bytes for row in view.rows())
-    binding = told["binding"]
-    if (not here or told.get("backend") == "slurm") and binding:
-        events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
-        last = max(events, key=lambda event: float(event["time"]), default=binding)
-        told_used: Any = last.get("used_bytes")
-        return Room(binding["limit_bytes"], max(used, told_used if fits(told_used, int) else 0), binding["name"])
-    cap = next((limit["limit_bytes"] for limit in told["limits"] if limit["name"] == "cap"), None)
+    told, used = state.budget, sum(job.used_bytes for job in state.jobs.values())
+    if told and (not here or told.get("backend") == "slurm"):
+        binding = told["binding"]
+        said = binding.get("used_bytes") if state.told_bytes is None else state.told_bytes
+        return Room(binding["limit_bytes"], max(used, said if fits(said, int) else 0), binding["name"])
+    cap = next((limit["limit_bytes"] for limit in told.get("limits", ()) if limit["name"] == "cap"), None)
     budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
@@ -281,11 +249,11 @@ def read_pressure(root: Path = Path("/")) -> float | None:
 
 
 def render(
-    view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None, headline: str = ""
+    state: RunState, room: Room, width: int = _COLUMNS, pressure: float | None = None, headline: str = ""
 ) -> RenderableType:
     """Return the table of jobs, their counts and the budget, in at most 80 columns, with a headline above."""
-    rows = view.rows()
-    lines = [_cells(row, view) for row in _shown(rows)]
+    rows = [*state.jobs.values()]
+    lines = [_cells(row) for row in _shown(rows)]
     columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
     columns = [(name, cells) for name, cells in columns if name not in _OPTIONAL or any(cell != "-" for cell in cells)]
     widths = [max(map(len, (name, *cells))) for name, cells in columns]
@@ -294,40 +262,40 @@ def render(
     table = plain_table(*(name for name, _ in columns), left=("job", "node", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
-    return Group(*([Text(headline)] if headline else ()), table, *_footer(view, rows, room, pressure))
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure))
 
 
-def _least(rows: Sequence[JobRow]) -> int:
+def _least(rows: Sequence[JobState]) -> int:
     """Return the width of the longest job name without parameters."""
-    return max((len(row.status.job_id) for row in rows), default=0)
+    return max((len(row.id) for row in rows), default=0)
 
 
-def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
+def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
     if len(rows) <= _WHOLE_ROWS:
         return rows
     running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
-    ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
+    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
     return [*ended[-_ENDED_ROWS:], *running]
 
 
-def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
-    if len(view.stages) > 1 and view.kind != "tune":
-        names = view.stage_names(rows)
-        yield Text("stages: " + ", ".join(_progress(name, [*view.states(name, rows).values()]) for name in names))
-    if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
-        num_stalled = sum(row.status.stalled for row in rows)
+def _footer(state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None) -> Iterator[Text]:
+    if len(state.stages) > 1 and state.kind != "tune":
+        names = state.stage_names
+        yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
+    if counts := ", ".join(f"{name} {number}" for name, number in state.counts.items()):
+        num_stalled = sum(row.stalled for row in rows)
         counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
-        for stage in view.stage_names(rows) if view.kind != "tune" else ():
-            eta = view.left(stage, rows)[1]
-            of = f" of {stage}" if len(view.stages) > 1 else ""
+        for stage in state.stage_names if state.kind != "tune" else ():
+            eta = state.left(stage)[1]
+            of = f" of {stage}" if len(state.stages) > 1 else ""
             counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
         yield Text(counts)
-    used = sum(row.status.used_bytes for row in rows)
-    reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")
+    used = sum(row.used_bytes for row in rows)
+    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
     free = max(0, room.limit_bytes - room.used_bytes)
     others = max(0, room.used_bytes - used)
-    if (view.last("budget") or {}).get("backend") == "slurm":
-        num_nodes = len({row.status.node for row in rows if row.status.state == "running"})
+    if state.budget.get("backend") == "slurm":
+        num_nodes = len({row.node for row in rows if row.own == "running"})
         nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
         yield Text(
             f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
@@ -350,28 +318,27 @@ def _progress(name: str, states: Sequence[str]) -> str:
     return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
 
 
-def _cells(row: JobRow, view: RunView) -> list[str | Text]:
-    status = row.status
-    state = "waiting" if row.state == "pending" else row.state
+def _cells(job: JobState) -> list[str | Text]:
+    state = "waiting" if job.state == "pending" else job.state
     if state == "running":
-        state = "stalled" if status.stalled else state
+        state = "stalled" if job.stalled else state
     text = show_state(state)
     if state == "running":
-        text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
-        text += f" ~{row.guess}" if row.guess else ""
+        text = _share_done(job) or (job.phase or "starts")[:_PHASE_COLUMNS]
+        text += f" ~{job.guess}" if job.guess else ""
     return [
-        row.name,
-        status.node or "-",
+        job.name,
+        job.node or "-",
         Text(text, style=_STYLE.get(state, "")),
-        f"{int(row.epochs_done * 10 + 1e-9) / 10:g}/{row.num_epochs or '?'}" if row.epochs_done else "-",
-        *row.sizes,
-        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (row.seconds, row.eta_seconds)),
+        f"{int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else "-",
+        *sizes_of(job),
+        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (job.seconds, job.eta_seconds)),
     ]
 
 
-def _share_done(view: RunView, row: JobRow) -> str:
+def _share_done(job: JobState) -> str:
     """Return a job's phase with the share that is done, such as ``build 45 %``."""
-    event = view.last("progress", row.status.job_id)
-    if event is None or event["phase"] != row.status.phase or not event["total"]:
+    event = job.progress
+    if event is None or event["phase"] != job.phase or not event["total"]:
         return ""
     return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from memfit.rundir import JobState
+from memfit.units import format_bytes
 
 T = TypeVar("T")
 
@@ -77,3 +81,35 @@ def plain_table(*headings: str, left: Collection[str] = (), gap: int = 2) -> Tab
     for name in headings:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return table
+
+
+def summarize_metrics(units: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float | None, int]]:
+    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n.
+
+    >>> summarize_metrics([{"rank_ic": 0.25}, {"rank_ic": 0.75, "num_dates": 9}])
+    {'rank_ic': (0.5, 0.353..., 2), 'num_dates': (9.0, None, 1)}
+    """
+    found: dict[str, tuple[float, float | None, int]] = {}
+    for name in dict.fromkeys(name for unit in units for name in unit):
+        values = [unit[name] for unit in units if name in unit]
+        sd = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+        found[name] = (statistics.fmean(values), sd if len(values) > 1 else None, len(values))
+    return found
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among what a job returned."""
+    return {name: value for name, value in result.items() if is_number(value)}
+
+
+def sizes_of(job: JobState) -> tuple[str, str, str]:
+    """Return what a job uses, its peak and its reservation, as text."""
+    used, peak, reserved = (
+        format_bytes(size) if size else "-" for size in (job.used_bytes, job.peak_bytes, job.reserved_bytes)
+    )
+    return used, peak, reserved

@@ -16,15 +16,13 @@ from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import write_atomic
-from memfit.jobs import show_state
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number, or_dash
-from memfit.reports._run_view import job_name
 from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, RunState, read, show_state
 from memfit.units import format_bytes, format_duration
 
 #: More points than this make a chart no finer.
@@ -67,14 +65,14 @@ pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
 class _Seen:
     """A run as it was read."""
 
-    run: RunDir
+    state: RunState
     summary: Mapping[str, Any]
     series: Mapping[str, Sequence[Sample]]
     colours: Mapping[str, str]
 
     @property
     def name(self) -> str:
-        return f"{self.run.path.parent.name}/{self.run.path.name}"
+        return f"{self.state.run.path.parent.name}/{self.state.run.path.name}"
 
     @property
     def start(self) -> float:
@@ -110,8 +108,8 @@ class _Seen:
 
 def write_page(run: RunDir, path: Path) -> Path:
     """Write a run as an HTML page; return the file."""
-    series = _read(run)
-    write_atomic(path, mask(_page(_Seen(run, summarize(run), series, _colours(series))), by_name=False))
+    series, state = _read(run), read(run)
+    write_atomic(path, mask(_page(_Seen(state, summarize(state), series, _colours(series))), by_name=False))
     return path
 
 
@@ -132,8 +130,8 @@ def _colours(series: Mapping[str, Sequence[Sample]]) -> dict[str, str]:
 
 
 def _page(seen: _Seen) -> str:
-    name, words = escape(seen.name), [str(word) for word in seen.run.header.get("template") or ()]
-    body = [f'<h1>{name}</h1><p class="note">{escape(str(seen.run.path))}</p>']
+    name, words = escape(seen.name), [str(word) for word in seen.state.header.get("template") or ()]
+    body = [f'<h1>{name}</h1><p class="note">{escape(str(seen.state.run.path))}</p>']
     body += [f"<pre>{escape(shlex.join(mask(words)))}</pre>"] if words else []
     body.append(_facts(seen))
     if (study := seen.summary.get("study")) is not None:
@@ -278,13 +276,13 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 parts.append((*times, seen.colours[phase]))
         note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(job_name(job["job"], job["params"]), parts, note, is_bad=job["state"] in BAD))
+        bars.append(Bar(seen.state.name(job["job"]), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
-    below = f"{seen.run.path}/"
+    below = f"{seen.state.run.path}/"
     rows = [
-        (job_name(job["job"], job["params"]), job["state"], job["log"].removeprefix(below), str(job["attempt"]))
+        (seen.state.name(job["job"]), job["state"], job["log"].removeprefix(below), str(job["attempt"]))
         for job in seen.summary["jobs"]
     ]
     table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
@@ -304,7 +302,7 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
     for job in jobs:
         peak, reserved = job["peak_bytes"], job["reserved_bytes"]
         note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
-        bars.append(Bar(job_name(job["job"], job["params"]), [(0, peak, COLOURS[0])], note, reserved))
+        bars.append(Bar(seen.state.name(job["job"]), [(0, peak, COLOURS[0])], note, reserved))
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
     if (error := seen.summary["forecast_error"]) is not None:
@@ -317,9 +315,9 @@ def _deaths(seen: _Seen) -> Iterator[str]:
     for job in seen.summary["jobs"]:
         if job["state"] not in BAD:
             continue
-        end = f"{job_name(job['job'], job['params'])} {job['state']}"
+        end = f"{seen.state.name(job['job'])} {job['state']}"
         yield f'<p><span class="failed">{escape(end)}</span>: {escape(job["cause"] or "it left no result")}</p>'
         if job["diagnosis"]:
             yield f"<pre>{escape(job['diagnosis'])}</pre>"
-        folder = escape(str(seen.run.job_dir(job["job"])))
+        folder = escape(str(seen.state.run.job_dir(job["job"])))
         yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {folder}</p>'

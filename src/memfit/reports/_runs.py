@@ -12,8 +12,7 @@ from memfit.errors import MemfitError, UsageError, nearest
 from memfit.files import check_owner
 from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
-from memfit.reports._run_view import JobRow, RunView
-from memfit.rundir import RunDir
+from memfit.rundir import JobState, Reader, RunDir, read
 
 _ROOT = Path("runs")
 
@@ -26,7 +25,7 @@ class Overview:
     supervisor: int | None
     state: str
     counts: Mapping[str, int]
-    running: Sequence[JobRow]
+    running: Sequence[JobState]
     problem: str = ""
 
     @property
@@ -37,12 +36,12 @@ class Overview:
     @property
     def used_bytes(self) -> int:
         """What its jobs use now."""
-        return sum(row.status.used_bytes for row in self.running)
+        return sum(row.used_bytes for row in self.running)
 
     @property
     def reserved_bytes(self) -> int:
         """What its jobs have reserved; what one uses beyond that counts too."""
-        return sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in self.running)
+        return sum(max(row.reserved_bytes or 0, row.used_bytes) for row in self.running)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; every size is in bytes."""
@@ -68,16 +67,13 @@ class Target(NamedTuple):
 def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
     """A run at a glance; the supervisor's process id is taken as given."""
     try:
-        view = RunView(run)
-        view.read()
-        rows, held = view.rows(), set(running_jobs(run))
-        running = [row for row in rows if row.status.job_id in held]
-        if supervisor is None:  # nobody settles yet what a dead watcher left
-            lost = {row.status.job_id for row in rows if row.status.state == "running"} - held
-            for place, row in enumerate(rows):  # as the next start records it
-                if row.status.job_id in lost:
-                    rows[place] = replace(row, status=replace(row.status, state="node_fail", used_bytes=0))
-        return Overview(run, supervisor, run.state, view.counts(rows), running)
+        state, held = read(run), set(running_jobs(run))
+        running = [job for job in state.jobs.values() if job.id in held]
+        if supervisor is None:  # nobody settles yet what a dead watcher left: it is told as the next start records it
+            lost = {job.id: replace(job, own="node_fail", used_bytes=0) for job in state.jobs.values()
+                    if job.own == "running" and job.id not in held}  # fmt: skip
+            state = replace(state, jobs={**state.jobs, **lost})
+        return Overview(run, supervisor, state.state, state.counts, running)
     except (OSError, MemfitError) as error:
         return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
 
@@ -161,7 +157,7 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
         if (head or name) in (path.name, path.parent.name):
             check_owner(path)
     known = [text for run in runs for text in (run.path.parent.name, run.path.name)]
-    known += [f"{head}/{job}" for job in RunView(named).ids] if named else []
+    known += [f"{head}/{job.name}" for job in (named.path / "jobs").glob("*/")] if named else []
     raise UsageError(
         f"'{name}' names no run and no job.",
         rule="a run is named by its folder, its name or its experiment; a job by RUN/JOB.",
@@ -181,7 +177,7 @@ def _find(name: str, runs: Sequence[RunDir]) -> RunDir | None:
 
 def _has_job(run: RunDir, job_id: str) -> bool:
     is_name = job_id not in ("", ".", "..")  # those would be the folder of all jobs, or the run's own
-    return is_name and (run.job_dir(job_id).is_dir() or job_id in RunView(run).params)
+    return is_name and (run.job_dir(job_id).is_dir() or job_id in Reader(run).params)
 
 
 def _below(root: Path) -> list[RunDir]:

@@ -12,69 +12,37 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.reports._numbers import format_number, short_path
 from memfit.reports._rates import wilson_interval
-from memfit.reports._run_view import finite
 from memfit.reports._runs import has_supervisor
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, RunState, finite
 from memfit.units import format_duration, parse_bytes
 
 if TYPE_CHECKING:
     from memfit.tuning import Searched, Study, Trial
 
 #: Trials that say more than the number that they reached.
-FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
+_FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
 _ORDER = ("completed", "pruned", "failed", "out_of_memory", "timeout", "infeasible", "running", "stopped")
 _RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",), "out_of_memory": ("out_of_memory",)}
 _SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
-    """Follow the records of a study: a record is read again when its file changed, until its trial has ended.
+    """A study of trials at one moment.
 
     Attributes:
         run: The run directory of the study.
+        study: How the study searches.
         trials: The trials that have a record, in order.
         canaries: The short trials before them.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self.trials: list[Trial] = []
-        self.canaries: list[Trial] = []
-        self._known: Study | None = None
-        self._records: dict[str, tuple[tuple[int, int], Trial]] = {}
+    def __init__(self, state: RunState, study: Study) -> None:
+        from memfit.tuning import Trial  # not by those that look at no study
 
-    def read(self) -> None:
-        """Take in the records that are new or changed."""
-        from memfit.tuning import read_trial  # not by those that look at no study
-
-        for path in (self.run.path / "trials").glob("[ct]*_*.json"):
-            stamp, known = self._records.get(path.stem, (None, None))
-            if known is not None and known.is_over and known.number is not None:  # a canary may begin again
-                continue
-            stat = path.stat()
-            if stamp != (now := (stat.st_mtime_ns, stat.st_ino)) and (found := read_trial(self.run, path.stem)):
-                self._records[path.stem] = now, found
-        found_all = [trial for _, trial in self._records.values()]
-        self.trials = sorted((one for one in found_all if one.number is not None), key=lambda one: one.number or 0)
-        self.canaries = sorted((one for one in found_all if one.number is None), key=lambda one: one.epochs or 0)
-
-    @property
-    def study(self) -> Study:
-        """How the study searches.
-
-        Raises:
-            UsageError: If the run is no study, or has not written ``study.json`` yet.
-        """
-        if self._known is None:
-            from memfit.tuning import Study
-
-            self._known = Study.open(self.run)
-        return self._known
-
-    @property
-    def is_begun(self) -> bool:
-        """True as soon as there is a ``study.json``."""
-        return self._known is not None or (self.run.path / "study.json").exists()
+        self.run, self.study = state.run, study
+        found = [Trial.from_dict(one, self.run.path / "trials" / f"{name}.json") for name, one in state.trials.items()]
+        self.trials = sorted((one for one in found if one.number is not None), key=lambda one: one.number or 0)
+        self.canaries = sorted((one for one in found if one.number is None), key=lambda one: one.epochs or 0)
 
     @property
     def ranked(self) -> list[Trial]:
@@ -110,10 +78,7 @@ class StudyView:
         return {state: found[state] for state in _ORDER if found[state]}
 
     def headline(self) -> str:
-        """Return how far the study is, in a line; empty before it began."""
-        if not self.is_begun:
-            return ""
-        self.read()
+        """Return how far the study is, in a line."""
         settings = self.study.settings
         parts = [f"trials {explain_counts(self.counts(), len(self.ended), settings.n_trials)}"]
         if self.ranked:
@@ -128,8 +93,7 @@ class StudyView:
 
         A pruned trial is compared with the same trials as by the pruner: those that completed before it was drawn.
         """
-        self.read()
-        trial = self._records[name][1] if name in self._records else None
+        trial = next((one for one in (*self.trials, *self.canaries) if one.name == name), None)
         if trial is None or not trial.is_over:
             return ""
         if trial.state == "pruned" and trial.intermediate:
@@ -152,7 +116,6 @@ class StudyView:
 
     def summarize(self) -> dict[str, Any]:
         """Return the study as JSON: sizes in bytes, durations in seconds."""
-        self.read()
         study, ended = self.study, self.ended
         states = Counter(str(one.state) for one in ended)
         found = {
@@ -170,23 +133,35 @@ class StudyView:
             "seconds_left": self.seconds_left,
             "canaries": [_row(one) for one in self.canaries],
             "trials": [_row(one) for one in self.trials],
-            "failures": [_failure(self.run, one) for one in self.trials if one.state in FAILED_TRIALS],
+            "failures": [_failure(self.run, one) for one in self.trials if one.state in _FAILED_TRIALS],
             "refused": _refused(self.trials, study.settings.space),
             "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
         }
         return dict(finite(found))
 
 
-def summarize_study(run: RunDir) -> dict[str, Any]:
-    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed.
+def study_of(state: RunState, known: Study | None = None) -> StudyView | None:
+    """Return the study that a run is; None if it is none, or has not begun. ``known`` is its settings, if read before.
 
-    Args:
-        run: The run directory of a study.
+    Raises:
+        DamagedError: If a file of the study was changed from outside.
+    """
+    if state.kind != "tune" or (known is None and not (state.run.path / "study.json").exists()):
+        return None
+    from memfit.tuning import Study
+
+    return StudyView(state, known or Study.open(state.run))
+
+
+def summarize_study(state: RunState) -> dict[str, Any]:
+    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed.
 
     Raises:
         UsageError: If the run is no study.
     """
-    return StudyView(run).summarize()
+    from memfit.tuning import Study
+
+    return StudyView(state, Study.open(state.run)).summarize()
 
 
 def _rate(num: int, n: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from memfit.reports._charts import COLOURS, Frame, Point, draw_points
 from memfit.reports._numbers import format_number, or_dash, plain_table, print_facts, say, short_path
 from memfit.reports._runs import has_supervisor
 from memfit.reports._study import explain_counts, summarize_study
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, RunState
 from memfit.units import format_bytes, format_duration
 
 #: Of more trials, the best so many are printed; so many failures, too.
@@ -98,20 +98,16 @@ def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{smallest['why']} ({smallest['trial']})"
 
 
-def print_study(run: RunDir, console: Console) -> None:
+def print_study(state: RunState, console: Console) -> None:
     """Print a study: how far it is, its best trials, what failed, and what to do next.
-
-    Args:
-        run: The run directory of a study.
-        console: Where to print it.
 
     Raises:
         UsageError: If the run is no study.
     """
-    summary = summarize_study(run)
+    summary = summarize_study(state)
     print_trials(summary, console)
     console.print()
-    print_facts(next_steps(run, summary), console)
+    print_facts(next_steps(state.run, summary), console)
 
 
 def print_trials(summary: Mapping[str, Any], console: Console, told: Collection[str] = ()) -> None:

@@ -16,15 +16,26 @@ from rich.text import Text
 
 from memfit.errors import MemfitError
 from memfit.files import read_json
-from memfit.jobs import show_state
+from memfit.jobs import JobStatus
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._epoch_memory import explain_memory, memory_of
-from memfit.reports._numbers import format_column, format_number, or_dash, plain_table, print_facts, say, short_path
-from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
+from memfit.reports._numbers import (
+    format_column,
+    format_number,
+    is_number,
+    metrics_of,
+    or_dash,
+    plain_table,
+    print_facts,
+    say,
+    short_path,
+    sizes_of,
+    summarize_metrics,
+)
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
-from memfit.rundir import RunDir
+from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_duration
 
 #: Of more commands than this, only failures and further attempts have a line.
@@ -47,84 +58,67 @@ _WAITED_FOR = {
 }
 
 
-def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
+def summarize(state: RunState) -> dict[str, Any]:
     """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
 
     The summary of a study has the key ``study`` in addition: see `summarize_study`.
 
-    Args:
-        run: The run directory.
-        view: What has followed the run so far; it saves reading everything again.
-
     Example:
-        >>> import tempfile
-        >>> found = summarize(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64))
+        >>> import tempfile; from memfit.rundir import read
+        >>> found = summarize(read(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64)))
         >>> found["state"], found["jobs"], found["wall_seconds"]
         ('running', [], 0.0)
     """
-    view = view or RunView(run)
-    view.read()
-    rows = view.rows()
+    jobs = [*state.jobs.values()]
+    plain = "kind state most_at_once wall_seconds counts num_restarts outgrown num_gave_way"
     found = {
-        "run": str(run.path),
-        "kind": view.kind,
-        "state": run.state,
-        "why": _outcome(run).get("why", ""),
-        "budget": dict(view.last("budget") or {}),
-        "plan": view.run.plan,
-        "stages": [_stage(view, name, rows) for name in view.stage_names(rows)] if view.kind != "commands" else [],
-        "most_at_once": view.most_at_once,
-        "wall_seconds": view.wall_seconds,
-        "counts": view.counts(rows),
-        "num_restarts": view.num_restarts,
-        "outgrown": dict(view.outgrown),
-        "num_gave_way": view.num_gave_way,
-        "cpu_seconds": sum(row.status.cpu_seconds for row in rows),
-        "waited_seconds": dict(view.waits),
-        "host_cpu": dict(view.cpu),
-        "jobs": [_job(view, row) for row in rows],
-        "kills": count_kills(run),
-        "forecast_error": forecast_error(rows),
+        "run": str(state.run.path),
+        **{name: getattr(state, name) for name in plain.split()},
+        "why": state.outcome.get("why", ""),
+        "budget": dict(state.budget),
+        "plan": state.run.plan,
+        "stages": [_stage(state, name) for name in state.stage_names] if state.kind != "commands" else [],
+        "cpu_seconds": sum(job.cpu_seconds for job in jobs),
+        "waited_seconds": dict(state.waits),
+        "host_cpu": dict(state.cpu),
+        "jobs": [_job(state, job) for job in jobs],
+        "kills": count_kills(state.run),
+        "forecast_error": forecast_error(jobs),
     }
-    return found | ({"study": summarize_study(run)} if view.kind == "tune" else {})
+    return found | ({"study": summarize_study(state)} if state.kind == "tune" else {})
 
 
-def _outcome(run: RunDir) -> Mapping[str, Any]:
-    return read_json(run.path / "outcome.json") or {}
-
-
-def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
-    stage, states = view.stages.get(name, StageView(name)), view.states(name, rows)
-    metrics = summarize_metrics([row.metrics for row in rows if row.stage == name])
+def _stage(state: RunState, name: str) -> dict[str, Any]:
+    stage, units = state.stages.get(name, StageState()), state.units[name]
+    metrics = summarize_metrics([metrics_of(job.result) for job in state.jobs.values() if job.stage == name])
     return {
         "name": name,
-        "counts": Counter(states.values()),
-        "units": len(states),
+        "counts": Counter(units.values()),
+        "units": len(units),
         "why": stage.why,
         "saved_seconds": stage.saved_seconds,
         "metrics": finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
     }
 
 
-def _job(view: RunView, row: JobRow) -> dict[str, Any]:
+def _job(state: RunState, job: JobState) -> dict[str, Any]:
     """Return one job."""
-    epoch = view.last("epoch", row.status.job_id) or {}
-    more: dict[str, Any] = {"epoch": epoch.get("epoch"), "epoch_memory": memory_of(epoch)}
-    more |= {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
-    return row.to_dict() | more
+    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": memory_of(job.epoch)}
+    more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
+    return job.to_dict() | more
 
 
-def _log(view: RunView, row: JobRow) -> Path:
+def _log(state: RunState, row: JobState) -> Path:
     """Return the job's standard error or, when that is empty, its standard output."""
-    out, err = (view.run.job_dir(row.status.job_id) / name for name in ("out.log", "err.log"))
+    out, err = (state.run.job_dir(row.id) / name for name in ("out.log", "err.log"))
     return out if _has_text(out) and not _has_text(err) else err
 
 
-def _diagnosis(view: RunView, row: JobRow) -> str | None:
+def _diagnosis(state: RunState, row: JobState) -> str | None:
     """Return the diagnosis of the job's logs in a line; None where its cause says more."""
     from memfit.diagnosis import diagnose_logs
 
-    folder = view.run.job_dir(row.status.job_id)
+    folder = state.run.job_dir(row.id)
     logs = [path for path in (folder / "err.log", folder / "out.log") if _has_text(path)]
     found = diagnose_logs(logs) if logs else None
     return None if found is None or found.cause in _TELLS_LESS else explain_in_a_line(found)
@@ -134,34 +128,30 @@ def _has_text(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def print_summary(run: RunDir, console: Console, view: RunView | None = None, *, verbose: bool = False) -> None:
+def print_summary(state: RunState, console: Console, *, verbose: bool = False) -> None:
     """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run.
 
     Args:
-        run: The run directory.
+        state: The run.
         console: Where to print it.
-        view: What has followed the run so far; it saves reading everything again.
         verbose: Also print all columns, how the limit is enforced, what jobs waited for, how exact forecasts were, and
             the memory of each job's last epoch.
     """
-    view = view or RunView(run)
-    view.read()
-    rows = view.rows()
-    is_one = view.kind == "commands" and len(view.params) == 1
-    study = summarize_study(run) if view.kind == "tune" else None
+    rows, is_one = [*state.jobs.values()], state.is_one
+    study = summarize_study(state) if state.kind == "tune" else None
     if not is_one:
         console.print()
-        print_facts(_decisions(view, verbose), console)
-    if view.kind == "commands":
+        print_facts(_decisions(state, verbose), console)
+    if state.kind == "commands":
         _print_commands(rows, console)
     elif study is not None:
         console.print()
-        print_trials(study, console, [row.status.job_id for row in rows if row.state in BAD])
+        print_trials(study, console, [row.id for row in rows if row.state in BAD])
     else:
-        _print_stages(view, rows, console, verbose)
-    for (state, cause), (row, *others) in _failures(rows).items():
-        log, said = short_path(_log(view, row)), _diagnosis(view, row)
-        text = f"\n{row.name} {state}: {cause}\n  log: {log}"
+        _print_stages(state, rows, console, verbose)
+    for (ended_as, cause), (row, *others) in _failures(rows).items():
+        log, said = short_path(_log(state, row)), _diagnosis(state, row)
+        text = f"\n{row.name} {ended_as}: {cause}\n  log: {log}"
         text += f"\n  diagnosis: {said}" if said else ""
         if others:
             names = ", ".join(other.name for other in others[:_MOST_ALIKE])
@@ -170,32 +160,32 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
     facts = (
-        [*_phases(rows), *(_epoch_memory(view, rows) if verbose else ())] if is_one else _totals(view, rows, verbose)
+        [*_phases(rows), *(_epoch_memory(state, rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
     )
-    print_facts([*facts, *_places(view, is_one), *(next_steps(run, study) if study else ())], console)
+    print_facts([*facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
 
 
-def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
+def _failures(rows: Sequence[JobState]) -> dict[tuple[str, str], list[JobState]]:
     """Return the failed jobs by state and cause: one fault of a command fails all its jobs alike."""
-    found: dict[tuple[str, str], list[JobRow]] = {}
+    found: dict[tuple[str, str], list[JobState]] = {}
     for row in rows:
         if row.state in BAD:
-            found.setdefault((row.state, row.status.cause or "it left no result"), []).append(row)
+            found.setdefault((row.state, row.cause or "it left no result"), []).append(row)
     return found
 
 
-def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbose: bool) -> None:
+def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, verbose: bool) -> None:
     """Print each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
-    names = view.stage_names(rows)
+    names = state.stage_names
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
         own = [row for row in rows if row.stage == name]
-        fate = _fate(view, view.stages.get(name, StageView(name)), view.states(name, rows))
+        fate = _fate(state, state.stages.get(name, StageState()), state.units[name])
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
         lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
-        gap = any(row.status.job_id != name for row in own)
+        gap = any(row.id != name for row in own)
         if gap:
-            first, *more = _tables(own, view, console.width)
+            first, *more = _tables(own, state, console.width)
             for table in [first, *more] if verbose else [first]:
                 console.print("", table, sep="\n")
             if more and not verbose:
@@ -207,14 +197,14 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbo
             say(console, f"{'':<{width}}{line}")
 
 
-def _fate(view: RunView, stage: StageView, states: Mapping[str, str]) -> str:
+def _fate(state: RunState, stage: StageState, states: Mapping[str, str]) -> str:
     """Return the states of a stage's units, and why."""
     counts = Counter(states.values())
     text = ", ".join(f"{state} {number}" if len(states) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
         text += f", which saved {format_duration(stage.saved_seconds)}"
     if "stopped" in stage.units.values():
-        text += f" the run (exit code {_outcome(view.run).get('exit_code')})"
+        text += f" the run (exit code {state.outcome.get('exit_code')})"
     return text + (f": {stage.why}" if stage.why else "")
 
 
@@ -224,25 +214,30 @@ def _values(result: Mapping[str, Any]) -> str:
     return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
 
 
-def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
+def _print_commands(rows: Sequence[JobState], console: Console) -> None:
     """Print a line for each command that ended; of very many only failures and further attempts."""
-    ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
-    of_note = [row for row in ended if row.status.state != "completed" or row.status.attempt > 1]
+    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
+    of_note = [row for row in ended if row.own != "completed" or row.attempt > 1]
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
     if ended:
         console.print()
     for row in shown:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.status.ended))
-        tries = f", attempt {row.status.attempt}" if row.status.attempt > 1 else ""
-        say(console, f"{stamp}  {row.name} {row.status.describe_end(row.reserved_bytes)}{tries}")
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
+        tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
+        say(console, f"{stamp}  {row.name} {_end(row)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
 
 
-def _decisions(view: RunView, verbose: bool) -> Iterator[tuple[str, str]]:
+def _end(job: JobState) -> str:
+    of = {"started": job.started, "ended": job.ended, "peak_bytes": job.peak_bytes}
+    return JobStatus.from_dict(job.id, {"state": job.own, **of}).describe_end(job.reserved_bytes)
+
+
+def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the budget, the memory of one job, and how many ran at once."""
-    budget, plan = view.last("budget"), view.run.plan
-    if budget is not None:
+    budget, plan = state.budget, state.run.plan
+    if budget:
         limit = budget["binding"]
         free = f"{format_bytes(budget['headroom_bytes'])} free of {format_bytes(limit['limit_bytes'])}"
         yield "budget", f"{free} ({limit['name']}); {format_bytes(budget['reserve_bytes'])} is kept free"
@@ -254,72 +249,70 @@ def _decisions(view: RunView, verbose: bool) -> Iterator[tuple[str, str]]:
         shared = f"; {format_bytes(footprint.shared_bytes)} shared by all jobs" if footprint.shared_bytes else ""
         peak = f"peak {format_bytes(footprint.private_bytes)}{where}"
         yield "one job", f"{peak} (measured on {plan['measured_on']}){shared}"
-        yield "at once", f"{plan['why']}; at most {view.most_at_once} ran at the same time"
+        yield "at once", f"{plan['why']}; at most {state.most_at_once} ran at the same time"
 
 
-def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
+def _phases(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     """Yield the peak of each phase of a single command."""
     for row in rows:
-        if row.status.footprint is not None and row.status.footprint.phases:
-            peaks = row.status.footprint.phases.items()
-            text = ", ".join(f"{name} {format_bytes(peak.private_bytes)}" for name, peak in peaks)
+        if peaks := (row.footprint or {}).get("phases"):
+            text = ", ".join(f"{name} {format_bytes(peak['private_bytes'])}" for name, peak in peaks.items())
             yield "phases", text + (f" (guessed from its {row.guess})" if row.guess else "")
 
 
-def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tuple[str, str]]:
+def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the jobs by state, the restarts and the wall clock; if verbose, also why it was not shorter."""
-    wall, is_whole = view.wall_seconds, view.num_commands == 1
-    yield "jobs", ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()) or "none has started"
-    if view.num_restarts:
-        yield "restarts", f"memfit restarted jobs {view.num_restarts} time{'s' if view.num_restarts > 1 else ''}"
-    if view.outgrown:
-        yield "sizes", explain_outgrown(view)
-    cores = sum(row.status.cpu_seconds for row in rows) / wall if wall else 0.0
-    busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not view.num_restarts else ""
-    last = " of the last command" if view.num_commands > 1 else ""
+    wall, is_whole = state.wall_seconds, state.num_commands == 1
+    yield "jobs", ", ".join(f"{name} {number}" for name, number in state.counts.items()) or "none has started"
+    if state.num_restarts:
+        yield "restarts", f"memfit restarted jobs {state.num_restarts} time{'s' if state.num_restarts > 1 else ''}"
+    if state.outgrown:
+        yield "sizes", explain_outgrown(state)
+    cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
+    busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not state.num_restarts else ""
+    last = " of the last command" if state.num_commands > 1 else ""
     yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     if verbose and wall and is_whole and len(rows) > 1:
-        yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
-    warm = sum(row.status.evidence.get("start") == "warm" for row in rows)
-    if verbose and warm and (event := view.last("warm")) is not None:
-        where = f"one process that had imported their code ({format_bytes(event['bytes'])}, counted once)"
+        yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
+    warm = sum(row.evidence.get("start") == "warm" for row in rows)
+    if verbose and warm and state.warm_bytes is not None:
+        where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
         yield "start", f"{warm} of {len(rows)} were forked from {where}"
     if verbose:
-        yield from explain_record(view.run, rows)
-        yield from _epoch_memory(view, rows)
+        yield from explain_record(state.run, rows)
+        yield from _epoch_memory(state, rows)
 
 
-def explain_outgrown(view: RunView) -> str:
+def explain_outgrown(state: RunState) -> str:
     """Return which jobs needed more than was thought, what that cost, and what helps."""
-    num, jobs = sum(view.outgrown.values()), ", ".join(sorted(view.outgrown)[:_MOST_ALIKE])
-    if len(view.outgrown) > _MOST_ALIKE:
-        jobs += f" and {len(view.outgrown) - _MOST_ALIKE} more"
+    num, jobs = sum(state.outgrown.values()), ", ".join(sorted(state.outgrown)[:_MOST_ALIKE])
+    if len(state.outgrown) > _MOST_ALIKE:
+        jobs += f" and {len(state.outgrown) - _MOST_ALIKE} more"
     cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
-    if view.num_gave_way:
-        cost += f", and {view.num_gave_way} restart{'s' if view.num_gave_way > 1 else ''}"
+    if state.num_gave_way:
+        cost += f", and {state.num_gave_way} restart{'s' if state.num_gave_way > 1 else ''}"
     return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
-def _epoch_memory(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
+def _epoch_memory(state: RunState, rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     """Yield the memory of each job's last epoch, by phase."""
     for row in rows[:_MOST_LINES]:
-        event = view.last("epoch", row.status.job_id) or {}
-        if (memory := memory_of(event)) is not None:
-            yield "memory", f"{row.name} epoch {event['epoch']}: {explain_memory(memory)}"
+        if (memory := memory_of(row.epoch)) is not None:
+            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {explain_memory(memory)}"
 
 
-def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
+def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
     """Yield how many jobs ran at once on average, what the others waited for, and how busy the cores were."""
-    waits = sorted(((seconds, on) for on, seconds in view.waits.items() if on in _WAITED_FOR), reverse=True)
+    waits = sorted(((seconds, on) for on, seconds in state.waits.items() if on in _WAITED_FOR), reverse=True)
     words = [
         f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}"
         for seconds, on in waits
         if seconds >= _LEAST_WAIT * wall
     ]
-    if "busy" in view.cpu:
-        words.append(f"the host's cores were {100 * view.cpu['busy']:.0f} % busy")
-    if view.cpu.get("disk", 0.0) >= _LEAST_WAIT:
-        words.append(f"{100 * view.cpu['disk']:.0f} % idle for a disk")
+    if "busy" in state.cpu:
+        words.append(f"the host's cores were {100 * state.cpu['busy']:.0f} % busy")
+    if state.cpu.get("disk", 0.0) >= _LEAST_WAIT:
+        words.append(f"{100 * state.cpu['disk']:.0f} % idle for a disk")
     if words:
         yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
 
@@ -335,12 +328,12 @@ def count_kills(run: RunDir) -> dict[str, Any]:
     return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
 
 
-def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
+def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     """Return by which share of their peaks what jobs had at their start was too much (above 0) or too little."""
     errors = [
-        row.forecast_bytes / row.status.peak_bytes - 1
+        row.forecast_bytes / row.peak_bytes - 1
         for row in rows
-        if row.forecast_bytes and row.status.peak_bytes and row.status.state == "completed"
+        if row.forecast_bytes and row.peak_bytes and row.own == "completed"
     ]
     if not errors:
         return None
@@ -356,7 +349,7 @@ def explain_forecast(error: Mapping[str, Any]) -> str:
     return f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs}); too small: {error['num_under']}"
 
 
-def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
+def explain_record(run: RunDir, rows: Sequence[JobState]) -> list[tuple[str, str]]:
     """Return both in words, with the number of jobs; kills only if there were any."""
     lines, error, kills = [], forecast_error(rows), count_kills(run)
     if error is not None:
@@ -368,28 +361,28 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
     return lines
 
 
-def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
-    yield "run", f"{short_path(view.run.path)} ({show_state(view.run.state)})"
+def _places(state: RunState, is_one: bool) -> Iterator[tuple[str, str]]:
+    yield "run", f"{short_path(state.run.path)} ({show_state(state.state)})"
     if not is_one:
-        names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
-        names += ["checkpoints"] if view.kind != "commands" else []
+        names = [path.name for path in sorted(state.run.path.glob("*_results.feather"))]
+        names += ["checkpoints"] if state.kind != "commands" else []
         yield from (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
 
 
-def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table]:
+def _tables(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[Table]:
     """Yield the table of a stage's units; columns that do not fit the console follow in further tables."""
-    stage, metrics = rows[0].stage, summarize_metrics([row.metrics for row in rows])
-    each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
+    stage, metrics = rows[0].stage, summarize_metrics([metrics_of(row.result) for row in rows])
+    each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
     first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = [(show_state(row.state), or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
+    facts = [(show_state(row.state), or_dash(row.seconds, format_duration), *sizes_of(row)[1:]) for row in rows]
     headings = ("state", "time", "peak", "reserved")
     rest = [
         (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)
     ]
     for name, (mean, sd, _) in metrics.items():
-        values = [row.metrics.get(name) for row in rows]
+        values = [metrics_of(row.result).get(name) for row in rows]
         rest.append((name, format_column(values, [mean, sd] if labels else [])))
     while rest:
         shown, left = [first], width - max(map(len, (each, *first[1])))

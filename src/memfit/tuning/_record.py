@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memfit.files import read_json, write_json
+from memfit.files import check_shape, read_json, write_json
 from memfit.rundir import RunDir
 
 TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed"]
@@ -82,8 +82,13 @@ class Trial:
         return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"intermediate": steps}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Trial:
-        """Return the trial that ``to_dict`` gave."""
+    def from_dict(cls, found: Mapping[str, Any], path: Path) -> Trial:
+        """Return the trial that ``to_dict`` gave, as it was read from a file.
+
+        Raises:
+            DamagedError: If a field has another shape.
+        """
+        check_shape(path, found, _SHAPE)
         known = {one.name: found[one.name] for one in fields(cls) if one.name in found}
         return cls(
             **known | {"intermediate": {int(step): float(value) for step, value in found["intermediate"].items()}}
@@ -102,8 +107,8 @@ def write_trial(run: RunDir, trial: Trial) -> None:
 
 def read_trial(run: RunDir, name: str) -> Trial | None:
     """Return a trial's record; None if there is none."""
-    found = read_json(folder_of(run) / f"{name}.json", _SHAPE)
-    return None if found is None else Trial.from_dict(found)
+    path = folder_of(run) / f"{name}.json"
+    return None if (found := read_json(path)) is None else Trial.from_dict(found, path)
 
 
 def read_trials(run: RunDir) -> list[Trial]:

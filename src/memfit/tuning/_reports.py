@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memfit.files import fits, parse_json
-from memfit.rundir import FolderTail, RunDir
+from memfit.rundir import Reader, RunDir
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
@@ -17,14 +17,14 @@ class Reports:
     """What the jobs of a run reported so far, from its events."""
 
     def __init__(self, run: RunDir, name: str) -> None:
-        self._events, self._name = FolderTail(run.events_dir), name
+        self._reader, self._name = Reader(run), name
         self.values: dict[str, dict[int, float]] = defaultdict(dict)
         self.trainers: dict[str, Mapping[str, Any]] = {}
         self.shrunk: dict[str, str] = {}
 
     def read(self, *, anew: bool = False) -> None:
         """Take in what is new; ``anew`` as in ``FolderTail``."""
-        for event in self._events.read(anew=anew):
+        for event in self._reader.read(anew=anew):
             self._take(event, str(event.get("job")))
 
     def _take(self, event: Mapping[str, Any], job: str) -> None:

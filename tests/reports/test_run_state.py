@@ -2,19 +2,25 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.reports import RunView, read_room, render, summarize, summarize_metrics, write_page
+from memfit.reports import metrics_of, read_room, render, summarize, summarize_metrics, write_page
+from memfit.rundir import LEVELS, Reader, level_of, read
 
 MIB = 1 << 20
 
 
 def view_of(made, at=0.0):
-    view = RunView(made.run, now=lambda: made.start + at)
-    view.read()
-    return view
+    return read(made.run, now=lambda: made.start + at)
+
+
+def reader_of(made, at=0.0):
+    reader = Reader(made.run, now=lambda: made.start + at)
+    reader.read()
+    return reader
 
 
 def step(made, at, epoch, step, num_steps=100, job="fold_1", **fields):
@@ -48,18 +54,18 @@ def training(made):
 def test_the_time_left_is_the_epochs_left_at_the_mean_rate_so_far(training, steps, now, done, eta):
     for at, epoch, number, num_epochs in steps:
         step(training, at, epoch, number, num_epochs=num_epochs)
-    row = view_of(training, now).row("fold_1")
+    row = view_of(training, now).jobs["fold_1"]
     assert (row.epochs_done, row.eta_seconds) == (pytest.approx(done), eta if eta is None else pytest.approx(eta))
     assert row.seconds == max(0, now)
     training.job("fold_1", "failed", seconds=10)
-    assert view_of(training, now).row("fold_1").eta_seconds is None
+    assert view_of(training, now).jobs["fold_1"].eta_seconds is None
 
 
 def test_epochs_alone_give_a_time_left_too(training):
     training.event(10, "epoch", "fold_1", epoch=1, num_epochs=5)
-    assert view_of(training, 10).row("fold_1").eta_seconds is None
+    assert view_of(training, 10).jobs["fold_1"].eta_seconds is None
     training.event(20, "epoch", "fold_1", epoch=2, num_epochs=5)
-    row = view_of(training, 25).row("fold_1")
+    row = view_of(training, 25).jobs["fold_1"]
     assert (row.eta_seconds, row.epochs_done, row.num_epochs) == (25, 2, 5)
 
 
@@ -70,23 +76,23 @@ def test_after_a_resume_the_time_between_the_attempts_does_not_count(training):
     training.admit(5001, "fold_1", 1)
     step(training, 5100, 2, 1, num_epochs=2)
     step(training, 5110, 2, 11, num_epochs=2)
-    assert view_of(training, 5110).row("fold_1").eta_seconds == pytest.approx(89)
+    assert view_of(training, 5110).jobs["fold_1"].eta_seconds == pytest.approx(89)
 
 
 def test_a_reader_that_looks_in_between_sees_what_a_reader_at_the_end_sees(training):
-    early = RunView(training.run, now=lambda: training.start + 20)
+    early = Reader(training.run, now=lambda: training.start + 20)
     for at, number in ((1, 10), (2, 20), (3, 30)):
         step(training, at, 1, number, num_epochs=2)
         early.read()
-    assert early.row("fold_1") == view_of(training, 20).row("fold_1")
+    assert early.state().jobs["fold_1"] == view_of(training, 20).jobs["fold_1"]
 
 
-def test_many_steps_are_not_kept(training):
+def test_of_many_steps_the_last_counts(training):
     for number in range(1, 101):
         step(training, number, 1, number, num_epochs=2)
-    view = RunView(training.run, now=lambda: training.start)
+    view = Reader(training.run, now=lambda: training.start)
     assert len(view.read()) == 102
-    assert len(view._last) == 3 and len(view._attempts) == 1
+    assert view.state().jobs["fold_1"].epochs_done == 1
 
 
 def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt(made):
@@ -98,23 +104,23 @@ def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt
     made.admit(4, "fold_2", 1, 500)
     for name in ("fold_1", "fold_2"):
         made.job(name, "running", name="status.json")
-    assert [row.reserved_bytes for row in view_of(made).rows()] == [300, 500]
+    assert [row.reserved_bytes for row in [*view_of(made).jobs.values()]] == [300, 500]
 
 
 def test_a_job_that_is_queued_again_waits_and_is_read_anew_when_it_runs(commands):
     made = commands(3)
     made.admit(0, "cmd_0001", 1)
     made.job("cmd_0001", "out_of_memory", seconds=10)
-    view = view_of(made, 12)
-    assert view.counts(view.rows()) == {"waiting": 2, "out_of_memory": 1}
+    view = reader_of(made, 12)
+    assert view.state().counts == {"waiting": 2, "out_of_memory": 1}
     made.event(11, "retry", "cmd_0001", attempt=2, reservation_bytes=1, reason="more")
     view.read()
-    assert view.counts(view.rows()) == {"waiting": 3}
+    assert view.state().counts == {"waiting": 3}
     (made.path / "jobs/cmd_0001/outcome.json").unlink()
     made.job("cmd_0001", "running", name="status.json", at=12, attempt=2)
     made.admit(12, "cmd_0001", 1)
     view.read()
-    assert (view.counts(view.rows()), view.row("cmd_0001").status.attempt) == ({"running": 1, "waiting": 2}, 2)
+    assert (view.state().counts, view.state().jobs["cmd_0001"].attempt) == ({"running": 1, "waiting": 2}, 2)
 
 
 def test_a_retry_that_a_stop_forestalled_leaves_the_job_as_it_ended(commands):
@@ -123,19 +129,19 @@ def test_a_retry_that_a_stop_forestalled_leaves_the_job_as_it_ended(commands):
     made.event(11, "retry", "cmd_0001", attempt=2, reservation_bytes=1, reason="more")
     made.event(12, "stop", level=1, num_running=0)
     view = view_of(made)
-    assert view.counts(view.rows()) == {"out_of_memory": 1}
+    assert view.counts == {"out_of_memory": 1}
 
 
 def test_a_job_that_was_just_admitted_runs_before_its_watcher_says_so(commands):
     made = commands(2)
     (made.path / "jobs" / "cmd_0001").mkdir()
     made.admit(10, "cmd_0001", 1)
-    view = view_of(made, 10.3)
-    assert view.counts(view.rows()) == {"running": 1, "waiting": 1}
-    assert view.row("cmd_0001").seconds == pytest.approx(0.3)
+    view = reader_of(made, 10.3)
+    assert view.state().counts == {"running": 1, "waiting": 1}
+    assert view.state().jobs["cmd_0001"].seconds == pytest.approx(0.3)
     made.event(20, "run", state="continued")
     view.read()
-    assert view.counts(view.rows()) == {"waiting": 2}
+    assert view.state().counts == {"waiting": 2}
 
 
 def test_the_files_of_a_job_that_ended_are_read_once(commands):
@@ -144,24 +150,24 @@ def test_the_files_of_a_job_that_ended_are_read_once(commands):
         made.job(f"cmd_000{number}", seconds=10)
         made.event(10, "end", f"cmd_000{number}", state="completed", cause="")
     made.job("cmd_0004", "running", name="status.json")
-    view = view_of(made, 20)
-    before = view.rows()
+    view = reader_of(made, 20)
+    before = [*view.state().jobs.values()]
     for number in (1, 2, 3):
         (made.path / f"jobs/cmd_000{number}/outcome.json").write_text("damaged meanwhile")
     made.job("cmd_0004", seconds=30)
     view.read()
-    assert view.rows()[:3] == before[:3]
-    assert view.row("cmd_0004").status.state == "completed"
+    assert [*view.state().jobs.values()][:3] == before[:3]
+    assert view.state().jobs["cmd_0004"].own == "completed"
     made.event(50, "run", state="continued")
     view.read()
     with pytest.raises(DamagedError):
-        view.rows()
+        [*view.state().jobs.values()]
 
 
 def test_an_event_file_that_did_not_grow_is_not_opened_again(made, monkeypatch):
     made.event(0, "run", state="started")
     made.event(0, "phase", "fold_1", "host-2-2", phase="load")
-    view = view_of(made)
+    view = reader_of(made)
     opened = []
     monkeypatch.setattr("memfit.rundir.EventTail.read", lambda tail: opened.append(tail.path.name) or [])
     made.event(1, "phase", "fold_1", "host-2-2", phase="train")
@@ -175,8 +181,9 @@ def test_a_runs_time_left_is_what_is_waiting_at_the_mean_time_shared_by_those_th
         made.job(f"cmd_{number:04d}", state, at=0 if number < 3 else 10, seconds=10.0,
                  name="status.json" if state == "running" else "outcome.json")  # fmt: skip
     view = view_of(made, 14)
-    assert view.left("cmd", view.rows()) == (8, (6 * 10 + 2 * 6) / 2)
-    assert view.left("cmd", view.rows()[2:]) == (10, None)
+    assert view.left("cmd") == (8, (6 * 10 + 2 * 6) / 2)
+    late = {name: job for name, job in view.jobs.items() if job.own == "running"}
+    assert replace(view, jobs=late).left("cmd") == (10, None)
 
 
 def test_commands_are_in_order_of_their_numbers(commands):
@@ -184,14 +191,14 @@ def test_commands_are_in_order_of_their_numbers(commands):
     for name in ("cmd_0010", "cmd_0002", ".hidden", "cmd_10000"):
         (made.path / "jobs" / name).mkdir()
     view = view_of(made)
-    assert view.ids == ["cmd_0002", "cmd_0010", "cmd_10000"]
-    assert next(row.name for row in view.rows()) == "cmd_0002 fold=2 lr=1e-3"
+    assert [*view.jobs] == ["cmd_0002", "cmd_0010", "cmd_10000"]
+    assert next(row.name for row in [*view.jobs.values()]) == "cmd_0002 fold=2 lr=1e-3"
 
 
 def test_a_first_fold_of_unknown_size_has_reserved_nothing(made):
     made.admit(0, "fold_1", 1, None)
     made.job("fold_1", "running", name="status.json")
-    assert view_of(made).row("fold_1").reserved_bytes is None
+    assert view_of(made).jobs["fold_1"].reserved_bytes is None
 
 
 def test_the_most_at_once_counts_jobs_of_the_last_command_that_admitted_any(made):
@@ -229,8 +236,8 @@ def test_jobs_are_in_the_order_of_their_stages_and_numbers(made):
     for name in ("judge", "fold_10", "fold_2", "fold_1", "prepare"):
         made.job(name)
     (made.path / "jobs" / ".hidden").mkdir()
-    rows = view_of(made).rows()
-    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_10", "judge"]
+    rows = [*view_of(made).jobs.values()]
+    assert [row.id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_10", "judge"]
     assert [row.stage for row in rows[:2]] == ["prepare", "fold"]
 
 
@@ -245,19 +252,19 @@ def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):
     for name in ("fold_1", "fold_2"):
         made.result(name, rank_ic=0.5)
     made.job("fold_3", "running", name="status.json", at=10)
-    view = view_of(made, 20)
-    rows = view.rows()
-    assert [(row.status.job_id, row.state) for row in rows] == [
+    view = reader_of(made, 20)
+    rows = [*view.state().jobs.values()]
+    assert [(row.id, row.state) for row in rows] == [
         ("prepare", "reused"), ("fold_1", "kept"), ("fold_2", "kept"), ("fold_3", "running"),
     ]  # fmt: skip
-    assert (rows[0].result, rows[2].metrics, rows[2].seconds) == ({"num_dates": 9}, {"rank_ic": 0.5}, None)
-    assert view.counts(rows) == {"completed": 3, "running": 1, "waiting": 2}
-    assert [view.stages[name].saved_seconds for name in ("prepare", "fold")] == [7.5, 100]
-    assert view.stages["fold"].why == "fold_3 and fold_4: code of train changed"
-    assert view.left("fold", rows) == (2, 90)
+    assert (rows[0].result, rows[2].result, rows[2].seconds) == ({"num_dates": 9}, {"rank_ic": 0.5}, None)
+    assert view.state().counts == {"completed": 3, "running": 1, "waiting": 2}
+    assert [view.state().stages[name].saved_seconds for name in ("prepare", "fold")] == [7.5, 100]
+    assert view.state().stages["fold"].why == "fold_3 and fold_4: code of train changed"
+    assert view.state().left("fold") == (2, 90)
     made.event(30, "run", state="continued")
     view.read()
-    assert view.stages == {}
+    assert view.state().stages == {}
 
 
 def test_a_gate_that_stopped_the_run_and_what_it_skipped_are_no_failures(made):
@@ -266,22 +273,22 @@ def test_a_gate_that_stopped_the_run_and_what_it_skipped_are_no_failures(made):
     made.job("prepare")
     made.result("prepare", sharpe=-1.0)
     view = view_of(made)
-    assert view.counts(view.rows()) == {"skipped": 1, "stopped": 1}
-    assert view.row("prepare").metrics == {"sharpe": -1.0}
+    assert view.counts == {"skipped": 1, "stopped": 1}
+    assert view.jobs["prepare"].result == {"sharpe": -1.0}
 
 
 def test_a_job_that_ended_well_and_left_no_result_has_failed(made):
     made.stage(0, "prepare", "failed", why="its result is not there")
     made.job("prepare")
-    assert view_of(made).row("prepare").state == "failed"
+    assert view_of(made).jobs["prepare"].state == "failed"
 
 
 def test_a_torn_last_record_and_broken_lines_are_passed_over(made):
     made.event(0, "run", state="started")
     path = made.path / "events" / "host-1-1.jsonl"
     path.write_text(path.read_text() + 'nonsense\n[1]\n{"time":1,"kin')
-    view = view_of(made)
-    assert view.started == made.start
+    view = reader_of(made)
+    assert view.state().num_commands == 1
     with open(path, "a") as lines:
         lines.write('d":"plan","job":null,"why":"late"}\n')
     assert [event["why"] for event in view.read()] == ["late"]
@@ -297,13 +304,13 @@ def test_a_reader_copes_with_a_missing_part(finished, name):
     else:
         path.unlink()
     view = view_of(finished, 9000)
-    rows = view.rows()
-    by_job = {row.status.job_id: row for row in rows}
+    rows = [*view.jobs.values()]
+    by_job = {row.id: row for row in rows}
     names = ["prepare", "fold_1", "fold_2", "fold_3"]
     assert list(by_job) == (sorted(names) if name == "graph.json" else names)  # the graph has the order of the stages
-    assert by_job["fold_3"].metrics["num_dates"] == 544
+    assert by_job["fold_3"].result["num_dates"] == 544
     assert (view.run.plan is None) == (name == "plan.json")
-    assert (by_job["fold_1"].metrics == {}) == (name == "checkpoints/fold_1.json")
+    assert (by_job["fold_1"].result == {}) == (name == "checkpoints/fold_1.json")
 
 
 def test_a_file_that_was_changed_from_outside_is_named(finished):
@@ -313,11 +320,15 @@ def test_a_file_that_was_changed_from_outside_is_named(finished):
 
 
 def test_metrics_are_summed_up_over_the_units_that_have_them(finished):
-    summary = summarize_metrics([row.metrics for row in view_of(finished).rows()[1:]])
+    summary = summarize_metrics([metrics_of(row.result) for row in [*view_of(finished).jobs.values()][1:]])
     assert summary["num_dates"] == (544.5, pytest.approx(0.5**0.5), 2)
     assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
     (finished.path / "checkpoints/fold_3.json").unlink()
-    assert summarize_metrics([row.metrics for row in view_of(finished).rows()])["rank_ic"] == (0.0081, None, 1)
+    assert summarize_metrics([metrics_of(row.result) for row in [*view_of(finished).jobs.values()]])["rank_ic"] == (
+        0.0081,
+        None,
+        1,
+    )
 
 
 HOSTILE = ["9" * 400, "1e400", "-1e400", "NaN", "9" * 18, "-1", "1e300", '"x"', "null", "[1]", "{}", "true"]
@@ -331,14 +342,14 @@ EVENTS = {
     "budget": {"binding": '{"name": "a", "limit_bytes": 9}', "limits": "[]", "reserve_bytes": "3", "job": "null"},
     "budget ": {"binding": '{"name": "a", "limit_bytes": HERE}', "limits": "[]", "reserve_bytes": "3", "job": "null"},
     "end": {"job": '"fold_1"', "state": '"completed"', "cause": '""', "used_bytes": "7", "limit_bytes": "7"},
-    "oom": {"job": '"fold_1"', "text": '"t"'},
+    "oom": {"job": '"fold_1"', "text": '"t"', "level": '"line"'},
     "run": {"state": '"completed"', "cpu": '{"busy": HERE, "disk": 0.1}', "job": "null"},
 }
 
 
 @pytest.mark.parametrize("kind", EVENTS)
 def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
-    path, view, fields = finished.path / "events" / "job-1-1.jsonl", view_of(finished), EVENTS[kind]
+    path, view, fields = finished.path / "events" / "job-1-1.jsonl", reader_of(finished), EVENTS[kind]
     series = finished.path / "jobs" / "fold_1" / "memory.jsonl"
     sample = {
         "num_processes": 1,
@@ -356,9 +367,10 @@ def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
         line = "{" + ", ".join(f'"{one}": {text}' for one, text in words.items()) + "}\n"
         with open(path, "a") as lines:
             lines.write(line.replace("HERE", value))
-        view.read()
-        render(view, read_room(view, here=False))
-        summarize(view.run, view)
+        events, state = view.read(), view.state()
+        assert all(level_of(event) in LEVELS for event in events)
+        render(state, read_room(state, here=False))
+        summarize(state)
     write_page(view.run, finished.path / "page.html")
 
 

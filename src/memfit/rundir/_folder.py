@@ -1,15 +1,8 @@
-"""The run directory: everything before a run writes into it, everything after reads from it.
-
-Two kinds of file live there. *Append-only* event files have one writer each; a process that dies in the middle of a
-line leaves a torn last record, which every reader passes over. All other files are *written aside and renamed*, so
-that a reader sees the old content or the new one and never a part. ARCHITECTURE.md lists the files.
-"""
+"""The folder of a run, and the words and shapes of the files in it."""
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import json
 import os
 import re
 import socket
@@ -22,20 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.files import (
-    REFUSED,
-    check_owner,
-    check_shape,
-    is_own,
-    open_own,
-    parse_json,
-    pass_over,
-    read_json,
-    read_masked,
-    refresh,
-    write_masked,
-)
-from memfit.masking import mask, mask_line
+from memfit.files import check_owner, check_shape, is_own, read_json, read_masked, refresh, write_masked
+from memfit.masking import mask
+from memfit.rundir._events import Scope, read_events
 
 SCHEMA_VERSION = 2
 
@@ -45,8 +27,6 @@ JOB_ID_VARIABLE = "MEMFIT_JOB_ID"
 
 _RUN_NAME = re.compile(r"run_(\d{8}_\d{6})_[0-9a-f]{8}")
 _STAMP = "%Y%m%d_%H%M%S"
-#: Unix seconds of the year 9000: no clock is there.
-_LAST_TIME = 221_845_392_000
 #: What ``run.json`` must hold; a field that only some runs have may be absent.
 _HEADER = {
     "schema_version": int,
@@ -64,96 +44,6 @@ _PEAKS = {"private_bytes": int, "shared_bytes": (int, type(None)), "device_bytes
 FOOTPRINT = _PEAKS | {"parts": ({str: int}, type(None)), "phases": ({str: _PEAKS}, type(None))}
 #: What ``plan.json`` must hold.
 _PLAN = {"footprint": FOOTPRINT, "measured_on": str, "why": str, "num_jobs": (int, type(None))}
-
-
-class EventWriter:
-    """Appends one process's events to a file of its own, a line each.
-
-    Every line reaches the kernel in one write before ``write`` returns, so it survives SIGKILL of the writer.
-    """
-
-    def __init__(self, events_dir: Path, job_id: str | None = None) -> None:
-        self.job_id = job_id
-        self.pid = os.getpid()
-        start = time.time_ns() // 1_000_000
-        events_dir.mkdir(parents=True, exist_ok=True)
-        self.path = events_dir / f"{socket.gethostname()}-{self.pid}-{start}.jsonl"
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append one event: ``time`` in Unix seconds, ``job``, ``kind`` and the fields given.
-
-        A writer of no job of its own, the supervisor's, names the job that an event is about in the field ``job``.
-        """
-        own = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
-        record = own | fields | own  # first in the line, and not to be overwritten
-        line = mask_line(json.dumps(record, separators=(",", ":")))
-        os.write(self._descriptor, f"{line}\n".encode())
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-class EventTail:
-    """Reads one event file on from where the last call stopped; a torn last line waits for its rest."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """The whole records that came since the last call."""
-        try:
-            with open_own(self.path) as file:
-                file.seek(self._offset)
-                chunk = file.read()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            pass_over(f"{self.path}: {error.strerror}")
-            return []
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = []
-        for line in whole.splitlines():
-            with suppress(ValueError, RecursionError, AttributeError):  # no object
-                records.append(parse_json(mask_line(line.decode())))
-        return [record for record in records if isinstance(record, dict)]
-
-
-class FolderTail:
-    """Reads all event files of a folder on from where the last call stopped; a file that did not grow stays closed."""
-
-    def __init__(self, events_dir: Path) -> None:
-        self._dir = events_dir
-        self._tails: dict[str, tuple[EventTail, int]] = {}
-
-    def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
-        """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
-        records = []
-        for path in sorted(self._dir.glob("*.jsonl")):
-            tail, size = self._tails.get(path.name) or (EventTail(path), -1)
-            if (size_now := path.lstat().st_size) != size or anew:
-                records += tail.read()
-                self._tails[path.name] = (tail, size_now)
-        return sorted(records, key=event_time)
-
-
-def event_time(event: Mapping[str, Any]) -> float:
-    """Return an event's Unix seconds, or 0 when it tells none.
-
-    >>> event_time({"time": 2.5}), event_time({"time": "noon"}), event_time({"time": 1e300})
-    (2.5, 0.0, 0.0)
-    """
-    told = event.get("time")
-    return float(told) if isinstance(told, int | float) and 0 < told < _LAST_TIME else 0.0
-
-
-def read_events(events_dir: Path) -> list[dict[str, Any]]:
-    """All whole records of all writers in a folder, in order of time; torn records are passed over."""
-    return FolderTail(events_dir).read()
 
 
 @dataclass(frozen=True)
@@ -276,6 +166,11 @@ class RunDir:
         return read_masked(self.path / "run.json", _HEADER) or {}
 
     @property
+    def scope(self) -> Scope:
+        """What its supervisor's events are about, as `EventWriter` takes it."""
+        return scope_of(self.header)
+
+    @property
     def state(self) -> str:
         """The state in ``outcome.json``, or ``running`` when there is none yet."""
         outcome = read_json(self.path / "outcome.json", {"state": str})
@@ -327,79 +222,8 @@ def _user() -> str:
         return str(os.getuid())
 
 
-class _Current:
-    """This process's event file, opened at its run's first event; a forked child opens its own."""
-
-    writer: EventWriter | None = None
-    said = False
-
-
-def current_run() -> tuple[RunDir, str] | None:
-    """The run directory and job id that this process belongs to, or None outside a run."""
-    path, job_id = os.environ.get(RUN_DIR_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
-    return (RunDir(Path(path)), job_id) if path and job_id else None
-
-
-def record(kind: str, **fields: Any) -> None:
-    """Append an event of this job to the run directory; do nothing outside a run.
-
-    The live view shows the field ``text`` behind the job's name. A full disk loses events, says so once, and never
-    fails the job.
-    """
-    current = current_run()
-    if current is None:
-        return
-    try:
-        events_dir, job_id, writer = current[0].events_dir, current[1], _Current.writer
-        if writer is None or (writer.pid, writer.path.parent, writer.job_id) != (os.getpid(), events_dir, job_id):
-            if writer is not None:
-                writer.close()
-            _Current.writer = None
-            writer = _Current.writer = EventWriter(events_dir, job_id)
-        if "text" in fields:
-            fields["text"] = f"{job_id} {fields['text']}"
-        writer.write(kind, **fields)
-    except OSError as error:
-        if not _Current.said:
-            _Current.said = True
-            print(f"memfit: events of this job are not recorded from here on: {error}", file=sys.stderr, flush=True)
-
-
-_phase_now: str | None = None
-
-
-def phase(name: str) -> contextlib.ExitStack:
-    """Mark the phase that this job enters, so that its peak memory is known by phase.
-
-    Outside of a run nothing is recorded.
-
-    Args:
-        name: ``load``, ``build``, ``train``, ``validate``, ``checkpoint``, or a name of yours.
-
-    Returns:
-        What ends the phase in a ``with`` block: the phase before it goes on.
-
-    Example:
-        >>> phase("train")  # doctest: +ELLIPSIS
-        <contextlib.ExitStack object at ...>
-        >>> with phase("validate"):
-        ...     print("train goes on after this block")
-        train goes on after this block
-    """
-    global _phase_now
-    before, _phase_now = _phase_now, name
-    if current_run() is not None:
-        record("phase", phase=name, **read_devices())
-    ends = contextlib.ExitStack()
-    if before is not None:
-        ends.callback(phase, before)
-    return ends
-
-
-def read_devices() -> dict[str, list[dict[str, int]]]:
-    """Return what torch holds on each of this process's devices, in bytes; nothing before torch has used one."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
-    return {"devices": [{"bytes": held(n), "peak_bytes": peak(n)} for n in range(torch.cuda.device_count())]}
+def scope_of(header: Mapping[str, Any]) -> Scope:
+    """Return what a run of this ``run.json`` is to those who look at its events."""
+    if header.get("kind") == "tune":
+        return "study"
+    return "command" if header.get("kind") == "commands" and len(header.get("combinations") or ()) == 1 else ""
