@@ -86,7 +86,7 @@ def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, se
         file.write('{"time": 1, "job": "fold_1", "kind": "death", "text": "fold_1 said: s3cret-a"}\n')
     events.write("oom", text="fold_1 is out of device memory")
     for epoch in (1, 2, 3):
-        events.write("epoch", epoch=epoch, text=f"fold_1 epoch {epoch}/3")
+        events.write("epoch", job="fold_1", epoch=epoch, text=f"fold_1 epoch {epoch}/3")
     end = time.monotonic() + 60
     while "fold_1 epoch 3/3" not in "".join(service.sent) and time.monotonic() < end:
         time.sleep(0.1)
