@@ -3,10 +3,11 @@
     python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,1,2] [--json FILE]
     python benchmarks/loaders.py --ahead [--seconds 8]
 
-``--ahead`` compares memfit with itself: no batches ahead and two, at 2, 20 and 70 MiB a batch, beside np.copyto of as
+``--ahead`` compares memfit with itself: no batches ahead and two, at 0.25 to 70 MiB a batch, beside np.copyto of as
 many bytes and beside one line of numpy, in turns of a quarter of a second in one process. Every byte of a batch is read
-once, by the thread that asks for it. A *step* is a sleep of as long as a batch takes: a device that computes. The
-ratios are medians over the turns. Exit status 1: a target is missed.
+once, by the thread that asks for it. A *step* is a sleep of as long as a batch takes: a device that computes; *compute*
+is a step on the CPU instead, products of matrices in one thread. The ratios are medians over the turns. Exit status 1:
+a target is missed.
 
 Without it, everything is measured in this one run, on a generated panel of 4484 assets x 112 float32 features with
 listings and delistings and look-back 20, each contestant in a process of its own. The batches of all are the same:
@@ -54,7 +55,8 @@ NUM_ASSETS = 4484
 NUM_COMPARED, NUM_COLD = 4, 8
 SEGMENT_SECONDS = 0.25
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
-AHEAD_MIB, AHEAD_PANEL_BYTES = (2, 20, 70), 256 * MIB
+AHEAD_MIB, AHEAD_PANEL_BYTES = (0.25, 1, 2, 5, 20, 70), 256 * MIB
+MATRIX = np.ones((64, 64), np.float32)
 LEAST_OF_NUMPY, LEAST_OF_NONE_AHEAD = 1.0, 0.95
 
 
@@ -288,7 +290,17 @@ class Turns:
         return (bytes_per_second(self.memcpy)[0] if self.num_workers > 1 else one), one
 
 
-def bytes_per_second(batches: Iterator[Any], step_seconds: float = 0.0) -> tuple[float, int]:
+def seconds_of_product() -> float:
+    """Of one product of two small matrices, the median of many."""
+    times = []
+    for _ in range(500):
+        start = time.perf_counter()
+        MATRIX @ MATRIX
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def bytes_per_second(batches: Iterator[Any], step_seconds: float = 0.0, num_products: int = 0) -> tuple[float, int]:
     """Over a quarter of a second or two batches, whichever takes longer, and the bytes; each of them is read."""
     num_batches = num_bytes = 0
     start = now = time.perf_counter()
@@ -297,6 +309,8 @@ def bytes_per_second(batches: Iterator[Any], step_seconds: float = 0.0) -> tuple
         read_every_byte(arrays)
         if step_seconds:
             time.sleep(step_seconds)
+        for _ in range(num_products):
+            MATRIX @ MATRIX
         num_batches, num_bytes = num_batches + 1, num_bytes + sum(array.nbytes for array in arrays)
         now = time.perf_counter()
     return num_bytes / (now - start), num_bytes
@@ -328,7 +342,7 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
 
     batches = {"memcpy": iter(loader_peers.Memcpy(panel.values, 1)), "numpy": line(), "0": loader(0), "2": loader(2)}
     rates: dict[str, list[float]] = {}
-    sleep = 0.0
+    sleep, product = 0.0, seconds_of_product()
     end = time.perf_counter() + 2 * seconds
     for turn in itertools.count():
         for name, made in batches.items():
@@ -338,6 +352,9 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
         sleep = mib * MIB / statistics.median(rates["0"])
         for name in ("0", "2"):
             rates.setdefault(f"{name} beside a step", []).append(bytes_per_second(batches[name], sleep)[0])
+            rates.setdefault(f"{name} beside products", []).append(
+                bytes_per_second(batches[name], num_products=round(sleep / product))[0]
+            )
         if turn and time.perf_counter() > end:
             break
     ratios = {
@@ -346,6 +363,7 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
         "of numpy, 0": ("0", "numpy"),
         "2 to 0": ("2", "0"),
         "2 to 0, beside a step": ("2 beside a step", "0 beside a step"),
+        "2 to 0, beside products": ("2 beside products", "0 beside products"),
     }
     found = {
         text: statistics.median(x / y for x, y in zip(rates[one], rates[other], strict=True))
@@ -356,14 +374,14 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
 
 def compare_ahead(folder: Path, options: argparse.Namespace) -> bool:
     print(f"{'MiB':>5}{'turns':>7}{'memcpy GB/s':>13}{'0 of memcpy':>13}{'2 of memcpy':>13}{'0 of numpy':>12}"
-          f"{'2 to 0':>8}{'2 to 0, with a step':>21}")  # fmt: skip
+          f"{'2 to 0':>8}{'with a step':>13}{'with compute':>14}")  # fmt: skip
     met = []
     for mib in AHEAD_MIB:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             row = in_child(Path(name), "ahead", mib=mib, seconds=options.seconds)
         ratios = [row[text] for text in list(row)[3:]]
         print(f"{mib:5g}{row['turns']:7}{row['memcpy'] / 1e9:13.2f}{ratios[0]:13.2f}{ratios[1]:13.2f}{ratios[2]:12.2f}"
-              f"{ratios[3]:8.2f}{ratios[4]:21.2f}", flush=True)  # fmt: skip
+              f"{ratios[3]:8.2f}{ratios[4]:13.2f}{ratios[5]:14.2f}", flush=True)  # fmt: skip
         met += [ratios[2] >= LEAST_OF_NUMPY, min(ratios[3:]) >= LEAST_OF_NONE_AHEAD]
     return told(all(met), f"as fast as a line of numpy ({LEAST_OF_NUMPY:g}), and two ahead as none "
                 f"({LEAST_OF_NONE_AHEAD:g}: 5 % of noise)")  # fmt: skip

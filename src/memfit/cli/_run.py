@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer import Option
@@ -23,10 +23,13 @@ from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own
 from memfit.masking import mask
-from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
+from memfit.pipeline import Choice, RunResult, expand, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
-from memfit.reports import LiveRun, print_run_plan, print_summary, summarize
+from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import Reader, RunDir
+
+if TYPE_CHECKING:
+    from memfit.pipeline import RunPlan
 
 R = TypeVar("R")
 _JOB = "cmd_0001"
@@ -91,6 +94,8 @@ def run(
     how: dict[str, Any] = {"overrides": given, "choice": choice, "new": flags.new}
     if flags.plan:
         again = _start_of(context, but=_CHOOSING | {"new"})
+        from memfit.pipeline import plan_run
+
         _close_plan(plan_run(source or "", start=again, **how), flags)
     show_run(partial(run_config, source or "", force=flags.force, **how), flags)
 
@@ -142,6 +147,8 @@ def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flag
     how["settings"] = resolve_settings(flags.overrides())
     if flags.plan:
         one = _start_of(context, but={"param", "param_file", "new"})
+        from memfit.pipeline import plan_commands
+
         _close_plan(plan_commands(command, start=one, **how), flags)
     show = show_run if flags.param or flags.param_file is not None else _show_command
     show(partial(run_commands, command, force=flags.force, **how), flags)
@@ -188,6 +195,8 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
 
 def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     """Print the plan, and exit: with 3 when a job does not fit even alone."""
+    from memfit.reports import print_run_plan
+
     answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 

@@ -135,17 +135,22 @@ class LiveRun:
 
     def _print_warnings(self, state: RunState) -> None:
         """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
-        from memfit.diagnosis import explain_growth, find_shortage  # not by those that only print a table
-
         limit = state.budget.get("binding", {}).get("limit_bytes", 0)
         for job in state.running:
             folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
-            line = find_shortage(self._new_of(folder / "err.log"))
+            new = self._new_of(folder / "err.log")
+            line = None
+            if new:  # most jobs say nothing, and the table of messages takes long to load
+                from memfit.diagnosis import find_shortage
+
+                line = find_shortage(new)
             if line and (job.id, line) not in self._said:
                 self._said.add((job.id, line))
                 say(self.console, f"{_stamp(time.time())}  {job.name} says: {line}", "red")
             if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
                 self._epochs_seen[job.id] = len(ends)
+                from memfit.diagnosis import explain_growth
+
                 if grown := explain_growth(folder, ends, limit):
                     self._said.add((job.id, "grows"))
                     say(self.console, f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
