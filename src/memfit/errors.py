@@ -21,7 +21,6 @@ what to *do*, as a command or a setting.
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import sys
 from collections.abc import Iterable
@@ -166,6 +165,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("zzz", ["b", "a"])
     'known: a, b'
     """
+    import difflib
+
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean '{match[0]}'?" if match else f"known: {', '.join(names)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from memfit.errors import ConfigError
 
@@ -39,6 +38,8 @@ def parse_bytes(text: str | int) -> int:
             rule="a size is a number with an optional unit: B, KiB, MiB, GiB, TiB (1024) or kB, MB, GB, TB (1000).",
             remedy="write for example 8GiB, 512MiB or 2GB",
         )
+    from fractions import Fraction  # which is loaded slowly, and seldom needed
+
     return int(Fraction(match.group(1)) * factor)
 
 

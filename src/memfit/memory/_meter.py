@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memfit.errors import UsageError
-from memfit.memory._devices import DeviceReader, device_reader
 from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._jobgroup import JobGroup
 from memfit.memory._process import ProcReader, Rollup, Sharing, Stat, Status, Tree
+
+if TYPE_CHECKING:
+    from memfit.memory._devices import DeviceReader
 
 #: At most these shares of one core go into sweeps (of PSS; of devices), and into looking through all processes.
 SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
@@ -346,6 +349,8 @@ def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterato
             remedy="leave it out for 0.1",
         )
     pid = os.getpid() if pid is None else pid
+    from memfit.memory._devices import device_reader
+
     meter = Meter(TreeMeter(pid, devices=device_reader()))
     if not meter._sample():
         raise UsageError(
