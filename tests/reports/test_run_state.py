@@ -384,3 +384,15 @@ def test_no_value_in_an_outcome_makes_a_reader_fail_but_by_the_files_name(finish
             view = view_of(finished)
             render(view, read_room(view, here=False))
             write_page(view.run, finished.path / "page.html")
+
+
+def test_a_run_that_is_followed_from_its_first_moment_shows_the_stages_and_params_that_are_written_later(made):
+    stages = (made.path / "graph.json").read_bytes()
+    (made.path / "graph.json").unlink()
+    header = json.loads((made.path / "run.json").read_text())
+    (made.path / "run.json").write_text(json.dumps(header | {"units": [{"lr": "0.1"}]}))
+    reader = reader_of(made)
+    assert not reader.state().graph and not reader.state().params
+    (made.path / "graph.json").write_bytes(stages)
+    first = next(iter(json.loads(stages)["stages"]))["name"]
+    assert reader.state().params == {f"{first}_0001": {"lr": "0.1"}} and first in reader.state().graph

@@ -340,6 +340,8 @@ class Reader:
         self._queued: set[str] = set()
         self._settled: dict[str, JobState] = {}
         self._stages: dict[str, StageState] = {}
+        self._graph: Mapping[str, Mapping[str, Any]] = {}
+        self._params: Mapping[str, Mapping[str, str]] = {}
         self._records: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
         self._outgrown = Counter[str]()
         #: The fields of the state that events alone make.
@@ -391,19 +393,22 @@ class Reader:
         """``run.json``."""
         return self.run.header
 
-    @cached_property
+    @property
     def graph(self) -> Mapping[str, Mapping[str, Any]]:
-        """The stages of the run by name."""
-        found = (read_json(self.run.path / "graph.json", _GRAPH) or {}).get("stages", ())
-        return {stage["name"]: stage for stage in found}
+        """The stages of the run by name; a run that has only begun has not written them yet."""
+        if not self._graph:
+            found = (read_json(self.run.path / "graph.json", _GRAPH) or {}).get("stages", ())
+            self._graph = {stage["name"]: stage for stage in found}
+        return self._graph
 
-    @cached_property
+    @property
     def params(self) -> Mapping[str, Mapping[str, str]]:
         """The parameters that the command line gave, by job id."""
         is_commands = self.header.get("kind") == "commands"
-        stage = "cmd" if is_commands else next(iter(self.graph), "")
-        found = self.header.get("combinations" if is_commands else "units") or ()
-        return {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
+        if not self._params and (stage := "cmd" if is_commands else next(iter(self.graph), "")):
+            found = self.header.get("combinations" if is_commands else "units") or ()
+            self._params = {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
+        return self._params
 
     def _take(self, event: Event) -> None:
         """Keep what later questions need; steps come twice a second, so they are not all kept."""
