@@ -42,9 +42,6 @@ class OptimizerGuard:
         self._temporaries: Blocks = []
         self._reserve: list[torch.Tensor] = []
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
     def prepare(self) -> None:
         """Take the memory of the state that the first step will make, and try that of a step's temporaries.
 
