@@ -3,7 +3,7 @@
     python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,1,2] [--json FILE]
     python benchmarks/loaders.py --ahead [--seconds 8]
 
-``--ahead`` compares memfit with itself: no batches ahead and two, at 0.25 to 70 MiB a batch, beside np.copyto of as
+``--ahead`` compares memfit with itself: no batches ahead and two, at 1 to 70 MiB a batch, beside np.copyto of as
 many bytes and beside one line of numpy, in turns of a quarter of a second in one process. Every byte of a batch is read
 once, by the thread that asks for it. A *step* is a sleep of as long as a batch takes: a device that computes; *compute*
 is a step on the CPU instead, products of matrices in one thread. The ratios are medians over the turns. Exit status 1:
@@ -55,7 +55,7 @@ NUM_ASSETS = 4484
 NUM_COMPARED, NUM_COLD = 4, 8
 SEGMENT_SECONDS = 0.25
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
-AHEAD_MIB, AHEAD_PANEL_BYTES = (0.25, 1, 2, 5, 20, 70), 256 * MIB
+AHEAD_MIB, AHEAD_PANEL_BYTES = (1, 2, 5, 20, 70), 256 * MIB
 MATRIX = np.ones((64, 64), np.float32)
 LEAST_OF_NUMPY, LEAST_OF_NONE_AHEAD = 1.0, 0.95
 
@@ -341,6 +341,8 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
         return (batch.windows for batch in endless(made))
 
     batches = {"memcpy": iter(loader_peers.Memcpy(panel.values, 1)), "numpy": line(), "0": loader(0), "2": loader(2)}
+    # A loader goes by how fast batches are asked for, so each way of asking has its own.
+    beside = {(name, way): loader(int(name)) for name in ("0", "2") for way in ("step", "products")}
     rates: dict[str, list[float]] = {}
     sleep, product = 0.0, seconds_of_product()
     end = time.perf_counter() + 2 * seconds
@@ -351,9 +353,9 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
             rates.setdefault(name, []).append(bytes_per_second(made)[0])
         sleep = mib * MIB / statistics.median(rates["0"])
         for name in ("0", "2"):
-            rates.setdefault(f"{name} beside a step", []).append(bytes_per_second(batches[name], sleep)[0])
+            rates.setdefault(f"{name} beside a step", []).append(bytes_per_second(beside[name, "step"], sleep)[0])
             rates.setdefault(f"{name} beside products", []).append(
-                bytes_per_second(batches[name], num_products=round(sleep / product))[0]
+                bytes_per_second(beside[name, "products"], num_products=round(sleep / product))[0]
             )
         if turn and time.perf_counter() > end:
             break

@@ -83,25 +83,6 @@ def test_a_transform_that_draws_from_what_all_code_shares_is_warned_of(
 # --- threads
 
 
-@pytest.mark.parametrize(("seconds", "num_by_threads"), [(0.0014, 11), (0.0, 0)])
-def test_short_batches_are_made_ahead_once_that_was_seen_to_be_faster_and_the_shortest_never(
-    panel: Panel, seconds: float, num_by_threads: int
-) -> None:
-    makers: list[bool] = []
-
-    def short(windows: Any, targets: Any, generator: np.random.Generator) -> None:
-        makers.append(threading.current_thread() is threading.main_thread())
-        time.sleep(seconds)
-
-    loader = make(panel, 2, transform=short)
-    for epoch in range(4):  # what was seen in one epoch counts in the next
-        makers.clear()
-        loader.set_epoch(epoch)
-        for _ in loader:
-            time.sleep(0.0014)
-    assert makers.count(False) == num_by_threads  # the first batch is made when it is asked for
-
-
 @pytest.mark.slow
 def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> None:
     made: list[int] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,45 +14,10 @@ from memfit.errors import UsageError
 
 BatchT = TypeVar("BatchT")
 
-#: Batches that take this long are made ahead, if none of the last few was made faster. Those that take less than the
-#: other are not: to hand one from thread to thread takes 0.1 to 0.2 ms of work on a busy machine. What lies between is
-#: measured.
-_LEAST_SECONDS, _LEAST_TRIED_SECONDS = 2e-3, 2e-4
+#: A batch is made ahead if none of the last few was made faster: to hand one from thread to thread takes 0.1 to 0.2 ms
+#: of work on a busy machine, which must be little beside it.
+_LEAST_SECONDS = 2e-3
 _NUM_RECENT = 8
-#: Batches that are made in each of both ways to see which is faster, how many of them count, and how long that holds.
-_NUM_TRIED, _NUM_COUNTED, _NUM_KEPT = 16, 12, 1024
-
-
-class _Pace:
-    """Whether batches are made ahead. Short ones are where that takes less time from one request to the next."""
-
-    def __init__(self) -> None:
-        self._recent = deque[float](maxlen=_NUM_RECENT)
-        self._took = {is_ahead: deque[float](maxlen=_NUM_COUNTED) for is_ahead in (False, True)}
-        self._is_ahead, self._turn, self._asked = False, 0, 0.0
-
-    def timed(self, task: Callable[[], BatchT]) -> BatchT:
-        """Run a task, and note how long it takes."""
-        began = time.perf_counter()
-        result = task()
-        self._recent.append(time.perf_counter() - began)
-        return result
-
-    def is_ahead(self, now: float) -> bool:
-        """Return whether more are made ahead; asked once for each batch, with the time of its request."""
-        fastest = min(self._recent)
-        if fastest >= _LEAST_SECONDS or fastest < _LEAST_TRIED_SECONDS:
-            self._is_ahead, self._turn = fastest >= _LEAST_SECONDS, 0
-            return self._is_ahead
-        if self._turn:
-            self._took[self._is_ahead].append(now - self._asked)
-        if self._turn == 2 * _NUM_TRIED:
-            self._is_ahead = statistics.median(self._took[True]) < statistics.median(self._took[False])
-        elif self._turn in (0, _NUM_TRIED, _NUM_KEPT):
-            self._is_ahead = self._turn == _NUM_TRIED
-            self._turn %= _NUM_KEPT
-        self._turn, self._asked = self._turn + 1, now
-        return self._is_ahead
 
 
 class PositionedLoader(ABC, Generic[BatchT]):
@@ -74,7 +38,6 @@ class PositionedLoader(ABC, Generic[BatchT]):
         self._is_exhausted = False
         self._turn: object = None
         self._made: Generator[BatchT, None, None] | None = None
-        self._pace = _Pace()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -157,7 +120,7 @@ class PositionedLoader(ABC, Generic[BatchT]):
 
     def _deliver(self) -> BatchT:
         if self._made is None:
-            self._made = made_ahead(self._task, self._position, len(self), self.num_workers, self._pace)
+            self._made = made_ahead(self._task, self._position, len(self), self.num_workers)
         batch = next(self._made)
         self._position += 1
         return batch
@@ -179,28 +142,34 @@ class PositionedLoader(ABC, Generic[BatchT]):
 
 
 def made_ahead(
-    task_of: Callable[[int], Callable[[], BatchT]], start: int, stop: int, num_threads: int, pace: _Pace
+    task_of: Callable[[int], Callable[[], BatchT]], start: int, stop: int, num_threads: int
 ) -> Generator[BatchT, None, None]:
     """Yield the results of numbered tasks in order, or a task's error; each thread makes one ahead.
 
-    The calling thread makes the first one, and all where that is faster (`_Pace`). When the generator is closed, each
-    thread ends with the task that it has begun.
+    The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. When the
+    generator is closed, each thread ends with the task that it has begun.
     """
     if num_threads == 0:
         yield from (task_of(number)() for number in range(start, stop))
         return
+    recent = deque[float](maxlen=_NUM_RECENT)
+
+    def timed(task: Callable[[], BatchT]) -> BatchT:
+        began = time.perf_counter()
+        result = task()
+        recent.append(time.perf_counter() - began)
+        return result
+
     pool, ahead, ready = ThreadPoolExecutor(num_threads, "memfit-loader"), deque[Future[BatchT]](), deque[BatchT]()
     try:
         while start < stop or ahead:
-            asked = time.perf_counter()
             if ahead:
                 ready.append(ahead.popleft().result())
             else:
-                ready.append(pace.timed(task_of(start)))
+                ready.append(timed(task_of(start)))
                 start += 1
-            is_ahead = pace.is_ahead(asked)
-            while is_ahead and start < stop and len(ahead) < num_threads:
-                ahead.append(pool.submit(pace.timed, task_of(start)))
+            while start < stop and len(ahead) < num_threads and min(recent) >= _LEAST_SECONDS:
+                ahead.append(pool.submit(timed, task_of(start)))
                 start += 1
             yield ready.pop()  # nothing here holds it then
     finally:
