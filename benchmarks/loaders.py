@@ -341,7 +341,7 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
         return (batch.windows for batch in endless(made))
 
     batches = {"memcpy": iter(loader_peers.Memcpy(panel.values, 1)), "numpy": line(), "0": loader(0), "2": loader(2)}
-    # A loader goes by how fast batches are asked for, so each way of asking has its own.
+    # What a loader made ahead in one way of asking is not counted in another: each has its own.
     beside = {(name, way): loader(int(name)) for name in ("0", "2") for way in ("step", "products")}
     rates: dict[str, list[float]] = {}
     sleep, product = 0.0, seconds_of_product()
