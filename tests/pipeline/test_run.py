@@ -42,7 +42,8 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("done")
     shutil.copy(Path(__file__).with_name("tiny.py"), folder)
     (folder / "config.yaml").write_text(
-        "experiment: tiny\ntarget: tiny:TINY\nseed: 7\nparams: {num_epochs: 2, hold_mib: 20, epoch_seconds: 0.3}\n"
+        "experiment: tiny\ntarget: tiny:TINY\nseed: 7\n"
+        "params: {num_epochs: 2, hold_mib: 20, epoch_seconds: 0.3, awaits_second: true}\n"
     )
     with contextlib.chdir(folder):
         return folder, memfit.run("config.yaml")

@@ -41,6 +41,8 @@ class TinyParams(BaseModel):
     hold_mib: int = 0
     fail_fold: int = 0
     die_fold: int = 0
+    #: The first fold goes on when the second has begun.
+    awaits_second: bool = False
 
 
 def make_table(params: TinyParams) -> pa.Table:
@@ -70,6 +72,10 @@ def train_fold(context: Context, params: TinyParams) -> dict[str, float]:
     first = json.loads(saved.read_text())["epoch"] + 1 if saved.exists() else 1
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+    (context.dir / "begun").touch()
+    second, patience = context.dir.with_name("fold_2") / "begun", time.monotonic() + 60
+    while params.awaits_second and fold == 1 and not second.exists() and time.monotonic() < patience:
+        time.sleep(0.02)
     block = None
     for epoch in range(first, params.num_epochs + 1):
         phase("train")
@@ -102,7 +108,7 @@ TINY = Workload(
             train_fold,
             needs=("prepare",),
             each="fold in prepare.folds",
-            reads=("num_epochs", "epoch_seconds", "hold_mib", "fail_fold", "die_fold", "@seed"),
+            reads=("num_epochs", "epoch_seconds", "hold_mib", "fail_fold", "die_fold", "awaits_second", "@seed"),
             phases=("load", "train", "checkpoint", "validate"),
         ),
     ),
