@@ -8,6 +8,7 @@ from statistics import NormalDist
 import pytest
 
 from memfit.files import write_json
+from memfit.pipeline import config_of_command
 from memfit.rundir import RunDir
 
 PARAMS = {"lr": 0.1, "batch": 512, "train": {"decay": 0.0}}
@@ -179,18 +180,20 @@ def test_an_experiment_means_its_newest_run_by_its_name_or_its_folder(make, run,
 @pytest.mark.parametrize(
     ("facts", "change"),
     [
-        ({"template": ["echo", "b"]}, "template"),
+        ({"words": ["echo", "b"]}, "stages.cmd.run"),
         ({"combinations": [{"x": "1"}]}, "combinations"),
-        ({"settings": {"threads_per_job": 2, "retries": 1}}, "settings.threads_per_job"),
-        ({"settings": {"threads_per_job": 1, "retries": 3}}, None),
+        ({"threads_per_job": 2}, "threads_per_job"),
+        ({"retries": 3}, None),
     ],
 )
 def test_runs_of_commands_differ_in_the_command_and_its_threads(tmp_path, run, monkeypatch, facts, change):
     monkeypatch.chdir(tmp_path)
-    own = {"kind": "commands", "template": ["echo", "a"], "combinations": [{}], "cwd": "/"}
-    own |= {"settings": {"threads_per_job": 1, "retries": 1}}
-    RunDir.create(tmp_path / "runs", "old", "1" * 64, own)
-    RunDir.create(tmp_path / "runs", "new", "2" * 64, own | facts)
+    for name, more in (("old", {}), ("new", facts)):
+        own = {"words": ["echo", "a"], "combinations": [{}], "threads_per_job": 1, "retries": 1} | more
+        header = {"kind": "commands", "combinations": own["combinations"], "cwd": "/"}
+        made = RunDir.create(tmp_path / "runs", name, "1" * 64, header)
+        config = config_of_command(own["words"]) | {one: own[one] for one in ("threads_per_job", "retries")}
+        (made.path / "config.yaml").write_text(json.dumps(config))
     assert json.loads(run("new", "old", "--json").out)["change"] == change
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.contract import wait_until
+from memfit.config import read_file
 from memfit.rundir import RunDir
 
 RUN = [sys.executable, "-m", "memfit", "run"]
@@ -133,7 +134,7 @@ def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):
     done = memfit("run", *flags, "--", "sh", "-c", "echo $OMP_NUM_THREADS ${MALLOC_ARENA_MAX:-none}")
     assert (done.exit_code, done.out) == (0, "3 none\n")
     [run] = RunDir.all(tmp_path / "kept", "mine")
-    assert run.header["settings"]["grace_seconds"] == 5
+    assert read_file(run.path / "config.yaml")["grace_seconds"] == 5
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfit.memory import why_no_walls
-from memfit.pipeline import resolve_settings, run_commands
+from memfit.pipeline import run_commands
 from memfit.rundir import RunDir
 from memfit.units import MIB
 
@@ -41,8 +41,8 @@ def kernel_kills(run_dir):
 
 
 def run(code, *params, words=(), settings=()):
-    resolved = resolve_settings(["memory.reserve=16MiB", *settings], {})
-    result = run_commands([sys.executable, "-c", code, *words], params=params, settings=resolved)
+    how = {"overrides": ["memory.reserve=16MiB", *settings], "env": {}}
+    result = run_commands([sys.executable, "-c", code, *words], params=params, **how)
     return result, kernel_kills(result.path)
 
 

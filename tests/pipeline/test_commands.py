@@ -12,10 +12,11 @@ import pytest
 
 import memfit.pipeline
 from jobs.contract import wait_until
+from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.memory import is_locked
-from memfit.pipeline import plan_commands, resolve_settings, resume, run_commands
+from memfit.pipeline import Choice, plan_run, resume, run_commands
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -31,8 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 def run_sh(text, *params, settings=(), env=None, **options):
     """Run a shell text for all combinations of parameters."""
-    resolved = resolve_settings(settings, {} if env is None else env)
-    return run_commands(["sh", "-c", text], params=params, settings=resolved, **options)
+    return run_commands(["sh", "-c", text], params=params, overrides=settings, env=env or {}, **options)
 
 
 def lines(path):
@@ -62,8 +62,7 @@ def test_every_combination_runs_once_and_is_kept_with_its_parameters():
 def test_settings_count_flag_before_environment_before_default_and_their_origins_are_kept():
     env = {"MEMFIT_RETRIES": "5", "MEMFIT_MAX_PARALLEL": "3", "MEMFIT_PANELS_DIR": "of folds alone"}
     result = run_sh("true {a}", "a=1", settings=["max_parallel=1", "memory.limit=4GiB"], env=env)
-    header = RunDir(result.path).header
-    settings, origins = header["settings"], header["origins"]
+    settings, origins = read_file(result.path / "config.yaml"), RunDir(result.path).header["origins"]
     assert (settings["retries"], settings["max_parallel"], settings["memory"]["limit"]) == (5, 1, "4GiB")
     assert origins["retries"] == "environment MEMFIT_RETRIES"
     assert origins["max_parallel"] == origins["memory.limit"] == "--set"
@@ -74,9 +73,9 @@ def test_settings_count_flag_before_environment_before_default_and_their_origins
 
 def test_an_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match="MEMFIT_RETRYS"):
-        resolve_settings((), {"MEMFIT_RETRYS": "1"})
+        run_sh("true", env={"MEMFIT_RETRYS": "1"})
     with pytest.raises(ConfigError, match="max_paralel"):
-        resolve_settings(["max_paralel=1"], {})
+        run_sh("true", settings=["max_paralel=1"])
 
 
 def test_a_single_command_may_use_all_cores_unless_told_otherwise_and_has_the_environment(monkeypatch):
@@ -105,7 +104,7 @@ def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
     assert (second.path, second.exit_code) == (first.path, 0)
     assert lines("ran") == ["1", "2", "2", "3"]
     assert second.statuses["cmd_0002"].attempt == 2
-    assert RunDir(second.path).header["settings"]["max_parallel"] == 1
+    assert read_file(second.path / "config.yaml")["max_parallel"] == 1
 
 
 def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_path, monkeypatch):
@@ -147,8 +146,8 @@ def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is
     assert not Path("ran").exists()
     assert run_sh("echo {a} >> ran", "a=1", settings=[*limits, "accept_tight=true"]).exit_code == 0
     for more, is_tight in (([], True), (["accept_tight=true"], False)):
-        how = {"params": ["a=1"], "settings": resolve_settings([*limits, *more, "experiment=other"])}
-        plan = plan_commands(["echo", "{a}"], **how)
+        choice = Choice(combinations=({"a": "1"},))
+        plan = plan_run(["echo", "{a}"], overrides=[*limits, *more, "experiment=other"], choice=choice)
         assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
 
 
@@ -165,7 +164,7 @@ def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch
         (["programs/..."], "command"),
     ]
     for command, name in names:
-        assert run_commands(command, settings=resolve_settings((), {})).path.parent.name == name
+        assert run_commands(command, env={"PATH": str(programs)}).path.parent.name == name
 
 
 def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):

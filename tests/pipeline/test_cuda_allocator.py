@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from memfit.config import read_file
 from memfit.errors import ConfigError
-from memfit.pipeline import resolve_settings, run, run_commands
+from memfit.pipeline import run, run_commands
 from memfit.rundir import RunDir
 
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -33,8 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 def run_command(*settings, env=None):
     """What a job's interpreter got, the run's record, and the sentences of its plan."""
-    resolved = resolve_settings(settings, env or {})
-    result = run_commands([sys.executable, "-c", AT_START], settings=resolved)
+    result = run_commands([sys.executable, "-c", AT_START], overrides=settings, env=env or {})
     run_dir = RunDir(result.path)
     seen = json.loads((run_dir.job_dir("cmd_0001") / "out.log").read_text())
     told = [event["text"] for event in run_dir.events() if event["kind"] == "plan" and "allocator" in event["text"]]
@@ -45,7 +45,7 @@ def test_a_jobs_interpreter_starts_with_it_and_the_record_of_the_run_and_of_the_
     flag = ("--cuda-allocator", f'memory.cuda_allocator="{GROWS}"')
     seen, run_dir, told = run_command(flag)
     assert seen == dict.fromkeys(NAMES, GROWS) and told == []
-    assert run_dir.header["settings"]["memory"]["cuda_allocator"] == GROWS
+    assert read_file(run_dir.path / "config.yaml")["memory"]["cuda_allocator"] == GROWS
     assert run_dir.header["origins"]["memory.cuda_allocator"] == "--cuda-allocator"
     job = json.loads((run_dir.job_dir("cmd_0001") / "job.json").read_text())
     assert job["cuda_allocator"] == job["env"]["PYTORCH_ALLOC_CONF"] == GROWS
@@ -64,14 +64,14 @@ def test_a_variable_of_your_own_wins_over_the_setting_and_that_is_told(monkeypat
     seen, run_dir, [told] = run_command(f"memory.cuda_allocator={GROWS}", env={name: "max_split_size_mb:64"})
     assert seen == dict.fromkeys(NAMES, "max_split_size_mb:64")
     assert f"max_split_size_mb:64, from environment {name}, over --set {GROWS}" in told
-    assert run_dir.header["settings"]["memory"]["cuda_allocator"] == "max_split_size_mb:64"
+    assert read_file(run_dir.path / "config.yaml")["memory"]["cuda_allocator"] == "max_split_size_mb:64"
     assert run_dir.header["origins"]["memory.cuda_allocator"] == f"environment {name}, over --set {GROWS}"
 
 
 def test_a_contradiction_is_refused_before_anything_runs_with_the_flag_and_the_source(tmp_path):
     flag = ("--cuda-allocator", f'memory.cuda_allocator="{GROWS},max_split_size_mb:64"')
     with pytest.raises(ConfigError) as caught:
-        resolve_settings([flag], {})
+        run_command(flag)
     text = str(caught.value)
     assert "--cuda-allocator" in text and "together with max_split_size_mb:64" in text and "issue 119452" in text
     assert not (tmp_path / "runs").exists()

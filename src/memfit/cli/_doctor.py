@@ -69,7 +69,7 @@ def _setup(flags: Flags) -> Setup:
     from memfit.doctor import Setup
     from memfit.pipeline import resolve_settings
 
-    settings = resolve_settings()
+    settings = resolve_settings(values={"experiment": "doctor"})
     are_set = settings.origins["threads_per_job"] != DEFAULT
     return Setup(
         threads=settings.value.threads_per_job if flags.threads is None and are_set else flags.threads,

@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own
 from memfit.masking import mask
-from memfit.pipeline import Choice, RunResult, expand, resolve_settings, run_commands
-from memfit.pipeline import run as run_config
+from memfit.pipeline import Choice, RunResult, expand
+from memfit.pipeline import run as run_anything
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import Reader, RunDir
 
@@ -37,6 +37,8 @@ _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
 #: The flags that choose among stages and units.
 _CHOOSING = frozenset({"until", "from_", "skip", "units", "check_files"})
+#: Those that fill in a command.
+_COMBINING = frozenset({"param", "param_file"})
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,21 @@ def run(
     )
     if command:
         _check_no_stages(flags)
-        start_commands(context, command, flags)
+    what: str | Sequence[str] = command or source or ""
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
-    chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_}
-    choice = Choice(**chosen, check_files=flags.check_files, combinations=tuple(combinations))
+    chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_, "check_files": flags.check_files}
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
-    how: dict[str, Any] = {"overrides": given, "choice": choice, "new": flags.new}
+    how: dict[str, Any] = {"overrides": given, "choice": Choice(**chosen, combinations=tuple(combinations))}
+    how["new"] = flags.new
     if flags.plan:
-        again = _start_of(context, but=_CHOOSING | {"new"})
         from memfit.pipeline import plan_run
 
-        _close_plan(plan_run(source or "", start=again, **how), flags)
-    show_run(partial(run_config, source or "", force=flags.force, **how), flags)
+        but = _CHOOSING | {"new"} | (_COMBINING if command else set())
+        _close_plan(plan_run(what, start=_start_of(context, but=but), **how), flags)
+    show = _show_command if command and not combinations else show_run
+    show(partial(run_anything, what, force=flags.force, **how), flags)
 
 
 def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
@@ -139,19 +142,6 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
         for each in value if isinstance(value, list | tuple) else [value]:
             words += flag if each is True else [*flag, str(each)]
     return shlex.join(mask(words))
-
-
-def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flags) -> NoReturn:
-    """Run a command, once or for every combination of parameters, and exit with the run's code."""
-    how: dict[str, Any] = {"params": flags.param or [], "param_file": flags.param_file, "new": flags.new}
-    how["settings"] = resolve_settings(flags.overrides())
-    if flags.plan:
-        one = _start_of(context, but={"param", "param_file", "new"})
-        from memfit.pipeline import plan_commands
-
-        _close_plan(plan_commands(command, start=one, **how), flags)
-    show = show_run if flags.param or flags.param_file is not None else _show_command
-    show(partial(run_commands, command, force=flags.force, **how), flags)
 
 
 def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.pipeline._config import CommandSettings as CommandSettings
+    from memfit.pipeline._command import config_of_command as config_of_command
     from memfit.pipeline._config import MemorySettings as MemorySettings
     from memfit.pipeline._config import RunConfig as RunConfig
     from memfit.pipeline._config import StageSettings as StageSettings
+    from memfit.pipeline._config import resolve_settings as resolve_settings
     from memfit.pipeline._contract import Context as Context
     from memfit.pipeline._contract import Output as Output
     from memfit.pipeline._contract import Probe as Probe
@@ -32,15 +33,14 @@ if TYPE_CHECKING:
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm
     from memfit.pipeline._order import order_of_config as order_of_config
-    from memfit.pipeline._order import resolve_settings as resolve_settings
     from memfit.pipeline._plan_run import RunPlan as RunPlan
     from memfit.pipeline._plan_run import StagePlan as StagePlan
-    from memfit.pipeline._plan_run import plan_commands as plan_commands
     from memfit.pipeline._plan_run import plan_run as plan_run
     from memfit.pipeline._probe import call_alone as call_alone
     from memfit.pipeline._probe import context_of as context_of
     from memfit.pipeline._probe import estimate_workload as estimate_workload
     from memfit.pipeline._results import Index as Index
+    from memfit.pipeline._results import Results as Results
     from memfit.pipeline._results import Unit as Unit
     from memfit.pipeline._run import make_job as make_job
     from memfit.pipeline._run import resume as resume
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._run import start_folder as start_folder
     from memfit.pipeline._run import take_up as take_up
     from memfit.pipeline._run import write_order as write_order
+    from memfit.pipeline._source import UnitSource as UnitSource
     from memfit.pipeline._supervise import RunResult as RunResult
     from memfit.pipeline._supervise import Supervisor as Supervisor
     from memfit.pipeline._supervise import View as View

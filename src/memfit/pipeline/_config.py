@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -75,42 +76,6 @@ class MemorySettings(Settings):
     cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
 
 
-class CommandSettings(Settings):
-    """The settings of a run of commands; a config has these too.
-
-    Attributes:
-        schema_version: The version of this format.
-        experiment: Names the folder below ``runs_dir``.
-        max_parallel: ``auto`` for as many jobs at once as fit, or the most.
-        accept_tight: Also run a job whose declared peak leaves less than 5 % of what it gets alone.
-        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
-        retries: How often to restart a job that ran out of memory, or that something outside of memfit ended.
-        threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
-        grace_seconds: How long a job may take to stop.
-        runs_dir: The folder of all runs.
-        memory: How much of the machine's memory the run may use.
-        backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
-        slurm: What each job asks of Slurm.
-        notify: Who is told how the run goes.
-        track: Where its epochs are shown: TensorBoard, Weights & Biases.
-    """
-
-    schema_version: Literal[1] = 1
-    experiment: _Name = ""
-    max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    accept_tight: bool = False
-    on_failure: OnFailure = "continue"
-    retries: Annotated[int, Field(ge=0)] = 2
-    threads_per_job: Annotated[int, Field(ge=1)] = 1
-    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
-    runs_dir: _Folder = Path("runs")
-    memory: MemorySettings = MemorySettings()
-    backend: Literal["local", "slurm"] = "local"
-    slurm: SlurmOptions = SlurmOptions()
-    notify: NotifySettings = NotifySettings()
-    track: TrackSettings = TrackSettings()
-
-
 class StageSettings(Settings):
     """The command of a stage, and what the stage needs of the machine.
 
@@ -144,61 +109,77 @@ class StageSettings(Settings):
     slurm: SlurmOptions | None = None
 
 
-class RunConfig(CommandSettings):
-    """The config of a workload.
+class RunConfig(Settings):
+    """The config of a run. A command is one stage of a config that is made for it.
 
     Attributes:
+        schema_version: The version of this format.
+        experiment: Names the folder below ``runs_dir``.
         target: A function or a workload as ``module:NAME``; empty where the stages are commands.
         stages: Per stage its command, where there is no target, and what it needs of the machine.
         seed: All random numbers follow from it.
         units: Which units to run: ``all``, or numbers, ranges and names such as ``2-5``.
         skip: Stages that count as passed.
+        max_parallel: ``auto`` for as many jobs at once as fit, or the most.
+        accept_tight: Also run a job whose declared peak leaves less than 5 % of what it gets alone.
+        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
+        retries: How often to restart a job that ran out of memory, or that something outside of memfit ended.
+        threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
+        grace_seconds: How long a job may take to stop.
+        runs_dir: The folder of all runs.
         panels_dir: The cache of panels, shared by all runs.
+        memory: How much of the machine's memory the run may use.
+        backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
+        slurm: What each job asks of Slurm.
+        notify: Who is told how the run goes.
+        track: Where its epochs are shown: TensorBoard, Weights & Biases.
         params: The workload's own settings.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
         warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;
             ``never`` starts a new interpreter for each.
     """
 
+    schema_version: Literal[1] = 1
     experiment: _Name
     target: str = ""
     stages: dict[str, StageSettings] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0)] = 0
     units: str = "all"
     skip: list[str] = Field(default_factory=list)
+    max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    accept_tight: bool = False
+    on_failure: OnFailure = "continue"
+    retries: Annotated[int, Field(ge=0)] = 2
+    threads_per_job: Annotated[int, Field(ge=1)] = 1
+    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
+    runs_dir: _Folder = Path("runs")
     panels_dir: _Folder = Path("panels")
+    memory: MemorySettings = MemorySettings()
+    backend: Literal["local", "slurm"] = "local"
+    slurm: SlurmOptions = SlurmOptions()
+    notify: NotifySettings = NotifySettings()
+    track: TrackSettings = TrackSettings()
     params: dict[str, Any] = Field(default_factory=dict)
     tune: dict[str, Any] = Field(default_factory=dict)
     warm: Literal["auto", "never"] = "auto"
 
 
-C = TypeVar("C", bound=CommandSettings)
-
-
-def resolve_with_allocator(
-    model: type[C],
+def resolve_settings(
     *,
     file: Path | None = None,
     values: Mapping[str, Any] | None = None,
-    env: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
     overrides: Sequence[config.Override] = (),
-) -> config.Resolved[C]:
-    """Resolve settings; the user's own variable for torch's allocator overrides ours."""
-    found = config.resolve(model, file=file, values=values, env=env, overrides=overrides)
+) -> config.Resolved[RunConfig]:
+    """Resolve the settings of a run, as `memfit.config.resolve` does.
+
+    A variable for torch's allocator that the user set (``PYTORCH_CUDA_ALLOC_CONF``) overrides ours.
+    """
+    env = os.environ if env is None else env
+    found = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator
     name = next((name for name in _ALLOCATOR_VARIABLES if env.get(name)), None)
     if asked is None or name is None or env[name] == asked:
         return found
     own = (f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}", f"{_ALLOCATOR}={json.dumps(env[name])}")
-    return config.resolve(model, file=file, values=values, env=env, overrides=[*overrides, own])
-
-
-def of_commands(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that only configs have.
-
-    >>> of_commands({"MEMFIT_PANELS_DIR": "/big", "MEMFIT_RETRIES": "0"})
-    {'MEMFIT_RETRIES': '0'}
-    """
-    others = RunConfig.model_fields.keys() - CommandSettings.model_fields.keys()
-    names = {config.variable(name) for name in others}
-    return {name: value for name, value in env.items() if name.upper().partition("__")[0] not in names}
+    return config.resolve(RunConfig, file=file, values=values, env=env, overrides=[*overrides, own])

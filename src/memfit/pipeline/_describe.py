@@ -36,7 +36,6 @@ class StageSpec:
         path: Where the list stands in that result or in the settings.
         memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where nobody asked for it.
         modules: The modules that were read to find its code.
-        keyed: False for a command without a config: its results have no keys.
     """
 
     name: str
@@ -60,7 +59,6 @@ class StageSpec:
     code: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[str] = ()
     data: str = ""
-    keyed: bool = True
 
     @property
     def reads(self) -> list[str]:

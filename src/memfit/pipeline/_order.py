@@ -6,32 +6,29 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
-from memfit.files import damaged, read_whole
+from memfit.files import read_whole
 from memfit.jobs import Parent, call_in_child, start_env
+from memfit.masking import mask
 from memfit.memory import Budget
-from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
+from memfit.pipeline._command import check_command, config_of_command
+from memfit.pipeline._config import RunConfig, StageSettings, resolve_settings
 from memfit.pipeline._describe import StageSpec, describe_commands
-from memfit.pipeline._grid import ALL, PLACEHOLDER, Choice, chosen_units, fill, own_stdin
+from memfit.pipeline._grid import ALL, Choice, check_placeholders, chosen_units, own_stdin
 from memfit.rundir import RunDir
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
-_PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
-_SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
-#: What ``run.json`` holds for a run of commands.
-FACTS = {"template": [str], "combinations": [{str: str}], "settings": dict, "origins": {str: str}}
+#: What a run is of: the stages of a config, one command for each combination of parameters, or the trials of a study.
+Kind = Literal["stages", "commands", "tune"]
+#: A YAML file, its content, a function as ``module:name``, or the words of a command.
+Source = Path | str | Mapping[str, Any] | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,13 @@ class Order:
     """What to run.
 
     The ``fingerprint`` names what runs and its settings, so that the same command finds its run. It leaves out code and
-    data, and how many jobs run at once. ``facts`` go to ``run.json``, ``yaml`` is the resolved config.
+    data, and how many jobs run at once. ``facts`` go to ``run.json``, ``yaml`` is the resolved config. What commands
+    made is kept in their own run alone, whatever code they ran: a run of ``commands`` that is finished is over.
     """
 
-    settings: CommandSettings
+    settings: RunConfig
     stages: Sequence[StageSpec]
+    kind: Kind = "stages"
     fingerprint: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -51,16 +50,6 @@ class Order:
     params: Mapping[str, Any] = field(default_factory=dict)
     yaml: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def target(self) -> str:
-        """The workload that the config names; empty for commands."""
-        return getattr(self.settings, "target", "")
-
-    @property
-    def is_keyed(self) -> bool:
-        """False for commands without a config."""
-        return all(stage.keyed for stage in self.stages)
 
     @cached_property
     def by_name(self) -> dict[str, StageSpec]:
@@ -70,7 +59,7 @@ class Order:
     @property
     def common(self) -> dict[str, Any]:
         """What every key depends on."""
-        return {"seed": getattr(self.settings, "seed", 0), "threads": self.settings.threads_per_job}
+        return {"seed": self.settings.seed, "threads": 0 if self.kind == "commands" else self.settings.threads_per_job}
 
     def chosen(self) -> tuple[set[str], frozenset[str]]:
         """Return the stages that are asked for, and those that run again whether valid or not."""
@@ -112,8 +101,7 @@ class Order:
 
     def topology(self, stage: str) -> StageSettings:
         """Return what a stage needs of the machine."""
-        stages = self.settings.stages if isinstance(self.settings, RunConfig) else {}
-        return stages.get(stage, StageSettings())
+        return self.settings.stages.get(stage, StageSettings())
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):
@@ -147,29 +135,28 @@ class Warm(contextlib.AbstractContextManager["Warm"]):
             self.parent.close()
 
 
-def _named_by(source: Path | str | Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any] | None]:
+def _named_by(source: Source) -> tuple[Path | None, Mapping[str, Any] | None]:
     """Return the file of a config, or its values."""
-    file: Path | None = None
-    values: Mapping[str, Any] | None = None
     if isinstance(source, Mapping):
-        values = source
-    elif _TARGET.fullmatch(str(source)) and not Path(source).exists():
-        values = {"target": str(source), "experiment": str(source).rpartition(":")[2]}
-    else:
-        file = Path(source)
-        if file.suffix not in (".yaml", ".yml") and (file.suffix == ".py" or not file.exists()):
-            raise UsageError(
-                f"{source} is no config and no function.",
-                rule="memfit run takes a YAML config, a function as module:name, or a command behind --.",
-                remedy=f"write: memfit run -- python {source}"
-                if file.suffix == ".py"
-                else "write for example: memfit run config.yaml, memfit run train:train, memfit run -- python train.py",
-            )
-    return file, values
+        return None, source
+    if not isinstance(source, str | Path):
+        return None, config_of_command(mask(list(source)))  # run.json has the words as they were
+    if _TARGET.fullmatch(str(source)) and not Path(source).exists():
+        return None, {"target": str(source), "experiment": str(source).rpartition(":")[2]}
+    file = Path(source)
+    if file.suffix not in (".yaml", ".yml") and (file.suffix == ".py" or not file.exists()):
+        raise UsageError(
+            f"{source} is no config and no function.",
+            rule="memfit run takes a YAML config, a function as module:name, or a command behind --.",
+            remedy=f"write: memfit run -- python {source}"
+            if file.suffix == ".py"
+            else "write for example: memfit run config.yaml, memfit run train:train, memfit run -- python train.py",
+        )
+    return file, None
 
 
 def order_of_config(
-    source: Path | str | Mapping[str, Any],
+    source: Source,
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
@@ -178,10 +165,15 @@ def order_of_config(
     with_memory: bool = False,
     warm: Warm | None = None,
 ) -> Order:
-    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
+    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code.
+
+    A command becomes the order of `order_of_command`.
+    """
     env = os.environ if env is None else env
     file, values = _named_by(source)
-    resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
+    if not isinstance(source, str | Path | Mapping):
+        return order_of_command(source, choice, values=values, env=env, overrides=overrides)
+    resolved = resolve_settings(file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
     chosen_units(settings.units, None)
     folders = folders or ([str(file.resolve().parent)] if file else [])
@@ -213,6 +205,7 @@ def order_of_config(
     order = Order(
         settings,
         stages,
+        "stages",
         config.fingerprint(content),
         described["origins"],
         facts | {"origins": described["origins"], "units": list(choice.combinations)},
@@ -226,6 +219,30 @@ def order_of_config(
         for name in (stage.name for stage in stages if stage.name in asked and stage.name in refused):
             raise ConfigError(**refused[name])
     return order
+
+
+def order_of_command(command: Sequence[str], choice: Choice, **given: Any) -> Order:
+    """Order a command for every combination of parameters: the only stage of a config.
+
+    Args:
+        command: The command.
+        choice: The combinations; without any, it runs once.
+        given: As for `resolve_settings`.
+    """
+    units = [dict(one) for one in choice.combinations] or [{}]
+    check_command(command, units)
+    if given["values"] is not None and not any(units):
+        given["values"] |= {"threads_per_job": Budget.read().num_cpus}  # all cores, for the only job
+    if own_stdin(units) is not None:
+        given["overrides"] = [*given["overrides"], ("standard input, which can be read once,", "retries=0")]
+    resolved = resolve_settings(**given)
+    settings = resolved.value
+    check_placeholders([*command, *filter(None, [settings.memory.job_of])], list(units[0]))
+    content = {"template": list(command), "combinations": units, "cwd": str(Path.cwd())}
+    facts = {"kind": "commands", **content, "origins": resolved.origins}
+    stage = StageSpec("cmd", units=units, command=list(command))
+    fingerprint, origins = config.fingerprint(content), resolved.origins
+    return Order(settings, [stage], "commands", fingerprint, origins, facts, yaml=resolved.to_yaml())
 
 
 def python_path(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -249,86 +266,13 @@ def _check_topology(settings: RunConfig, names: Sequence[str]) -> None:
             )
 
 
-def resolve_settings(
-    overrides: Sequence[config.Override] = (), env: Mapping[str, str] | None = None
-) -> config.Resolved[CommandSettings]:
-    """Return the settings of a run of commands, each with its origin.
-
-    Overrides come before ``MEMFIT_`` variables, and these before defaults.
-
-    Raises:
-        ConfigError: If one is unknown or has a bad value.
-    """
-    env = of_commands(os.environ if env is None else env)
-    return resolve_with_allocator(CommandSettings, env=env, overrides=overrides)
-
-
-def order_of_command(
-    command: Sequence[str],
-    combinations: Sequence[Mapping[str, str]],
-    settings: CommandSettings,
-    origins: Mapping[str, str],
-) -> Order:
-    """Order a command for every combination of parameters."""
-    for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
-        if shutil.which(program) is None:
-            path = Path(program)
-            what = f"'{program}' is a folder" if path.is_dir() else f"'{program}' is not executable"
-            raise UsageError(
-                f"{what if path.exists() else f'there is no program {program!r}'}.",
-                rule="a command begins with a program: one on the PATH, or the path of an executable file.",
-                remedy="correct the name, make the file executable (chmod +x), or name what runs it: python, sh",
-            )
-    script = command[1] if len(command) > 1 and _PYTHON.fullmatch(command[0]) else ""
-    if script.endswith(".py") and not PLACEHOLDER.search(script) and not Path(script).exists():
-        raise UsageError(
-            f"there is no script {script!r} in {Path.cwd()}.",
-            rule="what python is given as a script is a file.",
-            remedy="correct its name, or go to its folder first",
-        )
-    changed: dict[str, tuple[Any, str]] = {}
-    if own_stdin(combinations) is not None:
-        changed["retries"] = 0, "standard input can be read once"
-    if not settings.experiment:
-        changed["experiment"] = _name_of(command), "the program's name"
-    if len(combinations) == 1 and not combinations[0] and origins.get("threads_per_job") == config.DEFAULT:
-        changed["threads_per_job"] = Budget.read().num_cpus, "all cores, for the only job"
-    settings = settings.model_copy(update={name: value for name, (value, _) in changed.items()})
-    origins = {**origins, **{name: origin for name, (_, origin) in changed.items()}}
-    template, units = list(command), [dict(one) for one in combinations]
-    content = {"template": template, "combinations": units, "cwd": str(Path.cwd())}
-    facts = {"kind": "commands", **content, "settings": settings.model_dump(mode="json"), "origins": origins}
-    stage = StageSpec("cmd", units=units, command=template, keyed=False)
-    return Order(settings, [stage], config.fingerprint(content), origins, facts)
-
-
 def order_of_run(run: RunDir, warm: Warm | None = None) -> Order:
     """Return the order that a run was started with, from its files; call it in the folder of its start."""
-    if run.header.get("kind") == "commands":
-        header = read_whole(run.path / "run.json", FACTS) or {}
-        try:
-            settings = CommandSettings.model_validate(header["settings"])
-        except ValidationError as error:
-            raise damaged(run.path / "run.json", f"has other settings than this memfit: {error}") from error
-        return order_of_command(header["template"], header["combinations"], settings, header["origins"])
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    header = read_whole(run.path / "run.json") or {}
+    header, file = read_whole(run.path / "run.json") or {}, run.path / "config.yaml"
+    if header.get("kind") == "commands":
+        choice = Choice(combinations=tuple(header["combinations"]))
+        return order_of_command(header["template"], choice, file=file, values=None, env=others, overrides=())
     choice = Choice(combinations=tuple(header.get("units") or ()))
     folders = header.get("folders") or ()
-    return order_of_config(run.path / "config.yaml", env=others, choice=choice, folders=folders, warm=warm)
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """Name a command by its script or module, else by its program.
-
-    >>> _name_of(["python3", "-u", "jobs/train.py", "--fold", "3"]), _name_of(["python", "-m", "a.b"])
-    ('train', 'a.b')
-    >>> [_name_of(words) for words in (["python", "-c", "x"], ["bash", "go.sh", "1"], ["python", "train_{fold}.py"])]
-    ['python', 'go', 'train_-fold']
-    """
-    name = Path(command[0]).name
-    if _INTERPRETER.fullmatch(name):
-        module = dict(pairwise(command)).get("-m")
-        name = module or next((Path(word).name for word in command if _SCRIPT.fullmatch(word)), name)
-    name = Path(name).stem if _SCRIPT.fullmatch(name) else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "command"
+    return order_of_config(file, env=others, choice=choice, folders=folders, warm=warm)

@@ -21,10 +21,10 @@ from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._grid import ALL, Choice, fill
 from memfit.pipeline._manifest import find_manifest
-from memfit.pipeline._order import Order, order_of_config
+from memfit.pipeline._order import Order, Source, order_of_config
 from memfit.pipeline._probe import ask_of_model
-from memfit.pipeline._results import Index, Unit
-from memfit.pipeline._run import find_run, order_of_params
+from memfit.pipeline._results import Results, Unit
+from memfit.pipeline._run import earlier_runs, find_run
 from memfit.pipeline._supervise import most_at_once, read_budget
 from memfit.planning import decide, find_this_gpu
 from memfit.rundir import RunDir
@@ -117,7 +117,7 @@ class RunPlan:
 
 
 def plan_run(
-    source: Path | str | Mapping[str, Any],
+    source: Source,
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
@@ -127,43 +127,23 @@ def plan_run(
 ) -> RunPlan:
     """Return what `memfit.run` would do with the same arguments; start and write nothing.
 
-    ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags.
+    ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags, of a command up
+    to its ``--``.
     """
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
-    name = "CONFIG" if isinstance(source, Mapping) else str(source)
-    return _plan(order, start or f"memfit run {shlex.quote(name)}", new=new)
-
-
-def plan_commands(
-    command: Sequence[str],
-    *,
-    params: Sequence[str] = (),
-    param_file: Path | None = None,
-    settings: config.Resolved[Any],
-    new: bool = False,
-    start: str = "memfit run",
-) -> RunPlan:
-    """Return what `run_commands` would do with the same arguments; start and write nothing.
-
-    ``start`` is the command line of memfit, up to its ``--``.
-    """
-    return _plan(order_of_params(command, params, param_file, settings), start, new=new)
-
-
-def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
+    if not start:
+        start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
     settings = order.settings
     runs = RunDir.all(settings.runs_dir, settings.experiment)[:_MOST_RUNS]
-    found = None if new else find_run(order)
-    graph = Graph(
-        order,
-        found or RunDir(settings.runs_dir / settings.experiment / "planned"),
-        index=Index([] if new else [run for run in runs if run != found]),
-    )
-    graph.advance()
+    graph = Graph(order)
+    found = None if new else find_run(order, graph)
+    if found is None:
+        planned = RunDir(settings.runs_dir / settings.experiment / "planned")
+        graph.look(Results(order, planned, None if new else earlier_runs(order, planned)))
     budget = read_budget(settings)
     stages = [_stage(order, graph, runs, budget, start, name) for name in graph.stages if name in graph.asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]
-    commands = [] if order.target else [_command(unit) for unit in ready if not unit.stage.keyed]
+    commands = [_command(unit) for unit in ready] if order.kind == "commands" else []
     return RunPlan(found.path if found else None, budget, stages, commands)
 
 
@@ -191,7 +171,7 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
         return StagePlan(**facts)
     measure = []
     footprint, origin, seconds = _size(order, stage, runs, left)
-    if footprint is None and stage.keyed:
+    if footprint is None and order.kind != "commands":
         measure.append(f"{start} --until {name}" + (" --units 1" if stage.each or stage.units else ""))
     elif footprint is None:
         measure.append(f"{start} -- {shlex.join(_command(left[0]))}")
@@ -217,7 +197,7 @@ def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mappi
 
 def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
     """Return the estimate of a stage's model on this machine's GPU, or on any where there is none."""
-    own: dict[str, Any] = {"target": order.target, "params": dict(order.params), "stage": stage.name}
+    own: dict[str, Any] = {"target": order.settings.target, "params": dict(order.params), "stage": stage.name}
     own["allocator"] = order.settings.memory.cuda_allocator
     asked = call_in_child("memfit.pipeline._probe:question_of", own, env=dict(os.environ) | dict(order.env))
     gpu, available, notes = find_this_gpu(budget)
@@ -265,7 +245,7 @@ def _size(
         return Footprint.declared(own.memory), f"declared: stages.{stage.name}.memory", None
     if memory.job and (stage.each or stage.units):
         return Footprint.declared(memory.job), "declared: memory.job", None
-    if memory.job_of and not stage.keyed:
+    if memory.job_of and order.kind == "commands":
         declared = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
         return max(declared, key=lambda one: one.private_bytes), f"declared: {memory.job_of}, the largest", None
     return None, "not measured yet", None

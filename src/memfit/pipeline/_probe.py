@@ -25,7 +25,9 @@ from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import Choice
 from memfit.pipeline._order import Order, python_path
+from memfit.pipeline._results import Results
 from memfit.pipeline._run import stage_order
+from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
@@ -71,9 +73,9 @@ def context_of(
     order = Order(whole.value, stages, choice=Choice(until=stage, units=unit), params=params)
     (folder / "checkpoints").mkdir()
     run = RunDir(folder)
-    graph = Graph(order, run, make_job=lambda unit: unit)
+    source = UnitSource(Graph(order).look(Results(order, run)), lambda unit: unit)
     while True:
-        job = next(iter(graph.next(1)))
+        job = next(iter(source.next(1)))
         if job.stage.command is not None:
             raise UsageError(
                 f"stage {stage} needs stage {job.stage.name}, which is a command.",
@@ -85,7 +87,7 @@ def context_of(
         if job.stage.name == stage:
             return make_context(asked), only(load_workload(target).params.model_validate(params), asked["stage"])
         run_stage(asked)
-        graph.ended(JobStatus(job.job_id, "completed"))
+        source.ended(JobStatus(job.job_id, "completed"))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from memfit.pipeline._manifest import (
     link_result,
     write_result,
 )
+from memfit.pipeline._order import Order
 from memfit.pipeline._proofs import HOST, Proofs
 from memfit.rundir import RunDir
 
@@ -43,7 +44,8 @@ class Unit:
 
     Its states are ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
     ``passed``, ``skipped``, ``failed`` and ``cancelled``. ``inputs``, ``previous``, ``key`` and ``parts`` (all that its
-    result depends on) are set when the units that it waits for have passed; ``made`` is its manifest.
+    result depends on) are set when the units that it waits for have passed; ``made`` is its manifest, and
+    ``elsewhere`` where another run has it.
     """
 
     stage: StageSpec
@@ -58,6 +60,7 @@ class Unit:
     key: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: Path | None = None
 
     @property
     def digest(self) -> str:
@@ -127,22 +130,16 @@ class Index:
 
 
 class Results:
-    """The results of a run's units.
+    """The results of a run's units: those that are there, and those of other runs that ``index`` knows."""
 
-    ``common`` holds what every key depends on (``seed``, ``threads``), ``anew`` the stages whose results do not count.
-    """
-
-    def __init__(
-        self, run: RunDir, index: Index, common: Mapping[str, Any], anew: frozenset[str], is_plan: bool
-    ) -> None:
-        self.run, self._index, self._common = run, index, common
-        self._anew, self._is_plan = anew, is_plan
+    def __init__(self, order: Order, run: RunDir, index: Index | None = None) -> None:
+        self.run, self.index = run, index or Index()
+        self._common, (_, self._anew) = order.common, order.chosen()
 
     def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
         """Return ``kept`` or ``reused`` with the manifest of a unit's valid result; None if the unit must run.
 
-        Sets the unit's key; its inputs must be there. Links a result of an earlier run into this one, and writes the
-        manifest of a command that completed while no supervisor ran.
+        Sets the unit's key, and of a result of another run where that is; the unit's inputs must be there.
         """
         stage, previous = unit.stage, unit.previous
         unit.parts = {
@@ -158,24 +155,33 @@ class Results:
         unit.key = digest([stage.name, unit.parts])
         if stage.name in self._anew:
             return None
+        if (found := _valid(unit.manifest(self.run), unit.key)) is not None:
+            return "kept", found
+        unit.elsewhere = self.index.find(stage.name, unit.key)
+        if unit.elsewhere is None or (found := _valid(unit.elsewhere, unit.key)) is None:
+            return None
+        return "reused", found | {"reused_from": found["reused_from"] or str(unit.elsewhere)}
+
+    def link(self, unit: Unit) -> None:
+        """Link a result of another run into this one."""
+        assert unit.elsewhere is not None
+        link_result(unit.elsewhere, unit.manifest(self.run), unit.made)
+
+    def take_left(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
+        """Write the manifest of a command that completed while no supervisor ran; return it as ``kept``."""
         path = unit.manifest(self.run)
-        is_left = stage.command is not None and not path.exists() and key_of(path) == unit.key
-        if is_left and not self._is_plan and (status := read_status(self.run, unit.job_id)).state == "completed":
+        if unit.stage.command is None or path.exists() or key_of(path) != unit.key or unit.stage.name in self._anew:
+            return None
+        if (status := read_status(self.run, unit.job_id)).state == "completed":
             with suppress(MemfitError):  # a bad result file: it runs again
                 self.seal(unit, status)
-        if (found := _valid(path, unit.key)) is not None:
-            return "kept", found
-        elsewhere = self._index.find(stage.name, unit.key)
-        if elsewhere is None or (found := _valid(elsewhere, unit.key)) is None:
-            return None
-        if self._is_plan:
-            return "reused", found | {"reused_from": str(elsewhere)}
-        return "reused", link_result(elsewhere, path, found)
+        made = self.made(unit)
+        return ("kept", made) if made is not None else None
 
     def why_not(self, unit: Unit) -> str:
         """Return why a unit runs, from the newest result of the same name."""
         path = unit.manifest(self.run)
-        for run in [self.run, *self._index.runs]:
+        for run in [self.run, *self.index.runs]:
             before = find_manifest(unit.manifest(run))
             is_own = before is not None and before["parts"].get("unit") == unit.parts.get("unit")
             if before is not None and (is_own or run == self.run):  # of another run, train_1 may be another unit

@@ -13,16 +13,16 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError, UsageError
-from memfit.files import read_json, read_whole, write_atomic, write_json, write_masked
+from memfit.files import read_json, write_atomic, write_json
 from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
-from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
-from memfit.pipeline._order import FACTS, Order, Warm, order_of_command, order_of_config, order_of_run, resolve_settings
-from memfit.pipeline._results import Index, Unit
+from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_of_run
+from memfit.pipeline._results import Index, Results, Unit
+from memfit.pipeline._source import UnitSource
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir
 
@@ -30,7 +30,7 @@ _TAKE_UP_SECONDS = 60.0
 
 
 def run(
-    source: Path | str | Mapping[str, Any],
+    source: Source,
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
@@ -39,14 +39,15 @@ def run(
     force: bool = False,
     view: View | None = None,
 ) -> RunResult:
-    """Run a config's stages, or a plain function, under one memory budget, or continue the run that is not finished.
+    """Run a config's stages, a plain function or a command under one memory budget, or continue the unfinished run.
 
     Valid results are kept. What changed runs again, and so does what builds on it. Running jobs of a dead memfit are
     taken over, and interrupted jobs continue from their checkpoints. SIGINT and SIGTERM ask the jobs to stop at a
     checkpoint; a second one ends them at once.
 
     Args:
-        source: The config, a YAML file or its content as a mapping; or a function as ``module:name``.
+        source: The config, a YAML file or its content as a mapping; a function as ``module:name``; or the words of a
+            command, for which `run_commands` reads parameters.
         overrides: Settings such as ``"params.train.num_epochs=3"``; they count more than environment and file.
         env: Where ``MEMFIT_…`` variables are read; ``os.environ`` when None.
         choice: Which stages and units; all by default.
@@ -76,40 +77,33 @@ def run(
         ...     print(error.remedy)
         did you mean 'units'?
     """
-    if not isinstance(source, str | Path | Mapping):
+    if callable(source):
         raise UsageError(
             f"memfit.run was given {source!r:.80}.",
-            rule="it takes a config: a YAML file, or its content as a mapping; or a function as 'module:name'.",
-            remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
+            rule="it takes a config (a YAML file or its content), a function as 'module:name', or a command's words.",
+            remedy="name the function by its module: memfit.run('train:train')",
         )
     with Warm() as warm:
         order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
-        Graph(order, RunDir(Path()))  # refuses bad names before anything is made
-        return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=not new, parent=warm.parent)
+        graph = Graph(order)  # refuses bad names before anything is made
+        run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
+        if not graph.has_looked or graph.run != run_dir:
+            graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
+        return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 
 
 def run_commands(
-    command: Sequence[str],
-    *,
-    params: Sequence[str] = (),
-    param_file: Path | None = None,
-    settings: config.Resolved[Any] | None = None,
-    new: bool = False,
-    force: bool = False,
-    view: View | None = None,
+    command: Sequence[str], *, params: Sequence[str] = (), param_file: Path | None = None, **given: Any
 ) -> RunResult:
     """Run a command for every combination of parameters under one memory budget, or continue the unfinished run.
 
-    The newest run of the same command, parameters and folder continues unless it is finished. Signals act as in `run`.
+    The newest run of the same command, parameters and folder continues unless it is finished.
 
     Args:
         command: The command; ``{name}`` stands for the value of a parameter.
         params: Texts such as ``fold=1..5`` and ``lr=1e-3,1e-4``.
         param_file: A CSV file with a header whose rows are combinations, crossed with ``params``.
-        settings: How to run them; from ``MEMFIT_`` variables and defaults when None.
-        new: Start over in a new run directory.
-        force: Run also what does not fit the budget.
-        view: As in `run`.
+        given: As for `run`: ``overrides``, ``env``, ``new``, ``force``, ``view``.
 
     Returns:
         The result. It holds failed commands; they raise nothing.
@@ -118,17 +112,7 @@ def run_commands(
         UsageError: If parameters, settings or the program are bad, or another process runs this run.
         DoesNotFitError: If no command fits the budget even alone.
     """
-    settings = settings or resolve_settings()
-    order = order_of_params(command, params, param_file, settings)
-    return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=False)
-
-
-def order_of_params(
-    command: Sequence[str], params: Sequence[str], param_file: Path | None, settings: config.Resolved[Any]
-) -> Order:
-    """Order a command for the combinations of parameters that flags give."""
-    words = [*command, *filter(None, [settings.value.memory.job_of])]
-    return order_of_command(command, expand(words, params, param_file), settings.value, settings.origins)
+    return run(list(command), choice=Choice(combinations=tuple(expand(None, params, param_file))), **given)
 
 
 def resume(run: Path, *, view: View | None = None) -> RunResult:
@@ -141,13 +125,14 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     run_dir = RunDir.open(run)
     with start_folder(run_dir), Warm() as warm:
         order = order_of_run(run_dir, warm)
-        if order.is_keyed and not _goes_on(order, run_dir):
+        graph = Graph(order).look(Results(order, run_dir))
+        if order.kind != "commands" and not _goes_on(order, graph):
             raise UsageError(
                 f"the code or the data of {run_dir.path} changed since it was finished, or a result in it is gone.",
                 rule="a finished result is never overwritten.",
                 remedy="start it by its config: a new run takes over what is still valid",
             )
-        return _go_on(order, run_dir, "continued", force=False, view=view, reuse=False, parent=warm.parent)
+        return _go_on(order, graph, "continued", force=False, view=view, parent=warm.parent)
 
 
 def start_folder(run: RunDir) -> contextlib.chdir[Path]:
@@ -162,26 +147,31 @@ def start_folder(run: RunDir) -> contextlib.chdir[Path]:
     return contextlib.chdir(cwd)
 
 
-def _goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
+def _goes_on(order: Order, graph: Graph) -> bool:
     """Return whether to continue a run: it is not finished, or nothing in it would be overwritten."""
-    graph = Graph(order, run, index=Index([other for other in earlier if other != run]))
-    if order.is_keyed:  # an unknown unit is refused before the run is touched
-        graph.advance()
     with contextlib.suppress(DamagedError):  # each job's own files say what is done
-        if run.state in ("completed", "stopped"):
-            return order.is_keyed and not graph.overwrites()
+        if graph.run.state in ("completed", "stopped"):
+            return order.kind != "commands" and not graph.overwrites()
     return True
 
 
-def find_run(order: Order) -> RunDir | None:
-    """Return the newest run of an order if it is to continue."""
+def find_run(order: Order, graph: Graph) -> RunDir | None:
+    """Return the newest run of an order if it is to continue; its graph has then looked at it."""
     settings = order.settings
-    runs = RunDir.all(settings.runs_dir, settings.experiment)
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    return found if found is not None and _goes_on(order, found, runs) else None
+    if found is None:
+        return None
+    graph.look(Results(order, found, earlier_runs(order, found)))  # refuses an unknown unit before the run is touched
+    return found if _goes_on(order, graph) else None
 
 
-def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None] = find_run) -> tuple[RunDir, str]:
+def earlier_runs(order: Order, run: RunDir) -> Index:
+    """Return the other runs of an order's experiment, from which results may be linked; none for commands."""
+    runs = RunDir.all(order.settings.runs_dir, order.settings.experiment) if order.kind != "commands" else []
+    return Index([other for other in runs if other != run])
+
+
+def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None]) -> tuple[RunDir, str]:
     """Return the run that continues, or a new one, and which of the two. Two starts at once find one run."""
     settings = order.settings
     # Other users' runs are theirs alone.
@@ -203,51 +193,29 @@ def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None] =
 
 
 def _go_on(
-    order: Order,
-    run: RunDir,
-    state: str,
-    *,
-    force: bool,
-    view: View | None,
-    reuse: bool,
-    parent: Parent | None = None,
+    order: Order, graph: Graph, state: str, *, force: bool, view: View | None, parent: Parent | None
 ) -> RunResult:
-    settings = order.settings
-    others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
-    earlier = [other for other in others if other != run]
+    settings, run = order.settings, graph.run
     facts = {"state": state, "fingerprint": order.fingerprint}
-
-    @functools.cache
-    def planned() -> Graph:
-        graph = Graph(order, run, index=Index(earlier))
-        graph.advance()
-        return graph
-
     with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
-        supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
+        supervisor.adopt(graph.goes_on_with)
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
-        say = supervisor.events.write
-        graph = Graph(order, run, index=Index(earlier), say=say, make_job=functools.partial(make_job, order, run))
-        graph.advance()
+        made = functools.partial(make_job, order, run)
+        source = UnitSource(graph, made, say=supervisor.events.write, is_commands=order.kind == "commands")
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
-        if alike and not graph.is_done:
+        if alike and not source.is_done:
             stage, _, largest = max(alike, key=lambda one: one[2].private_bytes)
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
-        statuses = supervisor.schedule(graph, known)
-        graph.close()
+        statuses = supervisor.schedule(source, known)
+        source.close()
         return _settle(order, supervisor, graph, statuses)
 
 
 def write_order(order: Order, run: RunDir) -> None:
-    """Write the resolved config and the graph; of a command, settings that changed."""
-    if not order.yaml:
-        before = read_whole(run.path / "run.json", FACTS) or {}
-        if before["settings"] != order.facts["settings"]:
-            write_masked(run.path / "run.json", before | dict(order.facts))
-        return
+    """Write the resolved config and the graph."""
     written = run.path / "config.yaml"
     if not written.exists() or written.read_text() != order.yaml:  # the run is new, or other settings of jobs changed
         write_atomic(written, order.yaml, mode=0o600 if mask(order.params) != order.params else 0o666)
@@ -263,8 +231,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     """Return the job that makes a unit's result, and make its folder."""
     settings, stage = order.settings, unit.stage
     own, memory, has_units = order.topology(stage.name), settings.memory, unit.label is not None
-    if stage.keyed:
-        folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
+    folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
     declared = own.memory or (memory.job if has_units else None)
     device_bytes = own.gpu_memory or (memory.gpu_job if has_units else None)
     facts: dict[str, Any] = {
@@ -292,25 +259,24 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     fields = unit.value if isinstance(unit.value, Mapping) else {stage.variable: unit.value}
     values = {str(name): str(value) for name, value in fields.items() if name}
     words: dict[str, str | list[str]] = dict(values)
-    if stage.keyed:
+    if order.kind == "commands":  # other braces are the command's own
+        if memory.job_of:
+            facts["footprint"] = Footprint.declared(fill([memory.job_of], words)[0])
+        facts |= {"params": values, "stdin": own_stdin(stage.units or ())}
+    else:
         words |= {f"params.{name}": str(value) for name, value in stage.settings.items()}
         label = unit.label if isinstance(unit.value, Mapping) else unit.value
         words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
         for name, units in unit.inputs.items():
             words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
-    else:
-        if memory.job_of:
-            facts["footprint"] = Footprint.declared(fill([memory.job_of], words)[0])
-        facts |= {"params": values, "stdin": own_stdin(stage.units or ())}
     return Job(unit.job_id, command=fill(stage.command, words, shell=stage.shell), cwd=str(Path.cwd()), **facts)
 
 
 def stage_order(order: Order, run: RunDir, unit: Unit) -> dict[str, Any]:
     """Return what `run_stage` takes."""
-    assert isinstance(order.settings, RunConfig)
     stage, previous = unit.stage, unit.previous
     return {
-        "target": order.target,
+        "target": order.settings.target,
         "params": order.params,
         "stage": {name: getattr(stage, name) for name in ("name", "settings", "code", "modules", "seed")},
         "facts": unit.facts,
@@ -333,7 +299,7 @@ def _known(order: Order, graph: Graph) -> Known:
         footprint = read_status(graph.run, unit.job_id).footprint
         job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
         if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
-            values = unit.value if isinstance(unit.value, Mapping) and not unit.stage.keyed else {}
+            values = unit.value if isinstance(unit.value, Mapping) and order.kind == "commands" else {}
             found.append((order.topology(unit.stage.name).like or unit.stage.name, values, footprint))
     return found
 
@@ -372,8 +338,8 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", anew=None)
-        others = Graph(dataclasses.replace(order, choice=everything), graph.run)
-        others.advance()
+        whole = dataclasses.replace(order, choice=everything)
+        others = Graph(whole).look(Results(whole, graph.run))
     found = []
     for name, asked in graph.units.items():
         own = {unit.job_id for unit in asked}

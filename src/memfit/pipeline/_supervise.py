@@ -56,7 +56,7 @@ from memfit.memory import (
     sweep_groups,
     why_no_walls,
 )
-from memfit.pipeline._config import CommandSettings, RunConfig
+from memfit.pipeline._config import RunConfig
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir
@@ -109,7 +109,7 @@ class Supervisor:
     """A run that this process supervises: it starts the jobs and keeps them within one budget."""
 
     run: RunDir
-    settings: CommandSettings
+    settings: RunConfig
     force: bool
     events: EventWriter
     stop: StopRequest
@@ -244,7 +244,7 @@ class Supervisor:
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
 
-def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
+def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
     """Read the budget under the user's own limit: of this host, or of the largest node that Slurm may give one job."""
     memory = settings.memory
     if settings.backend == "slurm":
@@ -252,7 +252,7 @@ def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budge
     return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
 
 
-def _read_node_budget(settings: CommandSettings) -> Budget:
+def _read_node_budget(settings: RunConfig) -> Budget:
     if settings.memory.num_gpus or settings.memory.gpu_job:
         raise UsageError(
             "memfit does not ask Slurm for GPUs by itself.",
@@ -285,17 +285,16 @@ def _read_node_budget(settings: CommandSettings) -> Budget:
     )
 
 
-def _slurm_of_stages(settings: CommandSettings) -> dict[str, SlurmOptions]:
+def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
     """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
-    stages = settings.stages if isinstance(settings, RunConfig) else {}
     return {
         name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
-        for name, one in stages.items()
+        for name, one in settings.stages.items()
         if one.slurm is not None
     }
 
 
-def most_at_once(settings: CommandSettings) -> int | None:
+def most_at_once(settings: RunConfig) -> int | None:
     """Return the most jobs at once; None for as many as fit."""
     return None if settings.max_parallel == "auto" else settings.max_parallel
 
@@ -303,7 +302,7 @@ def most_at_once(settings: CommandSettings) -> int | None:
 @contextmanager
 def supervised(
     run: RunDir,
-    settings: CommandSettings,
+    settings: RunConfig,
     *,
     force: bool,
     view: View | None,
@@ -361,12 +360,12 @@ def supervised(
 
 
 def _set_up(
-    run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack, parent: Parent | None
+    run: RunDir, settings: RunConfig, events: EventWriter, stack: ExitStack, parent: Parent | None
 ) -> tuple[Backend, Claims]:
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     if settings.backend == "slurm":
         own = _slurm_of_stages(settings)
-        if getattr(settings, "target", "") and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
+        if settings.target and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
             raise UsageError(
                 "a stage that is a function was given several nodes of Slurm.",
                 rule="on several nodes a command starts once on each; a function's result is that of one process.",

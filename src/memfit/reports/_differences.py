@@ -19,7 +19,6 @@ from memfit.rundir import RunDir
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
-    r"(settings\.)?"  # of a command
     r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune"
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|stages\.\w+\.(memory|gpu_memory|like|slurm(?!\.nodes)))(\..*)?"
 )
@@ -86,11 +85,10 @@ def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
 
 
 def read_settings(run: RunDir) -> dict[str, Any]:
-    """Return a run's resolved config, or a command with its settings; secrets are masked."""
-    if (run.path / "config.yaml").exists():
-        found = read_file(run.path / "config.yaml")
-    else:
-        found = {name: run.header.get(name) for name in ("template", "combinations", "cwd", "settings")}
+    """Return a run's resolved config, of commands also their parameters and folder; secrets are masked."""
+    config, header = run.path / "config.yaml", run.header
+    found = read_file(config) if config.exists() else {}
+    found |= {name: header[name] for name in ("combinations", "cwd") if header.get("kind") == "commands"}
     shown: dict[str, Any] = mask(found)
     return shown
 

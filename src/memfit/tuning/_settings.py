@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from memfit.config import Settings, read_plain
 from memfit.errors import UsageError
-from memfit.pipeline import check_placeholders, expand_range, parse_param
+from memfit.pipeline import check_placeholders, config_of_command, expand_range, parse_param
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -153,8 +153,8 @@ def of_command(command: Sequence[str], params: Sequence[str], name: str, tune: M
         words = [word.replace(f"{{{one}}}", f"{{params.{one}}}") for word in words]
     first = {one["name"]: one["choices"][0] if "choices" in one else one["low"] for one in space}
     return {
+        **config_of_command(words, "trial"),
         "experiment": name,
-        "stages": {"trial": {"run": words}},
         "params": {one.removeprefix("params."): value for one, value in first.items()},
         "tune": {**tune, "space": space},
     }

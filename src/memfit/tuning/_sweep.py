@@ -21,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.files import fits, read_json, read_own
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.pipeline import Graph, Index, Order, Unit, make_job
+from memfit.pipeline import Graph, Index, Order, Results, Unit, UnitSource, make_job
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
@@ -43,7 +43,7 @@ class Active:
 
     trial: Trial
     order: Order
-    graph: Graph
+    source: UnitSource
     study: Any = None
     num_checked: int = 0
     pruned: str = ""  # why it is ended
@@ -109,7 +109,7 @@ class Sweep:
         names = [] if self._taken_over and self.error is None else list(self._active)
         for active in [self._active[name] for name in names]:
             if not active.pruned:
-                jobs += active.graph.next(num_free)
+                jobs += active.source.next(num_free)
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._look()
@@ -118,7 +118,7 @@ class Sweep:
     def ended(self, status: JobStatus) -> None:
         """Take note of a job's last end."""
         active = self._active[status.job_id.partition(".")[0]]
-        active.graph.ended(status)
+        active.source.ended(status)
         self._next_look = 0.0
 
     @property
@@ -138,12 +138,12 @@ class Sweep:
     def num_like(self, job_id: str) -> int:
         """Return how many jobs of the same stage may run at once."""
         active = self._active.get(job_id.partition(".")[0])
-        return 1 if active is None else self.settings.num_slots * active.graph.num_like(job_id)
+        return 1 if active is None else self.settings.num_slots * active.source.num_like(job_id)
 
     def given_up(self, job_id: str) -> str:
         """Return why a job that has not started yet must not start any more; empty if it may."""
         active = self._active.get(job_id.partition(".")[0])
-        return "" if active is None else active.graph.given_up(job_id)
+        return "" if active is None else active.source.given_up(job_id)
 
     def goes_on_with(self, job_id: str) -> bool:
         """Return whether a running job of an earlier supervisor belongs to a trial that is not over."""
@@ -160,12 +160,12 @@ class Sweep:
     @property
     def all_units(self) -> list[Unit]:
         """The units of all trials that run."""
-        return [unit for active in self._active.values() for unit in active.graph.all_units]
+        return [unit for active in self._active.values() for unit in active.source.all_units]
 
     def close(self) -> None:
         """Wait for what other threads do, and write down what has ended."""
         for active in self._active.values():
-            active.graph.close()
+            active.source.close()
         self._look()
         self._pool.shutdown(cancel_futures=True)
 
@@ -238,29 +238,27 @@ class Sweep:
         if order is None:
             self._end(trial)
             return
-        graph = Graph(
-            order, self.run, index=self._index, prefix=f"{trial.name}.", say=self._say,
-            make_job=partial(_job, order, self.run, trial, self._limits["host"]),
-        )  # fmt: skip
+        graph = Graph(order, prefix=f"{trial.name}.").look(Results(order, self.run, self._index))
+        make = partial(_job, order, self.run, trial, self._limits["host"])
         if trial.number is not None:
             self.trials[trial.number] = trial
-        self._active[trial.name] = Active(trial, order, graph)
+        self._active[trial.name] = Active(trial, order, UnitSource(graph, make, say=self._say))
         self._taken_over.discard(trial.name)
 
     # Pruning, ends
 
     def _look(self) -> None:
-        self._reports.read(anew=any(active.graph.is_done for active in self._active.values()))
+        self._reports.read(anew=any(active.source.is_done for active in self._active.values()))
         for active in list(self._active.values()):
             if not active.pruned:
                 self._check(active)
-            if active.graph.is_done:
+            if active.source.is_done:
                 del self._active[active.trial.name]
                 self._conclude(active)
 
     def _first_unit(self, active: Active) -> str:
         """Return the job whose reports count for a trial: the first unit's, or the one that made its result."""
-        units = active.graph.units.get(self.settings.stage)
+        units = active.source.graph.units.get(self.settings.stage)
         return str(units[0].made.get("job") or units[0].job_id) if units else ""
 
     def _check(self, active: Active) -> None:
@@ -270,7 +268,7 @@ class Sweep:
         if pruned is None:
             return
         active.pruned = _PRUNED.format(pruned)
-        running = active.graph.give_up(f"{active.trial.name} is pruned: {active.pruned}")
+        running = active.source.give_up(f"{active.trial.name} is pruned: {active.pruned}")
         assert self.backend is not None
         statuses = self.backend.poll()
         for job_id in running:
@@ -295,7 +293,7 @@ class Sweep:
     def _seconds(self, active: Active) -> float:
         """Return how long the longest job of the objective's stage has run."""
         found = [0.0]
-        for unit in active.graph.units.get(self.settings.stage, ()):
+        for unit in active.source.graph.units.get(self.settings.stage, ()):
             status = read_status(self.run, unit.job_id)
             if status.started is not None:
                 found.append((status.ended or time.time()) - status.started)
@@ -303,8 +301,8 @@ class Sweep:
 
     def _conclude(self, active: Active) -> None:
         """Write how a trial ended; one whose jobs were stopped goes on at a later start."""
-        trial, units = active.trial, active.graph.all_units
-        active.graph.close()
+        trial, units = active.trial, active.source.all_units
+        active.source.close()
         state, cause = "pruned" if active.pruned else "", active.pruned
         reported = dict(sorted(self._reports.values.get(self._first_unit(active), {}).items()))
         found: dict[str, Any] = {"measured": self._measure(active)}
@@ -346,7 +344,7 @@ class Sweep:
     def _value(self, active: Active) -> tuple[str, dict[str, Any]]:
         """Return the objective of a trial whose jobs have completed: the mean over the units."""
         found: dict[str, float] = {}
-        for unit in active.graph.units[self.settings.stage]:
+        for unit in active.source.graph.units[self.settings.stage]:
             value = self._number_of(unit)
             if value is None or not fits(value, float):
                 where = "result, reports and last line" if unit.stage.command is not None else "result"
@@ -376,7 +374,7 @@ class Sweep:
         devices: dict[str, int] = defaultdict(int)
         effective: dict[str, Any] = {}
         measured: dict[str, Any] = {"seconds": round(self._seconds(active), 3), "ended": time.time()}
-        for unit in active.graph.all_units:
+        for unit in active.source.all_units:
             status = read_status(self.run, unit.job_id)
             # One that went on after a kill may have taken less than its first attempt.
             earlier = [read_json(one) or {} for one in self.run.job_dir(unit.job_id).glob("outcome_*.json")]

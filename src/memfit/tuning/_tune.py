@@ -203,7 +203,7 @@ def _tune(
     fixed = settings.model_dump(mode="json", exclude=set(_FREE))
     fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
     facts = {**base.facts, "kind": "tune"}
-    order = dataclasses.replace(base, fingerprint=fingerprint, facts=facts)
+    order = dataclasses.replace(base, kind="tune", fingerprint=fingerprint, facts=facts)
     run, state = take_up(order, new=False, find=find)
 
     def order_of(values: Mapping[str, Any]) -> Order:
