@@ -157,7 +157,7 @@ def test_a_job_without_a_record_of_its_end_gives_no_fact(tmp_path):
     assert diagnose(run.path).cause == "unknown"
 
 
-def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
+def test_what_a_training_met_and_survived_is_told_with_its_line_among_damaged_ones(tmp_path):
     run = recorded(tmp_path, counters(0), counters(0), state="completed", code=0)
     events = [
         {"time": 1.0, "job": "fold_1", "kind": "phase", "phase": "train"},
@@ -166,10 +166,11 @@ def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
         {"time": 4.0, "job": "fold_2", "kind": "shm_full", "room": 0},
     ]
     path = run.events_dir / "host-1-1.jsonl"
-    path.write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"time": 6.0, "kind": "oo')
+    whole = "".join(f"{json.dumps(event)}\n" for event in events)
+    path.write_bytes(b'\xff\x00{\n[1]\n{"kind": \n' + whole.encode() + b'{"time": 6.0, "kind": "oo')
     found = diagnose(run.job_dir("fold_1"))
     assert (found.kind, found.recovered) == ("gpu", True)
-    assert [(one.file, one.line) for one in found.evidence] == [(str(path), 2)]
+    assert [(one.file, one.line) for one in found.evidence] == [(str(path), 5)]
     assert diagnose(run.path).kind == "shm"  # the other job's event
 
 
