@@ -16,8 +16,7 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.memory import Budget
-from memfit.reports._epoch_memory import explain_memory, memory_of
-from memfit.reports._numbers import format_number, is_number, or_dash, plain_table, say, sizes_of
+from memfit.reports._numbers import explain_memory, format_number, is_number, or_dash, plain_table, say, sizes_of
 from memfit.reports._study import StudyView, study_of
 from memfit.rundir import (
     LEVELS,
@@ -190,9 +189,8 @@ class LiveRun:
             text = describe(event, state, study) if is_told else ""
             if text and not study and event in ends.values():
                 text += describe_left(event, state)
-            if text and self.verbose and event["kind"] == "epoch" and (memory := memory_of(event)):
-                text += f"; {explain_memory(memory)}"
             if text:
+                text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
                 lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             say(self.console, "\n".join(lines))

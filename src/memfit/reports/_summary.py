@@ -19,8 +19,8 @@ from memfit.files import read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
-from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import (
+    explain_memory,
     format_column,
     format_number,
     is_number,
@@ -103,7 +103,7 @@ def _stage(state: RunState, name: str) -> dict[str, Any]:
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
     """Return one job."""
-    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": memory_of(job.epoch)}
+    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": finite(job.epoch.get("memory"))}
     more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
     return job.to_dict() | more
 
@@ -159,9 +159,7 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
             text += f"\n  the same: {names}{more}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    facts = (
-        [*_phases(rows), *(_epoch_memory(state, rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
-    )
+    facts = [*_phases(rows), *(_epoch_memory(rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
     print_facts([*facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
 
 
@@ -224,14 +222,10 @@ def _print_commands(rows: Sequence[JobState], console: Console) -> None:
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
-        say(console, f"{stamp}  {row.name} {_end(row)}{tries}")
+        of = {"state": row.own, "started": row.started, "ended": row.ended, "peak_bytes": row.peak_bytes}
+        say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
-
-
-def _end(job: JobState) -> str:
-    of = {"started": job.started, "ended": job.ended, "peak_bytes": job.peak_bytes}
-    return JobStatus.from_dict(job.id, {"state": job.own, **of}).describe_end(job.reserved_bytes)
 
 
 def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -280,7 +274,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
         yield "start", f"{warm} of {len(rows)} were forked from {where}"
     if verbose:
         yield from explain_record(state.run, rows)
-        yield from _epoch_memory(state, rows)
+        yield from _epoch_memory(rows)
 
 
 def explain_outgrown(state: RunState) -> str:
@@ -294,11 +288,11 @@ def explain_outgrown(state: RunState) -> str:
     return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
-def _epoch_memory(state: RunState, rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
+def _epoch_memory(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     """Yield the memory of each job's last epoch, by phase."""
     for row in rows[:_MOST_LINES]:
-        if (memory := memory_of(row.epoch)) is not None:
-            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {explain_memory(memory)}"
+        if told := explain_memory(row.epoch):
+            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
 
 
 def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
