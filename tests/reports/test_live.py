@@ -49,7 +49,7 @@ class Shown:
 def table_lines(view, width, room=None, pressure=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
     room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
-    console.print(render(view, room, width, pressure))
+    console.print(render(view, room, pressure))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -295,8 +295,8 @@ def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
 def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):
     made = commands(1)
     made.job("cmd_0001", "running", name="status.json", phase="train")
-    assert "cmd_0001 fold=1 lr=1e-3  train" in table_lines(view_of(made), 80)[1]
-    assert "cmd_0001 fold=1…  train" in table_lines(view_of(made), 65)[1]
+    assert "cmd_0001 fold=1 lr=1e-3 train" in table_lines(view_of(made), 80)[1]
+    assert "cmd_0001 fold=1… train" in table_lines(view_of(made), 57)[1]
     assert all(max(map(len, table_lines(view_of(made), width))) <= width for width in (60, 65, 70, 80))
 
 
