@@ -106,17 +106,10 @@ def check_limits(case: Case) -> Iterator[Check]:
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
         yield judge("locked memory", finding, reason, remedy, source, warning=rdma and soft is not None)
     soft, hard = limits.get("open files", (None, None))
-    call = next((one for one in case.script.sharing if one.name), None)
-    strategy = call.name if call else "file_descriptor"
-    finding = f"{'unlimited' if soft is None else soft} open files a process; torch shares by {strategy}"
-    reason = "each tensor from a worker keeps one file open while it lives: 400 batches of 3 tensors hold 1,200"
+    finding = f"{'unlimited' if soft is None else soft} open files a process"
+    reason = "torch keeps a file open for each tensor from a worker while it lives: 400 batches of 3 tensors hold 1,200"
     remedy = f"ulimit -n {hard or 65536}; keep copies (tensor.clone()), not the batches themselves"
-    if is_leaky := strategy == "file_system":
-        reason = "file_system needs no open files, and leaves its segments in /dev/shm when a process is killed"
-        remedy = 'set_sharing_strategy("file_descriptor")'
-    source += f"; {call.site if call else 'the default of torch on Linux'}"
-    is_low = soft is not None and soft < 4096 and case.num_workers > 0
-    yield judge("open files", finding, reason, remedy, source, warning=is_leaky or is_low)
+    yield judge("open files", finding, reason, remedy, source, warning=bool(soft and soft < 4096 and case.num_workers))
 
 
 def _address_space(case: Case, source: str) -> Iterator[Check]:

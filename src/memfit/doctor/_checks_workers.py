@@ -29,7 +29,6 @@ _THREAD_VARIABLES = (
     *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
 )
 _GUARD = 'if __name__ == "__main__":'
-_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _LOCKS = (
     "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
     "waits for ever"
@@ -169,11 +168,6 @@ def check_threads(case: Case) -> Iterator[Check]:
             reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
             remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
             yield Check("threads", "warning", finding, reason, remedy, one.site)
-    bound = [name for name in _BINDING if case.env.get(name, "false").lower() not in ("false", "disabled", "none")]
-    if bound:
-        finding = f"{bound[0]}={case.env[bound[0]]} binds threads to cores"
-        reason = "every job and every worker binds its threads to the same first cores, however many others are free"
-        yield Check("threads", "warning", finding, reason, f"unset {' '.join(bound)}", bound[0])
 
 
 def check_environment(case: Case) -> Iterator[Check]:
@@ -191,7 +185,7 @@ def check_environment(case: Case) -> Iterator[Check]:
     differ = [
         f"{name}={seen} and not {case.env.get(name)}" for name, seen in asked.env.items() if seen != case.env.get(name)
     ]
-    seen = ", ".join(differ) or f"all {len(asked.env)} variables as set, and {asked.num_cpus} CPUs"
+    seen = ", ".join(differ) or f"all {len(asked.env)} variables as set"
     finding = f"Python {'.'.join(map(str, asked.version))} sees {seen}"
     remedy = "look for what sets it: sitecustomize, usercustomize, a .pth file, a wrapper around python"
     yield judge("environment", finding, reason, remedy, asked.executable, problem=bool(differ))
