@@ -29,7 +29,6 @@ class Flags:
     seeds: Annotated[
         bool, Option("--seeds", help="A and B are experiments: compare their completed runs, paired by seed.")
     ] = False
-    level: Annotated[float, Option(help="Confidence level of the interval over seeds.")] = 0.95
     as_json: AsJson = False
 
 
@@ -67,7 +66,7 @@ def _by_seeds(a: str, b: str, flags: Flags) -> Answer:
             rule="one number is compared over seeds: STAGE.NUMBER.",
             remedy=f"memfit compare {a} {b} lists the numbers",
         )
-    found = compare_over_seeds(find_runs(a), find_runs(b), flags.metric, flags.differs or (), flags.level)
+    found = compare_over_seeds(find_runs(a), find_runs(b), flags.metric, flags.differs or ())
 
     def show(log: Console) -> None:
         print_changes(found.changes, log)

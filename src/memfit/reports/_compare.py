@@ -147,9 +147,7 @@ class SeedRuns:
         return found
 
 
-def compare_over_seeds(
-    a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = (), level: float = 0.95
-) -> SeedRuns:
+def compare_over_seeds(a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = ()) -> SeedRuns:
     """Compare a number of two experiments over the seeds that both ran to the end.
 
     Args:
@@ -157,7 +155,6 @@ def compare_over_seeds(
         b: The runs of B.
         metric: The number, as ``stage.number``.
         named: The differences that the user named.
-        level: Of the interval.
 
     Raises:
         UsageError: If the runs of a side differ in more than the seed, or A and B in more than one thing not named.
@@ -165,7 +162,7 @@ def compare_over_seeds(
     """
     (runs_a, left_a), (runs_b, left_b) = (_by_seed(side, letter, metric) for side, letter in ((a, "A"), (b, "B")))
     means = [{seed: read_numbers(run)[metric].mean for seed, run in runs.items()} for runs in (runs_a, runs_b)]
-    statistics = compare_seeds(means[0], means[1], level)
+    statistics = compare_seeds(*means)
     first = next(iter(statistics.pairs))
     changes = find_changes(runs_a[first], runs_b[first], named)
     return SeedRuns(metric, changes, statistics, {"A": left_a, "B": left_b})
@@ -203,7 +200,7 @@ def print_seeds(found: SeedRuns, console: Console) -> None:
     """Print the verdict, the interval, and the table of seeds."""
     own = found.statistics
     say(console, f"{own.verdict}: {found.metric}, A less B over {own.n} seeds", "bold")
-    interval = f"{own.level * 100:.4g} % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
+    interval = f"95 % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
     say(console, f"  difference {own.difference:+.4g}, {interval}")
     if own.verdict in _WHY:
         say(console, f"  {_WHY[own.verdict]}")
