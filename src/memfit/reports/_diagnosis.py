@@ -26,13 +26,11 @@ def print_diagnosis(
     diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console, *, verbose: bool = False
 ) -> None:
     """Print what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
-    from memfit.diagnosis import facts_of, headline_of
-
     is_known = diagnosis.cause != "unknown"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
     recovered = "; the work went on" if diagnosis.recovered else ""
-    say(console, f"{headline_of(diagnosis)}{recovered}", style)
-    say(console, f"  {facts_of(diagnosis)}")
+    say(console, f"{diagnosis.headline}{recovered}", style)
+    say(console, f"  {diagnosis.facts}")
     for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
         say(console, f"  {text}")
     for text in diagnosis.notes:
@@ -69,14 +67,12 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
     >>> explain_in_a_line(Diagnosis(False, False, "none", "unknown", "unknown", "not shown"))
     'unknown'
     """
-    from memfit.diagnosis import what_happened
-
     if diagnosis.cause == "unknown":
         return "unknown"
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""
-    return f"{what_happened(diagnosis)}{phase} ({diagnosis.confidence}){where}"
+    return f"{diagnosis.happened}{phase} ({diagnosis.confidence}){where}"
 
 
 def print_fix(fix: Fix, console: Console) -> None:
@@ -146,8 +142,6 @@ def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
 
 def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | None = None) -> str:
     """Return the incident report in Markdown: symptom, hypothesis, experiment, and a result to fill in."""
-    from memfit.diagnosis import facts_of, headline_of, what_happened
-
     proof = {
         "proved": "The job was {}. The lines above prove it.",
         "likely": "The job was probably {}. The lines above suggest it, and none proves it.",
@@ -157,7 +151,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
     edits = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
     sections = {
         "## Symptom": [
-            f"{facts_of(diagnosis)}{', the work went on' if diagnosis.recovered else ''}.",
+            f"{diagnosis.facts}{', the work went on' if diagnosis.recovered else ''}.",
             "",
             *(f"- {_cited(one.file, one.line, one.text)}" for one in diagnosis.evidence),
         ],
@@ -166,7 +160,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
             for one in diagnosis.timeline
         ],
         "### Memory": [f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)],
-        "## Hypothesis": [hypothesis.format(what_happened(diagnosis))],
+        "## Hypothesis": [hypothesis.format(diagnosis.happened)],
         "## Experiment": ["Change one thing, and run again.", "", *map(_option, remedies)],
         "### Fix": [*edits, "", "```diff", fix.diff, "```"] if fix and edits else [],
         "## Result": [
@@ -175,7 +169,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
             "- Does the hypothesis hold?",
         ],
     }
-    text = [f"# Incident: {headline_of(diagnosis)}", ""]
+    text = [f"# Incident: {diagnosis.headline}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
     return redact("\n".join(text))
