@@ -23,7 +23,6 @@ from memfit.diagnosis._remedies import (
     wanted_time,
     with_figures,
 )
-from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
 from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
 from memfit.units import GIB, format_bytes, write_size
@@ -259,8 +258,6 @@ class _Fixer:
             if found := _ALLOCATOR.match(remedy.setting):
                 self._set_env(found[1], found[2], remedy.reason)
                 return
-            if "--shm-size=" in remedy.setting and self._enlarge_shm(remedy):
-                return
             if "batch_size" in remedy.setting and self._halve():
                 return
             if "gradient_checkpointing" in remedy.setting and self._checkpoint(remedy.reason):
@@ -308,13 +305,6 @@ class _Fixer:
         at = self.script.first_command
         before = len(self.script.lines) if at is None else self.script.command_of(at)
         self.insert(before - 1, f"export {name}={value}", reason)
-
-    def _enlarge_shm(self, remedy: Remedy) -> bool:
-        """Enlarge the /dev/shm of the container that the script starts, where it says a size."""
-        found = self.script.find("shm_size")
-        if found is not None:
-            self.change(found, remedy.setting.partition("=")[2].partition(",")[0], remedy.reason)
-        return found is not None
 
 
 def _number(name: str, text: str) -> float | None:
