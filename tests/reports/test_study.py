@@ -167,7 +167,7 @@ def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printe
     assert names == [f"trial_{number:04d}" for number in range(199, 189, -1)]
     assert "the best 10 of 200 that completed; memfit report shows all" in lines
     assert sum("failed (ValueError)" in line for line in lines) == 3
-    assert "  33 more alike: trial_0203, trial_0206, trial_0209, trial_0212 ..." in lines
+    assert "  the same: trial_0203, trial_0206, trial_0209, trial_0212 and 29 more" in lines
     assert max(map(len, lines)) <= 80
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.memory import systemd_scope_command
-from memfit.units import GIB, MIB, format_bytes
+from memfit.units import GIB, MIB, format_bytes, list_some
 
 #: Threads that a process has beside its pools: Python's own, a queue's feeder, pin_memory, NCCL's.
 _OTHER_THREADS = 8
@@ -192,13 +192,14 @@ def check_leftovers(case: Case) -> Iterator[Check]:
     segments = case.place.segments
     dead = [one for one in segments if not one.in_use]
     lost = sum(one.size_bytes for one in dead)
-    names = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in dead[:3])
-    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
     finding = f"{len(segments)} segments of libraries, all in use" if segments else "no segment of a library"
     if dead:
-        finding = f"{format_bytes(lost)} in {len(dead)} segments that no process seen here uses: {names}{more}"
+        names = list_some([f"{one.name} ({format_bytes(one.size_bytes)})" for one in dead], 3)
+        finding = f"{format_bytes(lost)} in {len(dead)} segments that no process seen here uses: {names}"
     files = " ".join(f"/dev/shm/{one.name}" for one in dead[:3])
-    remedy = f"rm {files}{' ...' if more else ''} (first make sure that no other container shares this /dev/shm)"
+    remedy = (
+        f"rm {files}{' ...' if len(dead) > 3 else ''} (first make sure that no other container shares this /dev/shm)"
+    )
     reason = "they stay charged as memory after their writer's death, until somebody unlinks them"
     is_large = lost >= _LEAST_LOST_BYTES
     yield judge("leftovers", finding, reason, remedy, "/dev/shm, /proc/*/maps", warning=is_large)

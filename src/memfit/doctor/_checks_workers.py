@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.doctor._script import Start
+from memfit.units import list_some
 
 #: Libraries that do not survive a fork once they were used: whether that is certain, why, and the source.
 _FORK_UNSAFE: dict[str, tuple[bool, str, str]] = {
@@ -41,9 +42,7 @@ def _method(case: Case, one: Start) -> str:
 
 
 def _list(starts: Sequence[Start]) -> str:
-    """The first three places, and how many more there are."""
-    more = f" and {len(starts) - 3} more" if len(starts) > 3 else ""
-    return ", ".join(one.site for one in starts[:3]) + more
+    return list_some([one.site for one in starts], 3)
 
 
 def check_fork(case: Case) -> Iterator[Check]:

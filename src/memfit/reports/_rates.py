@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memfit.errors import DataError, MissingExtraError
+from memfit.units import list_some
 
 #: Fewer pairs of runs than this give no verdict.
 LEAST_PAIRS = 5
@@ -104,8 +105,9 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> SeedCompari
         raise MissingExtraError.of("scipy", "evaluation", "an interval over seeds") from error
     pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())}
     if not pairs:
+        known = [list_some([*map(str, sorted(side))]) or "none" for side in (a, b)]
         raise DataError(
-            f"no seed is in both: A has {_some(a)}, B has {_some(b)}.",
+            f"no seed is in both: A has {known[0]}, B has {known[1]}.",
             rule="runs are paired by their seed.",
             remedy="run B with the seeds of A: memfit run CONFIG --set seed=N",
         )
@@ -142,7 +144,3 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> SeedCompari
         pairs=pairs,
         unpaired=tuple(sorted(a.keys() ^ b.keys())),
     )
-
-
-def _some(seeds: Mapping[int, float]) -> str:
-    return ", ".join(map(str, sorted(seeds)[:5])) + (" ..." if len(seeds) > 5 else "") or "none"

@@ -15,7 +15,7 @@ from memfit.reports._numbers import format_number, or_dash, plain_table, print_f
 from memfit.reports._runs import has_supervisor
 from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir, RunState
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_duration, list_some
 
 #: Of more trials, the best so many are printed; so many failures, too.
 _MOST_ROWS = 10
@@ -152,8 +152,7 @@ def _print_failures(failures: Sequence[Mapping[str, Any]], console: Console) -> 
         kind = f" ({first['kind']})" if first["kind"] not in ("", state) else ""
         say(console, f"\n{first['trial']} {state}{kind}: {cause}", "red")
         if others:
-            names = ", ".join(one["trial"] for one in others[:4]) + (" ..." if len(others) > 4 else "")
-            say(console, f"  {len(others)} more alike: {names}")
+            say(console, f"  the same: {list_some([one['trial'] for one in others], 4)}")
         if first["command"]:
             say(console, f"  {first['command']}")
     _say_more(len(alike), console)

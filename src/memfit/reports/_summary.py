@@ -36,12 +36,10 @@ from memfit.reports._numbers import (
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_duration, list_some
 
 #: Of more commands than this, only failures and further attempts have a line.
 _MOST_LINES = 60
-#: Of jobs that failed alike, so many are named after the first.
-_MOST_ALIKE = 5
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
@@ -154,9 +152,7 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {log}"
         text += f"\n  diagnosis: {said}" if said else ""
         if others:
-            names = ", ".join(other.name for other in others[:_MOST_ALIKE])
-            more = f" and {len(others) - _MOST_ALIKE} more" if len(others) > _MOST_ALIKE else ""
-            text += f"\n  the same: {names}{more}"
+            text += f"\n  the same: {list_some([other.name for other in others])}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
     facts = [*_phases(rows), *(_epoch_memory(rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
@@ -279,9 +275,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
 
 def explain_outgrown(state: RunState) -> str:
     """Return which jobs needed more than was thought, what that cost, and what helps."""
-    num, jobs = sum(state.outgrown.values()), ", ".join(sorted(state.outgrown)[:_MOST_ALIKE])
-    if len(state.outgrown) > _MOST_ALIKE:
-        jobs += f" and {len(state.outgrown) - _MOST_ALIKE} more"
+    num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
     cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
     if state.num_gave_way:
         cost += f", and {state.num_gave_way} restart{'s' if state.num_gave_way > 1 else ''}"
