@@ -22,7 +22,7 @@ _OF_HISTORY = "revoke the key: who has a clone has it, even if git filter-repo t
 _LOG = ("log", "--all", "-m", "-p", "-U0", "--no-color", "--no-renames", "--no-ext-diff", "--no-textconv")
 
 
-def scan_secrets(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Check]:
+def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = None) -> list[Check]:
     """Return what is wrong with the secrets of a folder of git: its files, its history, its ``.env``.
 
     A value on a line with the comment ``pragma: allowlist secret`` is left out, in the history too.
@@ -49,7 +49,7 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] = lambda don
         ) from None
     _add_finders()
     with transient_settings({"plugins_used": [{"name": one.__name__} for one in load_finders()]}):
-        return worst_first([*_scan(root, progress), *_env_file(root)])
+        return worst_first([*_scan(root, progress or (lambda done, total: None)), *_env_file(root)])
 
 
 def _add_finders() -> None:

@@ -126,7 +126,7 @@ def explain_memory(event: Event) -> str:
     'train: host 300.0 MiB (rss)'
     """
     memory = event.get("memory")
-    if not fits(memory, _MEMORY):
+    if memory is None or not fits(memory, _MEMORY):
         return ""
     said = []
     for phase, one in memory["phases"].items():
