@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.errors import MemfitError
-from memfit.files import read_json
+from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
@@ -72,7 +72,7 @@ def summarize(state: RunState) -> dict[str, Any]:
     found = {
         "run": str(state.run.path),
         **{name: getattr(state, name) for name in plain.split()},
-        "why": state.outcome.get("why", ""),
+        "why": state.outcome.get("why") or "",
         "budget": dict(state.budget),
         "plan": state.run.plan,
         "stages": [_stage(state, name) for name in state.stage_names] if state.kind != "commands" else [],
@@ -176,7 +176,8 @@ def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, v
         own = [row for row in rows if row.stage == name]
         fate = _fate(state, state.stages.get(name, StageState()), state.units[name])
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
-        lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
+        told = (row.result.get("report") for row in own)
+        lines = [line for report in told if fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
             first, *more = _tables(own, state, console.width)

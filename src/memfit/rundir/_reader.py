@@ -20,13 +20,15 @@ from memfit.rundir._state import THERE, JobState, RunState, StageState, stage_of
 from memfit.rundir._status import ENDED, read_job
 from memfit.units import natural_order
 
-_LIMIT = {"name": str, "limit_bytes": int}
+_LIMIT = {"name": str, "source": str, "limit_bytes": int}
+_BUDGET = {"binding": _LIMIT, "limits": [_LIMIT], "headroom_bytes": int, "reserve_bytes": int, "promise": str}
+_OUTCOME = {"state": str, "why": (str, type(None))}
 _NONE = type(None)
 #: What an event must hold for a run to be followed, by kind. A job may record what it likes under any name, so one of
 #: these kinds that lacks a field is passed over: no job can make the readers of its run fail.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"state": str, "job": _NONE},
-    "budget": {"binding": _LIMIT, "limits": [_LIMIT], "reserve_bytes": int, "job": _NONE},
+    "budget": _BUDGET | {"job": _NONE},
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, _NONE)},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "short": {"outgrew": str},
@@ -125,7 +127,7 @@ class Reader:
     def state(self) -> RunState:
         """Return the run as it stands after the events that were read, and by its files now."""
         now, told = self._now(), {one: state for stage in self._stages.values() for one, state in stage.units.items()}
-        outcome = read_json(self.run.path / "outcome.json", {"state": str}) or {}
+        outcome = read_json(self.run.path / "outcome.json", _OUTCOME) or {}
         ended = self._ended
         if ended is None:  # a command that ended by an error said so in outcome.json, not in an event
             ended = (self._last_time or 0.0) if outcome else now
