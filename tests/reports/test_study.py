@@ -7,12 +7,13 @@ import random
 import re
 import statistics
 import sys
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from memfit.errors import UsageError
-from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study
+from memfit.errors import DamagedError, UsageError
+from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study, write_page
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -142,6 +143,18 @@ def test_refused_draws_are_counted_by_setting_and_the_smallest_has_its_arithmeti
     assert found["settings"]["params.layers"] == {"refused": {"low": 6, "high": 8}, "accepted": {"low": 2, "high": 4}}
     assert found["settings"]["params.batch"] == {"refused": {"values": [128]}, "accepted": {"values": [32, 64]}}
     assert found["smallest"]["trial"] == "trial_0004" and "900.0 MiB" in found["smallest"]["why"]
+
+
+@pytest.mark.parametrize("name", ["params", "value", "by_unit", "intermediate", "measured", "cause", "job", "refused"])
+def test_no_value_in_a_record_makes_a_reader_fail_but_by_the_files_name(searched, name):
+    path = searched.path / "trials" / "trial_0001.json"
+    found = json.loads(path.read_text())
+    drawn = dict.fromkeys(found["params"])
+    for value in (None, 3, -1e300, "x", [1], {"a": "x"}, {"1": None}, drawn, {"seconds": "x"}, {"peaks": [1]}):
+        path.write_text(json.dumps(found | {name: value}))
+        with suppress(DamagedError):
+            printed(print_study, searched.run)
+            write_page(searched.run, searched.path / "page.html")
 
 
 def test_a_study_says_which_trials_a_rerun_may_not_repeat(study):

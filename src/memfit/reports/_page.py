@@ -220,7 +220,8 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
 def _values(study: Mapping[str, Any]) -> Iterator[_Cell]:
     """Yield the objective of each trial with a bar: whole for the best one, half for the median, none far off."""
     best, trials = study["best"], study["trials"]
-    middle = median([one["value"] for one in trials if one["state"] == "completed"] or [0.0])
+    done = [one["value"] for one in trials if one["state"] == "completed" and one["value"] is not None]
+    middle = median(done or [0.0])
     for one in trials:
         text, value = or_dash(one["value"], format_number), one["value"]
         if best is None or value is None:

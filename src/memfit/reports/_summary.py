@@ -83,7 +83,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "kills": count_kills(state.run),
         "forecast_error": forecast_error(jobs),
     }
-    return found | ({"study": summarize_study(state)} if state.kind == "tune" else {})
+    return dict(finite(found)) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def _stage(state: RunState, name: str) -> dict[str, Any]:
         "units": len(units),
         "why": stage.why,
         "saved_seconds": stage.saved_seconds,
-        "metrics": finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
+        "metrics": {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()},
     }
 
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
     """Return one job."""
-    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": finite(job.epoch.get("memory"))}
+    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": job.epoch.get("memory")}
     more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
     return job.to_dict() | more
 

@@ -213,7 +213,7 @@ class Reader:
             self._queued.add(job)
             known["num_restarts"] += 1
         elif kind == "admit":
-            self._attempts[job] = _Attempt(now, event["reservation_bytes"], event["reservation_bytes"])
+            self._attempts[job] = _Attempt(now, event.get("reservation_bytes"), event.get("reservation_bytes"))
             before = known["most_at_once"] if self._admitted_by == known["num_commands"] else 0
             known["most_at_once"], self._admitted_by = max(before, event["num_running"]), known["num_commands"]
         elif kind == "grow":
