@@ -209,9 +209,7 @@ def print_seeds(found: SeedRuns, console: Console) -> None:
             say(console, f"  left out of {letter}: {', '.join(f'{n} {why}' for why, n in left.items())}")
     if own.unpaired:
         say(console, f"  seeds of one side only: {', '.join(map(str, own.unpaired))}")
-    table = plain_table("seed", "B", "A", "A less B")
-    for seed, (one, other) in own.pairs.items():
-        table.add_row(str(seed), format_number(other), format_number(one), f"{one - other:+.4g}")
-    table.add_row("mean", format_number(own.mean_b), format_number(own.mean_a), f"{own.difference:+.4g}")
-    table.add_row("sd", format_number(own.sd_b), format_number(own.sd_a), "")
-    console.print(table)
+    pairs = {**{str(seed): pair for seed, pair in own.pairs.items()}, "mean": (own.mean_a, own.mean_b)}
+    rows = [(name, format_number(b), format_number(a), f"{a - b:+.4g}") for name, (a, b) in pairs.items()]
+    rows.append(("sd", format_number(own.sd_b), format_number(own.sd_a), ""))
+    console.print(plain_table("seed", "B", "A", "A less B", rows=rows))

@@ -263,10 +263,9 @@ def render(state: RunState, room: Room, pressure: float | None = None, headline:
         for place, name in enumerate(_HEADINGS)
         if name not in _OPTIONAL or any(cells[place] != "-" for cells in lines)
     ]
-    table = plain_table(*(_HEADINGS[place] for place in shown), left=("job", "node", "phase"), gap=1)
+    headings, *lines = ([cells[place] for place in shown] for cells in (_HEADINGS, *lines))
+    table = plain_table(*map(str, headings), rows=lines, left=("job", "node", "phase"), gap=1)
     table.columns[0].no_wrap, table.columns[0].min_width = False, max((len(row.id) for row in rows), default=0)
-    for cells in lines:
-        table.add_row(*(cells[place] for place in shown))
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure))
 
 

@@ -78,11 +78,15 @@ def print_facts(facts: Iterable[tuple[str, str]], console: Console, width: int =
         console.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
 
 
-def plain_table(*headings: str, left: Collection[str] = (), gap: int = 2) -> Table:
-    """Return an empty table without lines; the columns named in ``left`` hold words."""
+def plain_table(
+    *headings: str, rows: Iterable[Sequence[str | Text]] = (), left: Collection[str] = (), gap: int = 2
+) -> Table:
+    """Return a table without lines; the columns named in ``left`` hold words."""
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name in headings:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

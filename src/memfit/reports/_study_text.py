@@ -115,11 +115,9 @@ def print_trials(summary: Mapping[str, Any], console: Console, told: Collection[
 
 
 def _print_refused(settings: Mapping[str, Any], console: Console) -> None:
-    table = plain_table("setting", "refused", "accepted", left=("setting",))
-    for name, one in settings.items():
-        table.add_row(name.removeprefix("params."), explain_region(one["refused"]), explain_region(one["accepted"]))
-    if settings:
-        console.print("", table, sep="\n")
+    rows = [(name.removeprefix("params."), *map(explain_region, one.values())) for name, one in settings.items()]
+    if rows:
+        console.print("", plain_table("setting", "refused", "accepted", rows=rows, left=("setting",)), sep="\n")
 
 
 def _print_best(summary: Mapping[str, Any], console: Console) -> None:

@@ -177,7 +177,7 @@ def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, v
         fate = _fate(state, state.stages.get(name, StageState()), state.units[name])
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
         told = (row.result.get("report") for row in own)
-        lines = [line for report in told if fits(report, [str]) for line in report]
+        lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
             first, *more = _tables(own, state, console.width)
@@ -377,7 +377,5 @@ def _tables(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[T
         shown, left = [first], width - max(map(len, (each, *first[1])))
         while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
             shown.append(rest.pop(0))
-        table = plain_table(*(name for name, _ in shown), left=(each, "state"))
-        for cells in zip(*(cells for _, cells in shown), strict=True):
-            table.add_row(*cells)
-        yield table
+        headings, columns = zip(*shown, strict=True)
+        yield plain_table(*headings, rows=zip(*columns, strict=True), left=(each, "state"))
