@@ -15,7 +15,7 @@ from memfit.reports._differences import Changes, find_changes, find_differences,
 from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
 from memfit.reports._rates import SeedComparison, compare_seeds, wilson_interval
 from memfit.reports._summary import BAD
-from memfit.rundir import RunDir, finite, read
+from memfit.rundir import RunDir, read
 
 _NO_PROOF = "One run each proves no difference: run both with five seeds or more, and give --seeds."
 #: Why there is no verdict over seeds.
@@ -62,24 +62,8 @@ def read_numbers(run: RunDir) -> dict[str, Number]:
 # Before and after
 
 
-@dataclass(frozen=True)
-class BeforeAfter:
-    """The numbers that two runs share, before (B) and after (A) a change; and how many of their jobs completed."""
-
-    numbers: Mapping[str, tuple[Number, Number]]
-    jobs: tuple[Mapping[str, float], Mapping[str, float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
-        rows = {name: {"before": asdict(b), "after": asdict(a)} for name, (b, a) in self.numbers.items()}
-        found: dict[str, Any] = finite(
-            {"numbers": rows, "jobs": {"before": self.jobs[0], "after": self.jobs[1]}, "verdict": None}
-        )
-        return found
-
-
-def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAfter:
-    """Return the numbers that both runs have, or one of them.
+def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> dict[str, Any]:
+    """Return as JSON the numbers that both runs have (or one of them), before (B) and after (A), and the jobs of each.
 
     Raises:
         UsageError: If they do not share this number.
@@ -87,16 +71,16 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAf
     Example:
         >>> import pathlib, tempfile
         >>> run = RunDir.create(pathlib.Path(tempfile.mkdtemp()), "demo", "0" * 64)
-        >>> compare_numbers(run, run).jobs[0]
+        >>> compare_numbers(run, run)["jobs"]["before"]
         {'completed': 0, 'n': 0, 'lower': 0.0, 'upper': 1.0}
     """
     before, after = read_numbers(b), read_numbers(a)
-    shared = {name: (number, after[name]) for name, number in before.items() if name in after}
+    shared = {name: {"before": asdict(before[name]), "after": asdict(after[name])} for name in before if name in after}
     if metric is not None:
         if metric not in shared:
             raise _no_number(metric, shared)
         shared = {metric: shared[metric]}
-    return BeforeAfter(shared, (_completed(b), _completed(a)))
+    return {"numbers": shared, "jobs": {"before": _completed(b), "after": _completed(a)}, "verdict": None}
 
 
 def _completed(run: RunDir) -> dict[str, float]:
@@ -116,15 +100,17 @@ def _no_number(metric: str, known: Iterable[str]) -> UsageError:
     )
 
 
-def print_before_after(found: BeforeAfter, console: Console) -> None:
+def print_before_after(found: Mapping[str, Any], console: Console) -> None:
     """Print the table of before and after, without a verdict."""
-    table = plain_table("number", "before (B)", "after (A)", "A less B", left=("number",))
-    jobs = [f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found.jobs]
-    table.add_row("jobs completed", *jobs, "")
-    for name, (before, after) in found.numbers.items():
-        table.add_row(name, str(before), str(after), f"{after.mean - before.mean:+.4g}")
-    console.print(table)
-    say(console, _NO_PROOF if found.numbers else "No number is in both runs.")
+    jobs = (
+        f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found["jobs"].values()
+    )
+    rows = [("jobs completed", *jobs, "")]
+    for name, sides in found["numbers"].items():
+        before, after = (Number(**side) for side in sides.values())
+        rows.append((name, str(before), str(after), f"{after.mean - before.mean:+.4g}"))
+    console.print(plain_table("number", "before (B)", "after (A)", "A less B", rows=rows, left=("number",)))
+    say(console, _NO_PROOF if found["numbers"] else "No number is in both runs.")
     say(console, "±: standard error over n units. Jobs: 95 % interval of the rate.")
 
 
@@ -142,9 +128,7 @@ class SeedRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        own = {"metric": self.metric, "left_out": self.left_out}
-        found: dict[str, Any] = finite(own | self.changes.to_dict() | self.statistics.to_dict())
-        return found
+        return {"metric": self.metric, "left_out": self.left_out} | self.changes.to_dict() | self.statistics.to_dict()
 
 
 def compare_over_seeds(a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = ()) -> SeedRuns:
