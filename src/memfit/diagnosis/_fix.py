@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
 
 _SIZE = re.compile(r"\d+[KMGTkmgt]?")
-_ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
 
 
 @dataclass(frozen=True)
@@ -252,15 +251,16 @@ class _Fixer:
         for remedy in list_remedies(self.diagnosis, self.job, config=config):
             if not remedy.helps or remedy.enough is False:
                 continue
-            if "-p PID" in remedy.setting:
+            if remedy.edit == "none":
                 yield Check("device", "problem", remedy.reason, "no script can change that", remedy.setting)
                 return
-            if found := _ALLOCATOR.match(remedy.setting):
-                self._set_env(found[1], found[2], remedy.reason)
+            if remedy.edit == "variable":
+                name, _, value = remedy.setting.removeprefix("export ").partition("=")
+                self._set_env(name, value, remedy.reason)
                 return
-            if "batch_size" in remedy.setting and self._halve():
+            if remedy.edit == "batch" and self._halve():
                 return
-            if "gradient_checkpointing" in remedy.setting and self._checkpoint(remedy.reason):
+            if remedy.edit == "checkpointing" and self._checkpoint(remedy.reason):
                 return
         what = "the script names no setting of its memory that can be changed"
         yield Check("device" if kind in DEVICES else "/dev/shm", "problem", what, "see the remedies")
