@@ -92,7 +92,7 @@ def draw_stack(
         text = f"{limit[0]}: {format_bytes(limit[1])}"
         if near:
             parts.append(_line(left, y_of(limit[1]), right, y_of(limit[1]), "limit"))
-            parts.append(_text(right, y_of(limit[1]) - 5, text, anchor="end", kind="bad"))
+            parts.append(_text(left + 6, y_of(limit[1]) - 5, text, kind="bad"))
         else:
             parts.append(_text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim"))
     parts += [_text(x_of(at), top + 14, "✕", anchor="middle", kind="bad", title=text) for at, text in marks]
