@@ -36,7 +36,7 @@ from rich.table import Table
 
 from limited import Limited, find_parent
 from memfit.memory import read_series
-from memfit.reports import COLOURS, Frame, Layer, draw_stack
+from memfit.reports import CHART_STYLE, COLOURS, Layer, draw_stack
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration, parse_bytes
 
@@ -228,7 +228,6 @@ def draw(without: Seen, with_it: Seen, limit: int) -> str:
     """Return the picture: the memory of the five folds over time, without and with memfit, on one scale."""
     seconds = max(map(_end, (without, with_it)))
     stacks = [_layers(one, seconds) for one in (without, with_it)]
-    most = max(limit, *(max(map(sum, zip(*(layer.values for layer in stack), strict=True))) for stack in stacks))
     titles = [
         f"Without memfit: {len(without.killed)} of 5 folds killed",
         f"With memfit: {len(with_it.finished)} of 5 folds finish",
@@ -236,13 +235,15 @@ def draw(without: Seen, with_it: Seen, limit: int) -> str:
     parts = []
     for number, (one, stack, title) in enumerate(zip((without, with_it), stacks, titles, strict=True)):
         marks = [(seconds, f"fold {fold} killed") for fold, seconds in one.killed.items()]
-        frame = Frame(title, title, _WIDTH, _HEIGHT, styled=True)
-        chart = draw_stack(stack, seconds, frame, limit=("limit", limit), marks=marks, most_bytes=most)
+        size = (_WIDTH, _HEIGHT)
+        chart = draw_stack(stack, seconds, title, limit=("limit", limit), marks=marks, title=title, size=size)
         place = f'x="{number * (_WIDTH + 20)}" width="{_WIDTH}" height="{_HEIGHT}"'
         parts.append(chart.replace("<svg ", f"<svg {place} ", 1))
-    size = f"0 0 {2 * _WIDTH + 20} {_HEIGHT}"
+    box = f'viewBox="0 0 {2 * _WIDTH + 20} {_HEIGHT}"'
+    dark = "@media(prefers-color-scheme:dark){svg{color:#ddd}}"
     label = f"Memory of five folds, each in its colour. {titles[0]}. {titles[1]}."
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{label}">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{label}">'
+    head += f"<style>svg{{color:#222}}{dark}{CHART_STYLE}</style>"
     return f"{head}{''.join(parts)}</svg>\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from memfit.errors import ConfigError
 
@@ -71,6 +72,15 @@ def format_duration(seconds: float, *, short: bool = False) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m" if short else f"{hours}h {minutes:02d}m {rest:02d}s"
     return f"{minutes}m {rest:02d}s"
+
+
+def list_some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names with commas, and how many more there are.
+
+    >>> list_some(["a", "b"]), list_some(["a", "b", "c", "d"], 2)
+    ('a, b', 'a, b and 2 more')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def natural_order(text: object) -> list[tuple[int, str]]:

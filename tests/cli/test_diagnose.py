@@ -48,7 +48,7 @@ def test_it_says_what_happened_with_the_lines_that_prove_it_and_the_remedies(mem
     assert "sacct:2" in done.out or "train.err:3" in done.out
     assert "1. request 334G per node: --mem=334G" in done.out
     done = memfit("diagnose", "train.err", "--sacct", "sacct.txt", "--script", "train.slurm", "--verbose")
-    assert "1. request 334G per node (costs none, 78.00 GiB, enough by itself)" in done.out
+    assert "1. request 334G per node (costs none, saves 78.00 GiB, enough by itself)" in done.out
     assert done.out.index("would change nothing here") > done.out.index("1. request")
     assert not (job / "train.fixed.slurm").exists()
 

@@ -56,11 +56,6 @@ def test_what_is_fine_is_counted_and_listed_with_verbose(memfit, script):
     assert f"ok: {len(fine)} (--verbose lists all)" in long.splitlines()[-1]
 
 
-def test_the_command_is_not_run(memfit, script, tmp_path):
-    memfit("doctor", *script("open('trace', 'w')\n"))
-    assert not (tmp_path / "trace").exists()
-
-
 def test_the_settings_of_memfit_run_and_the_flags_are_those_that_are_examined(memfit, script, monkeypatch):
     words = script("import numpy\n")
 
@@ -94,13 +89,3 @@ def test_bad_usage_gives_2_and_no_traceback(memfit, words):
     assert done.exit_code == 2
     assert "Traceback" not in done.err
     assert "problems:" not in done.out
-
-
-@pytest.mark.parametrize("words", [("nothere.py",), ("-m", "nopkg_at_all"), ("syn.py",), ("nul.py",)])
-def test_what_python_cannot_run_gives_2(memfit, tmp_path, words):
-    (tmp_path / "syn.py").write_text("def f(:\n")
-    (tmp_path / "nul.py").write_text("x\0")
-    done = memfit("doctor", "--", sys.executable, *words)
-    assert done.exit_code == 2
-    assert done.out.startswith("problem script")
-    assert "Traceback" not in done.err

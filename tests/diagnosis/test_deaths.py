@@ -223,7 +223,8 @@ def test_a_job_that_memfit_ended_at_its_wall_was_short_of_memory(supervised, mem
     child.wait(60)
     found = diagnose(run_of(runs).path)
     assert (*verdict(found), found.phase) == (True, "host_cgroup", "out_of_memory", "train")
-    assert found.evidence[0].file.endswith("outcome.json")
+    assert found.evidence[0].file.endswith("outcome.json") and found.arithmetic[0].startswith("memfit: ")
+    assert 0.9 * found.figures["limit"] < found.figures["used"] <= found.figures["limit"]
 
 
 @pytest.mark.root

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.diagnosis import Figures, Job, find_shortage, list_remedies, what_happened
+from memfit.diagnosis import Figures, Job, find_shortage, list_remedies
 from reading import look
 
 IN_USE = "Process {pid} has {size:.2f} GiB memory in use. "
@@ -32,7 +32,7 @@ def test_a_process_that_can_only_be_this_one_is_no_stranger_to_kill():
     found = look(text)
     assert "kill" not in advice(text) and not any("Memory of others" in one for one in found.arithmetic)
     assert "Process 387 is this process" in " ".join(found.arithmetic)
-    assert what_happened(found) == "out of the GPU's memory"  # and not of its fragments: 0.7 GiB of 80 is nothing
+    assert found.happened == "out of the GPU's memory"  # and not of its fragments: 0.7 GiB of 80 is nothing
 
 
 def test_of_several_processes_only_one_that_holds_enough_can_be_this_one():

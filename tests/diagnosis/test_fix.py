@@ -300,6 +300,13 @@ def test_a_batch_is_halved_and_accumulated_twice_where_the_script_says_it(script
     assert any(check.verdict == "problem" for check in unknown.checks)
 
 
+def test_a_validation_that_did_not_fit_leaves_the_batch_of_training(script):
+    text = "#!/bin/bash\n#SBATCH --time=1:00\nsrun python a.py --per_device_train_batch_size 8 --num_train_epochs 3\n"
+    full = {"device_total": 24 * GIB, "free": 0, "reserved": 23 * GIB, "allocated": 23 * GIB, "tried": GIB}
+    fix = make_fix(script(text), diagnosis("gpu", phase="validate", **full))
+    assert not fix.edits and "names no setting" in fix.checks[-1].finding
+
+
 def test_what_the_estimate_calls_too_little_is_passed_over_for_what_may_fit(script):
     full = {"device_total": 24 * GIB, "reserved": 23 * GIB, "allocated": 23 * GIB, "tried": GIB,
             "free": GIB // 2}  # fmt: skip

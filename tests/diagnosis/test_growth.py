@@ -92,7 +92,9 @@ def make_run(tmp_path, sizes, *, state="completed"):
     record = {"state": state, "exit_code": 0, "phase": "train", "cause": "", "attempt": 1, "peak_bytes": MIB}
     (folder / "outcome.json").write_text(json.dumps(record))
     (folder / "out.log").write_text("hello\n")
-    lines = [{"time": 1.0, "job": None, "kind": "budget", "binding": {"limit_bytes": 2048 * MIB}}]
+    limit = {"name": "cap", "source": "--limit", "limit_bytes": 2048 * MIB}
+    budget = {"binding": limit, "limits": [limit], "headroom_bytes": 0, "reserve_bytes": 0, "promise": "none"}
+    lines = [{"time": 1.0, "kind": "budget", **budget}]
     lines += [{"time": end, "job": "fold_1", "kind": "epoch", "epoch": at} for at, end in enumerate(ends, 1)]
     (run.events_dir / "host-1-1.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import SIGNATURES, diagnose, read_streams, what_happened
+from memfit.diagnosis import SIGNATURES, diagnose, read_streams
 from reading import look
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "signatures.jsonl").read_text().splitlines()]
@@ -61,7 +61,7 @@ def test_cache_that_would_have_been_enough_is_fragmentation_worth_a_remedy_only_
     assert (broken.kind, full.kind) == ("gpu_fragmentation", "gpu_fragmentation")
     assert "a noticeable share" in broken.arithmetic[1]
     assert "too little of the card to matter" in full.arithmetic[1]
-    assert (what_happened(broken), what_happened(full)) == (
+    assert (broken.happened, full.happened) == (
         "out of the GPU's memory, although its cache had room (fragmentation)",
         "out of the GPU's memory",
     )

@@ -102,7 +102,7 @@ def test_the_first_use_of_a_gpu_is_found(diagnose, text, site):
 
 @pytest.mark.parametrize(
     ("data", "site"),
-    [(b"def f(:\n", "train.py:1"), (b"x = 1\ny = (\n", "train.py:2"), (b"x = 1\ny = '\xe4'\n", "train.py:2"), (b"\xef\xbb\xbfx = 1\n", None), (b"# -*- coding: latin-1 -*-\nx = '\xe4'\n", None)],
+    [(b"def f(:\n", "train.py:1"), (b"x\0", "train.py"), (b"x = 1\ny = (\n", "train.py:2"), (b"x = 1\ny = '\xe4'\n", "train.py:2"), (b"\xef\xbb\xbfx = 1\n", None), (b"# -*- coding: latin-1 -*-\nx = '\xe4'\n", None)],
 )  # fmt: skip
 def test_what_python_would_refuse_is_told_with_its_line_and_what_it_takes_is_read(diagnose, tmp_path, data, site):
     (tmp_path / "project").mkdir()

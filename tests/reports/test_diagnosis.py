@@ -50,7 +50,7 @@ def test_many_lines_of_evidence_are_counted():
 
 def test_remedies_show_their_bytes_and_cost_and_what_is_useless_comes_without():
     text = printed(SEEN, REMEDIES, verbose=True)
-    assert "1. a larger /dev/shm (costs none, 1.00 GiB, enough by itself)" in text
+    assert "1. a larger /dev/shm (costs none, saves 1.00 GiB, enough by itself)" in text
     assert text.index("would change nothing here") < text.index("- a smaller model\n")
 
 

@@ -18,7 +18,10 @@ MEMORY = {
         "validate": {"host_bytes": 800 * MIB, "devices": {}},
     },
 }
-LINE = "host non-reclaimable: train 900.0 MiB, validate 800.0 MiB; cuda:0 peak: train 3.00 GiB of 4.00 GiB reserved"
+LINE = (
+    "train: host 900.0 MiB (non-reclaimable), cuda:0 peak 3.00 GiB of 4.00 GiB reserved; "
+    "validate: host 800.0 MiB (non-reclaimable)"
+)
 
 
 @pytest.fixture

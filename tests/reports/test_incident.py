@@ -44,7 +44,7 @@ def test_the_experiment_has_each_remedy_with_its_arithmetic_and_cost_and_what_wo
     found = report(diagnosis(), replace(NODE, persistent_workers=False))["Experiment"]
     wanted = next(line for line in found.splitlines() if "`--mem=334G`" in line)
     assert "4 x 72.5 GiB (MaxRSS of a task) = 290.00 GiB of each node" in wanted
-    assert "(costs none, saves " in wanted and "is enough by itself)" in wanted
+    assert "(costs none, saves " in wanted and ", enough by itself)" in wanted
     assert "persistent_workers=False, would change nothing: No change" in found
 
 

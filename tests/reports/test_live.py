@@ -9,9 +9,9 @@ from memfit.memory import Sample, SeriesWriter
 from memfit.reports import LiveRun, Room, describe, read_pressure, read_room, render
 from memfit.rundir import Reader, read, read_events
 
-FREE = {"name": "MemAvailable", "limit_bytes": 8 << 30}
 GIB, MIB = 1 << 30, 1 << 20
-FREE = {"name": "MemAvailable", "limit_bytes": 8 * GIB}
+FREE = {"name": "MemAvailable", "source": "/proc/meminfo", "limit_bytes": 8 * GIB}
+REST = {"headroom_bytes": GIB, "reserve_bytes": 0, "promise": "none"}
 
 LINES = """\
 2026-11-21 09:00:02  prepare starts (1 running)
@@ -49,7 +49,7 @@ class Shown:
 def table_lines(view, width, room=None, pressure=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
     room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
-    console.print(render(view, room, width, pressure))
+    console.print(render(view, room, pressure))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -130,6 +130,7 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
         {"kind": 7},
         {"kind": "plan", "text": "x", "time": "noon"},
         {"kind": "budget", "job": None, "binding": 3, "limits": []},
+        {"kind": "budget", "job": None, "binding": FREE, "limits": [], "reserve_bytes": 0},
     ],
     ids=lambda fields: "-".join(map(str, fields.values()))[:30],
 )
@@ -231,15 +232,15 @@ def test_the_table_shows_how_much_of_the_panel_is_built(made):
 
 
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
-    made.event(0, "budget", binding=FREE, limits=[FREE, {"name": "cap", "limit_bytes": 64 * MIB}], reserve_bytes=0)
+    made.event(0, "budget", binding=FREE, limits=[FREE, FREE | {"name": "cap", "limit_bytes": 64 * MIB}], **REST)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
     view = view_of(made)
     assert read_room(view) == Room(64 * MIB, 24 * MIB, "cap")
 
 
 def test_a_watcher_from_elsewhere_goes_by_what_the_run_said(made):
-    binding = {"name": "memory.max", "limit_bytes": 8 * GIB, "used_bytes": GIB}
-    made.event(0, "budget", binding=binding, limits=[], reserve_bytes=0)
+    binding = FREE | {"name": "memory.max", "used_bytes": GIB}
+    made.event(0, "budget", binding=binding, limits=[], **REST)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
     view = view_of(made)
     assert read_room(view, here=False) == Room(8 * GIB, GIB, "memory.max")
@@ -295,8 +296,8 @@ def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
 def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):
     made = commands(1)
     made.job("cmd_0001", "running", name="status.json", phase="train")
-    assert "cmd_0001 fold=1 lr=1e-3  train" in table_lines(view_of(made), 80)[1]
-    assert "cmd_0001 fold=1…  train" in table_lines(view_of(made), 65)[1]
+    assert "cmd_0001 fold=1 lr=1e-3 train" in table_lines(view_of(made), 80)[1]
+    assert "cmd_0001 fold=1… train" in table_lines(view_of(made), 57)[1]
     assert all(max(map(len, table_lines(view_of(made), width))) <= width for width in (60, 65, 70, 80))
 
 

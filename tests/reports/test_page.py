@@ -69,7 +69,7 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert page.open == []
     assert page.loads == []
     assert "script" not in page.tags
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 2
     assert len(text.encode()) < 300_000
     said = " ".join(page.text)
     assert "3 completed" in said
@@ -78,6 +78,7 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "bytearray({mib} << 20)" in said, "the command"
     assert "jobs/cmd_0004/err.log" in said, "where its log is"
     assert "attempt 2" not in said
+    assert "meter" in page.tags, "a peak beside its reservation"
 
 
 def test_the_page_tells_which_attempt_of_a_job_it_shows(finished) -> None:
@@ -110,43 +111,35 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
     )
     with Image.open(picture) as image:
         seen = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or ()}
-    bars = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
-    assert bars in seen, "the bars of the peaks"
+    bars = tuple(int(COLOURS[-1][at : at + 2], 16) for at in (1, 3, 5))
+    assert bars in seen, "the bars of the jobs"
     assert len(seen) > 50, "texts and charts, not an empty page"
 
 
-@pytest.mark.parametrize(("report", "num_points"), [("", 3), ("loss", 2)])
-def test_the_page_of_a_study_draws_its_objective_and_lists_its_trials(study, report: str, num_points: int) -> None:
-    run = study.begin(report=report)
+def test_the_page_of_a_study_lists_its_trials_with_a_bar_for_the_objective(study) -> None:
+    run = study.begin()
     refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": "fold takes at least 9.00 GiB"}]
     study.trial(0, value=0.01)
     study.trial(1, value=0.0341, refused=refused)
-    study.trial(2, "pruned", 0.001, cause="worse than the median")
+    study.trial(2, "pruned", -7.0, cause="worse than the median")
     study.trial(3, "out_of_memory", cause="killed <by> the kernel")
     study.trial(4, "running")
     text = write_page(run, study.path / "report.html").read_text()
     page = _Page(text)
     assert page.open == page.loads == []
-    said = " ".join(page.text)
     assert page.text.index("Study") < page.text.index("Memory over time")
-    assert "best 0.0341: trial_0001" in said, "the label of the line"
-    assert "4 of 40 trials 0.0341 best rank_ic" in said
-    chart = text[text.index("<svg") : text.index("</svg>")]
-    drawn = [part.partition("<title>")[0] for part in chart.split("<text ") if "<title>" in part]
-    assert [part[-1] for part in drawn] == ["●", "●", "▽", "✕"]
-    height = [float(part.partition('y="')[2].partition('"')[0]) for part in drawn]
-    assert height[1] < height[0] < height[2] < height[3]
-    lanes = [lane for lane in ("pruned", "out_of_memory") if f">{lane}</text>" in chart]
-    assert len(lanes) == 4 - num_points, "a trial without a value is in a row of its state"
-    assert chart.count("<polyline") == 1
+    assert "4 of 40 trials 0.0341 best rank_ic" in " ".join(page.text)
+    shares = [float(part.partition('"')[0]) for part in text.split('<meter value="')[1:]]
+    assert shares == [0.0, 1.0, 0.0], "a trial without a value has no bar"
     assert "killed <by> the kernel" in page.text
     region = page.text.index("layers", page.text.index("accepted"))
     assert page.text[region : region + 3] == ["layers", "8", "2"], "what was refused, and what was accepted"
 
 
-def test_a_trial_that_is_far_off_does_not_flatten_the_chart(study) -> None:
+def test_a_trial_that_is_far_off_does_not_flatten_the_bars(study) -> None:
     run = study.begin(direction="minimize")
     for number, value in enumerate([0.5, 0.4, 0.45, 1e6]):
         study.trial(number, value=value)
-    page = _Page(write_page(run, study.path / "report.html").read_text())
-    assert "far off" in page.text and "0.40" in page.text
+    text = write_page(run, study.path / "report.html").read_text()
+    shares = [float(part.partition('"')[0]) for part in text.split('<meter value="')[1:]]
+    assert shares == [pytest.approx(0.333, abs=0.001), 1.0, pytest.approx(0.667, abs=0.001), 0.0]

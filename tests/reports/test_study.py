@@ -7,12 +7,13 @@ import random
 import re
 import statistics
 import sys
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from memfit.errors import UsageError
-from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study
+from memfit.errors import DamagedError, UsageError
+from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study, write_page
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -144,6 +145,18 @@ def test_refused_draws_are_counted_by_setting_and_the_smallest_has_its_arithmeti
     assert found["smallest"]["trial"] == "trial_0004" and "900.0 MiB" in found["smallest"]["why"]
 
 
+@pytest.mark.parametrize("name", ["params", "value", "by_unit", "intermediate", "measured", "cause", "job", "refused"])
+def test_no_value_in_a_record_makes_a_reader_fail_but_by_the_files_name(searched, name):
+    path = searched.path / "trials" / "trial_0001.json"
+    found = json.loads(path.read_text())
+    drawn = dict.fromkeys(found["params"])
+    for value in (None, 3, -1e300, "x", [1], {"a": "x"}, {"1": None}, drawn, {"seconds": "x"}, {"peaks": [1]}):
+        path.write_text(json.dumps(found | {name: value}))
+        with suppress(DamagedError):
+            printed(print_study, searched.run)
+            write_page(searched.run, searched.path / "page.html")
+
+
 def test_a_study_says_which_trials_a_rerun_may_not_repeat(study):
     run = study.begin()
     study.trial(0, value=0.1)
@@ -167,7 +180,7 @@ def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printe
     assert names == [f"trial_{number:04d}" for number in range(199, 189, -1)]
     assert "the best 10 of 200 that completed; memfit report shows all" in lines
     assert sum("failed (ValueError)" in line for line in lines) == 3
-    assert "  33 more alike: trial_0203, trial_0206, trial_0209, trial_0212 ..." in lines
+    assert "  the same: trial_0203, trial_0206, trial_0209, trial_0212 and 29 more" in lines
     assert max(map(len, lines)) <= 80
 
 

@@ -379,6 +379,13 @@ def test_units_that_the_command_line_gave_are_told_by_their_parameters(made):
     assert "unit         state" in text and "0002 lr=0.2  completed" in text and "0.7500" in text
 
 
+@pytest.mark.parametrize("report", [5, "all is well", ["x", 2], None])
+def test_only_a_list_of_texts_is_taken_for_report_lines(made, report):
+    made.job("prepare")
+    made.result("prepare", report=report, loss=0.5)
+    assert "loss: 0.5000" in printed(made.run, 80)
+
+
 def test_a_stage_without_report_lines_shows_its_numbers_and_words(made):
     made.job("judge")
     write_json(made.path / "checkpoints/stage_judge.json", {"result": {"sharpe": -1.25, "sign": "red", "days": [1, 2]}})

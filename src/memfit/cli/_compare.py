@@ -12,6 +12,7 @@ from typer import Option
 from memfit.cli._settings import with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
+from memfit.rundir import finite
 
 #: What was found, as JSON, and how to show it to people.
 Answer = tuple[dict[str, Any], Callable[[Console], object]]
@@ -29,7 +30,6 @@ class Flags:
     seeds: Annotated[
         bool, Option("--seeds", help="A and B are experiments: compare their completed runs, paired by seed.")
     ] = False
-    level: Annotated[float, Option(help="Confidence level of the interval over seeds.")] = 0.95
     as_json: AsJson = False
 
 
@@ -55,7 +55,7 @@ def compare(
     Exit codes: 0 done, whatever the verdict, 2 bad input, or a difference that is not named.
     """
     found, show = _by_seeds(a, b, flags) if flags.seeds else _by_runs(a, b, flags)
-    answer({"a": a, "b": b} | found, flags.as_json, show)
+    answer(finite({"a": a, "b": b} | found), flags.as_json, show)
 
 
 def _by_seeds(a: str, b: str, flags: Flags) -> Answer:
@@ -67,7 +67,7 @@ def _by_seeds(a: str, b: str, flags: Flags) -> Answer:
             rule="one number is compared over seeds: STAGE.NUMBER.",
             remedy=f"memfit compare {a} {b} lists the numbers",
         )
-    found = compare_over_seeds(find_runs(a), find_runs(b), flags.metric, flags.differs or (), flags.level)
+    found = compare_over_seeds(find_runs(a), find_runs(b), flags.metric, flags.differs or ())
 
     def show(log: Console) -> None:
         print_changes(found.changes, log)
@@ -88,4 +88,4 @@ def _by_runs(a: str, b: str, flags: Flags) -> Answer:
         print_before_after(numbers, log)
 
     paths = {"run_a": str(run_a.path), "run_b": str(run_b.path)}
-    return changes.to_dict() | paths | numbers.to_dict(), show
+    return changes.to_dict() | paths | numbers, show

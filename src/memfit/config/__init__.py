@@ -17,11 +17,11 @@ from memfit.config._resolve import Resolved as Resolved
 from memfit.config._resolve import read_file as read_file
 from memfit.config._resolve import resolve as resolve
 from memfit.config._resolve import resolve_nested as resolve_nested
-from memfit.config._scalars import read_plain as read_plain
 from memfit.config._types import ByteSize as ByteSize
 from memfit.config._types import Settings as Settings
 from memfit.config._types import differences as differences
 from memfit.config._types import fingerprint as fingerprint
+from memfit.config._types import read_plain as read_plain
 from memfit.config._types import size_text as size_text
 from memfit.config._types import to_plain as to_plain
 

@@ -26,8 +26,7 @@ from memfit.config._problems import (
     show,
     subject_of,
 )
-from memfit.config._scalars import read_plain
-from memfit.config._types import to_plain
+from memfit.config._types import read_plain, to_plain
 from memfit.errors import ConfigError, nearest
 
 M = TypeVar("M", bound=BaseModel)
@@ -128,7 +127,8 @@ def resolve(
         raise TypeError("give a file or values, not both")
     layers = _Layers()
     if file is not None:
-        layers.read_file(file)
+        content, lines = read_lines(file)
+        layers.put((), content, lambda path: f"{file}:{lines[path]}")
     if values is not None:
         layers.read_values(values)
     layers.read_environment(os.environ if env is None else env, model)
@@ -181,29 +181,21 @@ class _Layers:
         elif isinstance(value, dict) and value:
             for key, item in value.items():
                 self.put((*path, key), item, origin)
-        elif value != {} or not any(other[: len(path)] == path and other != path for other in self.given):
+        elif path and (value != {} or not any(one[: len(path)] == path and one != path for one in self.given)):
             for other in list(self.given):
                 if other[: len(path)] == path or path[: len(other)] == other:
                     del self.given[other]
             self.given[path] = (value, origin(path))
 
-    def read_file(self, file: Path) -> None:
-        content, lines, faults = _content(file)
-        self.problems += faults
-        if content:
-            self.put((), content, lambda path: f"{file}:{lines[dotted(path)]}")
-
     def read_values(self, values: Mapping[str, Any]) -> None:
         try:
-            content = to_plain(values)
+            self.put((), to_plain(values), lambda _: ARGUMENT)
         except TypeError as error:
             raise ConfigError(
                 f"the values given cannot be settings: {error}.",
                 rule="settings are what a YAML file can hold.",
                 remedy="pass numbers, text, paths, dates, booleans, lists and nested dicts",
             ) from None
-        if content:
-            self.put((), content, lambda _: ARGUMENT)
 
     def read_environment(self, env: Mapping[str, str], model: type[BaseModel]) -> None:
         for name in sorted(env):
@@ -232,23 +224,21 @@ class _Layers:
 
     def _put_text(self, path: Keys, text: str, origin: str) -> None:
         """Put the value of an override or a variable: flow-style YAML, quoted text, or an unquoted scalar."""
-        stripped, fault = text.strip(), ""
+        stripped = text.strip()
         value: Any = read_plain(stripped) if stripped else ""
         if stripped[:1] in tuple("[{\"'"):
             from memfit.config import _yaml
 
             try:
-                value, _, faults = _yaml.read(stripped)
-                fault = faults[0][0] if faults else ""
+                value, _ = _yaml.read(stripped)
             except _yaml.YamlError as error:
-                fault = f"it cannot be read as YAML: {error}"
-        if fault:
-            subject, source = subject_of(dotted(path), origin)
-            rule = "a value that begins with [ { \" or ' is read as YAML"
-            remedy = "put quotes around a text, or close what is open"
-            self._refuse(f"{subject}: {fault}, got {show(text)}{source}", rule, remedy)
-        else:
-            self.put(path, value, lambda _: origin)
+                subject, source = subject_of(dotted(path), origin)
+                rule = "a value that begins with [ { \" or ' is read as YAML"
+                remedy = "put quotes around a text, or close what is open"
+                return self._refuse(
+                    f"{subject}: it cannot be read as YAML: {error}, got {show(text)}{source}", rule, remedy
+                )
+        return self.put(path, value, lambda _: origin)
 
     def _refuse(self, what: str, rule: str, remedy: str) -> None:
         self.problems.append(ConfigError(f"{what}.", rule=rule, remedy=remedy))
@@ -270,17 +260,15 @@ def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
     ...     read_file(Path(folder) / "targets.yaml")
     {'fold.rank_ic': {'target': 0.04}}
     """
-    content, _, faults = _content(file, text)
-    if faults:
-        raise report(faults)
-    return content
+    return read_lines(file, text)[0]
 
 
-def _content(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[str, int], list[ConfigError]]:
+def read_lines(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[Keys, int]]:
+    """Return the same, and the line of each key by its path."""
     from memfit.config import _yaml
 
     try:
-        content, lines, faults = _yaml.read(_text(file) if text is None else text)
+        content, lines = _yaml.read(_text(file) if text is None else text)
     except _yaml.YamlError as error:
         raise ConfigError(
             f"{file}:{error.line}:{error.column} cannot be read: {error}.",
@@ -293,9 +281,7 @@ def _content(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[
             rule="a settings file is a mapping of names to values.",
             remedy="write name: value lines, for example seed: 0",
         )
-    rule = "a key is a name, given once"
-    places = [(f"{what} ({file}:{line}).", f"correct line {line} of {file}") for what, line in faults]
-    return content or {}, lines, [ConfigError(what, rule=rule, remedy=remedy) for what, remedy in places]
+    return content or {}, lines
 
 
 def _text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Settings as YAML: values with the place of each key, and text that reads back the same.
+"""Settings as YAML: values with the line of each key, and text that reads back the same.
 
 Only a process that reads or writes a file imports this module: loading ruamel.yaml takes longer than a verb's help.
 """
@@ -12,13 +12,14 @@ from types import NoneType
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver, implicit_resolvers
 from ruamel.yaml.tag import Tag
 
-from memfit.config._scalars import read_plain
+from memfit.config._types import read_plain
 
 _MOST_ALIASES = 100
 _TEXT = "tag:yaml.org,2002:str"
@@ -44,62 +45,52 @@ class _Resolver(VersionedResolver):
 
 
 class _Reader:
-    """Reads the values of one document."""
+    """Reads the values of one document, and the line of each key by its path."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, int] = {}
-        self.faults: list[tuple[str, int]] = []
-        self._anchored: set[int] = set()
-        self._aliases = 0
+        self.lines: dict[tuple[str, ...], int] = {}
+        self._anchored: list[int] = []
 
-    def read(self, node: Any, name: str = "") -> Any:
-        line, column = node.start_mark.line + 1, node.start_mark.column + 1
+    def read(self, node: Any, path: tuple[str, ...] = ()) -> Any:
         if node.anchor is not None:
-            self._aliases += id(node) in self._anchored
-            self._anchored.add(id(node))
-            if self._aliases > _MOST_ALIASES:
-                raise YamlError(f"it has more than {_MOST_ALIASES} aliases (*): write the values out", line, column)
+            self._anchored.append(id(node))
+            if len(self._anchored) - len(set(self._anchored)) > _MOST_ALIASES:
+                raise _refused(node, f"it has more than {_MOST_ALIASES} aliases (*): write the values out")
         value: Any
         if isinstance(node, MappingNode):
-            value = self._read_mapping(node, name)
+            value = {}
+            for key, inner in node.value:
+                self.read(key)
+                if not isinstance(key.value, str):
+                    raise _refused(key, "a list or a mapping cannot be a key")
+                if key.value == "<<" and not key.tag:
+                    raise _refused(key, "merge keys (<<) are not read: write the keys out")
+                below = (*path, key.value)
+                if key.value in value:
+                    raise _refused(key, f"{'.'.join(below)} is set twice, first in line {self.lines[below]}")
+                self.lines[below] = key.start_mark.line + 1
+                value[key.value] = self.read(inner, below)
         elif isinstance(node, SequenceNode):
-            value = [self.read(item, f"{name}[{index}]") for index, item in enumerate(node.value)]
+            value = [self.read(item, path) for item in node.value]
         else:
             value = node.value if node.tag == _TEXT else read_plain(node.value)
         if node.tag and type(value) is not _TAGS.get(node.tag):
-            raise YamlError(f"the tag {node.tag} is not read: write the value without it", line, column)
+            raise _refused(node, f"the tag {node.tag} is not read: write the value without it")
         return value
 
-    def _read_mapping(self, node: MappingNode, name: str) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            below = f"{name}.{key}" if name else f"{key}"
-            self.read(key_node)
-            if not isinstance(key, str):
-                self.faults.append(("a list or a mapping cannot be a key", line))
-            elif key == "<<" and not key_node.tag:
-                raise YamlError(
-                    "merge keys (<<) are not read: write the keys out", line, key_node.start_mark.column + 1
-                )
-            elif key in values:
-                self.faults.append((f"{below} is set twice, first in line {self.lines[below]}", line))
-            else:
-                self.lines[below] = line
-                values[key] = self.read(value_node, below)
-        return values
+
+def _refused(node: Any, problem: str) -> ConstructorError:
+    return ConstructorError(None, None, problem, node.start_mark)
 
 
-def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
-    """Return the content of one YAML document, the line of each key by dotted name, and faults with their lines.
-
-    A fault is a key that is no text or is there twice; it is left out.
+def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Return the content of one YAML document, and the line of each key by its path.
 
     Raises:
-        YamlError: If the text is not one YAML document.
+        YamlError: If the text is not one YAML document, or has a key twice.
 
     >>> read("seed: 3\\nmodel:\\n  name: x\\n")
-    ({'seed': 3, 'model': {'name': 'x'}}, {'seed': 1, 'model': 2, 'model.name': 3}, [])
+    ({'seed': 3, 'model': {'name': 'x'}}, {('seed',): 1, ('model',): 2, ('model', 'name'): 3})
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver = _Resolver
@@ -107,7 +98,7 @@ def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
     reader = _Reader()
     try:
         node = yaml.compose(text)
-        return None if node is None else reader.read(node), reader.lines, reader.faults
+        return None if node is None else reader.read(node), reader.lines
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = ", ".join(filter(None, (error.context, error.problem)))

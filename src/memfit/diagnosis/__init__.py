@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from memfit.diagnosis._granted import read_ran as read_ran
     from memfit.diagnosis._granted import verify_fix as verify_fix
     from memfit.diagnosis._growth import explain_growth as explain_growth
-    from memfit.diagnosis._headline import facts_of as facts_of
-    from memfit.diagnosis._headline import headline_of as headline_of
-    from memfit.diagnosis._headline import what_happened as what_happened
     from memfit.diagnosis._job import Job as Job
     from memfit.diagnosis._record import Diagnosis as Diagnosis
     from memfit.diagnosis._record import Evidence as Evidence

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from memfit.diagnosis._runs import open_file
+from memfit.units import list_some
 
 State = Literal["whole", "damaged", "not proved"]
 
@@ -53,8 +54,7 @@ def judge_checkpoints(paths: Mapping[Path, str], *, whole: bool = False) -> tupl
 
 def names_of(checkpoints: Iterable[Checkpoint], state: State) -> str:
     """Return the first checkpoints in a state, with commas."""
-    found = [one.name for one in checkpoints if one.state == state]
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return list_some([one.name for one in checkpoints if one.state == state])
 
 
 def _parts(index: Path) -> set[str]:

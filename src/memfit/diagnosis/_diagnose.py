@@ -194,8 +194,6 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
         return _ended(streams, signs, readings, witnesses, kept)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
-    if recovered and phase == "unknown":
-        phase = _later_phase(streams, best, readings)
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
     is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
@@ -374,23 +372,16 @@ def _phase_at(streams: list[Stream], index: int, place: int) -> JobPhase:
     return find_phase(streams, Sign("success", (streams[index].lines[place],), {}, index, place))
 
 
-def _later_phase(streams: list[Stream], sign: Sign, readings: _Readings) -> JobPhase:
-    """The phase of the first progress after a sign, for a job that went on."""
-    places = (one.place for one in readings[sign.stream] if one.place > sign.place)
-    return next((_phase_at(streams, sign.stream, place) for place in places), "unknown")
-
-
 def _warned(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:
     """Warnings of a shortage, and no end."""
     skipped = [sign for sign in marks if sign.name == "skipped_batches"]
     sign = (skipped or marks)[-1]
-    phase = find_phase(streams, sign)
     return Diagnosis(
         oom=bool(skipped),
         recovered=True,
         kind=sign.kind,
         cause=sign.cause,
-        phase=phase if phase != "unknown" else _later_phase(streams, sign, readings),
+        phase=find_phase(streams, sign),
         confidence=sign.meaning.sure,
         evidence=_evidence(sign.lines),
         timeline=_timeline(streams, None, signs, readings),

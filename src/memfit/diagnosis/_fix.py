@@ -23,7 +23,6 @@ from memfit.diagnosis._remedies import (
     wanted_time,
     with_figures,
 )
-from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
 from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
 from memfit.units import GIB, format_bytes, write_size
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
 
 _SIZE = re.compile(r"\d+[KMGTkmgt]?")
-_ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
 
 
 @dataclass(frozen=True)
@@ -253,17 +251,16 @@ class _Fixer:
         for remedy in list_remedies(self.diagnosis, self.job, config=config):
             if not remedy.helps or remedy.enough is False:
                 continue
-            if "-p PID" in remedy.setting:
+            if remedy.edit == "none":
                 yield Check("device", "problem", remedy.reason, "no script can change that", remedy.setting)
                 return
-            if found := _ALLOCATOR.match(remedy.setting):
-                self._set_env(found[1], found[2], remedy.reason)
+            if remedy.edit == "variable":
+                name, _, value = remedy.setting.removeprefix("export ").partition("=")
+                self._set_env(name, value, remedy.reason)
                 return
-            if "--shm-size=" in remedy.setting and self._enlarge_shm(remedy):
+            if remedy.edit == "batch" and self._halve():
                 return
-            if "batch_size" in remedy.setting and self._halve():
-                return
-            if "gradient_checkpointing" in remedy.setting and self._checkpoint(remedy.reason):
+            if remedy.edit == "checkpointing" and self._checkpoint(remedy.reason):
                 return
         what = "the script names no setting of its memory that can be changed"
         yield Check("device" if kind in DEVICES else "/dev/shm", "problem", what, "see the remedies")
@@ -308,13 +305,6 @@ class _Fixer:
         at = self.script.first_command
         before = len(self.script.lines) if at is None else self.script.command_of(at)
         self.insert(before - 1, f"export {name}={value}", reason)
-
-    def _enlarge_shm(self, remedy: Remedy) -> bool:
-        """Enlarge the /dev/shm of the container that the script starts, where it says a size."""
-        found = self.script.find("shm_size")
-        if found is not None:
-            self.change(found, remedy.setting.partition("=")[2].partition(",")[0], remedy.reason)
-        return found is not None
 
 
 def _number(name: str, text: str) -> float | None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import linear_regression, pvariance
 
 from memfit.diagnosis._runs import find_run, folders_of, read_or_say
-from memfit.files import fits, read_json
+from memfit.files import read_json
 from memfit.memory import read_series
-from memfit.rundir import event_time, read_events
+from memfit.rundir import read
 from memfit.units import format_bytes, format_duration
 
 _LEAST_EPOCHS, _LEAST_SHARE, _LEAST_ERRORS = 5, 0.01, 3.0
@@ -20,7 +20,6 @@ _CAUSES = (
     "more memory only delays its end; usual causes: a loss summed with its graph (add loss.item()), outputs kept in a "
     "list, a cache without a bound"
 )
-_BUDGET = {"kind": frozenset({"budget"}), "binding": {"limit_bytes": int}}
 _LARGEST = {"owner": str, "shape": [int], "dtype": str, "count": int, "bytes": int}
 #: What is read of a flight record of ``memfit.training``; a part that it could not read is a text.
 _FLIGHT = {"tensors": ({"tensors_bytes": {str: int}, "largest": [_LARGEST]}, str)}
@@ -30,11 +29,11 @@ def run_notes(path: Path, *, by_time: bool) -> Iterator[str]:
     """Yield what grew in a run's jobs (``by_time``: also without epochs), and what filled the memory of a refusal."""
     if (run := find_run(path)) is None:
         return
-    events = read_events(run.events_dir)
-    limits = [one["binding"]["limit_bytes"] for one in events if fits(one, _BUDGET)]
+    state = read_or_say(lambda _: read(run), run.path)
+    limit = state.budget["binding"]["limit_bytes"] if state and state.budget else 0
     for folder in folders_of(run, path):
-        ends = [event_time(one) for one in events if (one.get("kind"), one.get("job")) == ("epoch", folder.name)]
-        if grown := explain_growth(folder, ends, limits[-1] if limits else 0, by_time=by_time):
+        ends = state.jobs[folder.name].epoch_ends if state and folder.name in state.jobs else ()
+        if grown := explain_growth(folder, ends, limit, by_time=by_time):
             yield f"{folder.name}: {grown}."
         record = _newest(folder, "oom_*.json")
         found = record and read_or_say(lambda one: read_json(one, _FLIGHT, most_bytes=16 << 20), record)

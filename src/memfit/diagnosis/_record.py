@@ -1,17 +1,32 @@
-"""What a diagnosis says: the cause, the lines that prove it, the figures in them."""
+"""What a diagnosis says: the cause, the lines that prove it, the figures in them; and in a few words."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from memfit.diagnosis._figures import Figures
+from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._phase import JobPhase
 from memfit.diagnosis._signs import Kind, Sure
 from memfit.units import GIB
 
 #: The figures that the JSON form has.
 _FIGURES = ("device_total", "allocated", "reserved", "tried")
+_KINDS = {
+    "gpu": "out of the GPU's memory",
+    "gpu_fragmentation": "out of the GPU's memory, although its cache had room (fragmentation)",
+    "host_cgroup": "killed at a limit of host memory",
+    "host_kernel": "killed as the whole host ran out of memory",
+    "shm": "out of /dev/shm",
+    "host_alloc": "refused host memory",
+    "pinned": "refused pinned host memory",
+    "other_accelerator": "out of the accelerator's memory",
+}
+_CAUSES = {
+    "killed": "killed; by whom and why is not shown",
+    "exit_status": "ended by itself, with an exit status that is an error",
+    "limit_touched": "touched its limit of host memory; nothing was killed",
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,30 @@ class Diagnosis:
     def checked(self) -> Figures:
         """The figures, held against each other."""
         return Figures.read(self.figures, " ".join(one.text for one in self.evidence))
+
+    @property
+    def happened(self) -> str:
+        """What happened, in a few words.
+
+        >>> Diagnosis(True, False, "shm", "out_of_memory", "load", "proved").happened
+        'out of /dev/shm'
+        """
+        checked = self.checked
+        is_full = checked.total is not None and (checked.slack or 0) < NOTICEABLE * checked.total
+        kind = self.kind.removesuffix("_fragmentation") if is_full else self.kind
+        return _CAUSES.get(self.cause) or _KINDS.get(kind, self.cause.replace("_", " "))
+
+    @property
+    def headline(self) -> str:
+        """The same, and how sure it is."""
+        known = f"{self.happened} ({self.confidence})"
+        return "unknown: no line proves a cause" if self.cause == "unknown" else known
+
+    @property
+    def facts(self) -> str:
+        """Kind, cause, phase and place, with commas."""
+        where = (f"{name} {value}" for name, value in self.where.items() if value is not None)
+        return ", ".join((f"kind {self.kind}", f"cause {self.cause}", f"phase {self.phase}", *where))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; figures in GiB, None where the text has none."""

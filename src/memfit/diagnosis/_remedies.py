@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.amounts import Amount
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
-from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
+from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Edit, Remedy, row
 from memfit.slurm import MEMORY_OPTIONS, format_time
 from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
 
@@ -216,15 +216,18 @@ def _estimated(config: Mapping[str, Any], setup: Setup, short: int | None, total
                 cost=change.cost,
             )
             cost = _COST_WORDS.get(word, "not known") if change.same_training else "another training"
-            yield replace(found, cost=cost)
+            is_batch = change.setup.batch != setup.batch
+            edit: Edit = "batch" if is_batch else "checkpointing" if change.options[0] == _CHECKPOINTING else ""
+            yield replace(found, cost=cost, edit=edit)
 
 
 #: The first word of what `memfit.estimation` says that a change costs.
 _COST_WORDS: Mapping[str, Cost] = {
     "none": "none", "hardly": "hardly any", "some": "a few per cent", "5": "5 to 15 %", "25": "25 to 33 %",
 }  # fmt: skip
+_CHECKPOINTING = "--gradient-checkpointing"
 _HF_WORDS = {
-    "--gradient-checkpointing": "--gradient_checkpointing True",
+    _CHECKPOINTING: "--gradient_checkpointing True",
     "--no-foreach": "torch.optim.AdamW(..., fused=True)",
     "--attention sdpa": "attn_implementation='sdpa'",
     "--optimizer adamw8bit": "--optim adamw_bnb_8bit",

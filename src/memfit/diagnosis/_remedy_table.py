@@ -19,6 +19,7 @@ Cost = Literal[
     "another training",
 ]
 COSTS: tuple[Cost, ...] = get_args(Cost)
+Edit = Literal["", "variable", "batch", "checkpointing", "none"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Remedy:
         saves_bytes: The bytes that are needed less or may be used more; None if unknown.
         enough: Whether it is enough by itself; None if unknown.
         helps: False for common advice that would change nothing here.
+        edit: What ``--fix`` does for it in a batch script: it sets the variable of ``setting``, halves the batch or
+            turns checkpointing on; ``none`` where no script can do it.
 
     Example:
         >>> Remedy("request more", "--mem=8G", "none", "it was killed at 4 GiB", "host", 4 << 30).to_dict()["cost"]
@@ -48,10 +51,13 @@ class Remedy:
     saves_bytes: int | None = None
     enough: bool | None = None
     helps: bool = True
+    edit: Edit = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        return asdict(self)
+        found = asdict(self)
+        del found["edit"]
+        return found
 
 
 _RESUME = "memfit resume RUN"
@@ -202,10 +208,10 @@ _ROWS: Mapping[str, Remedy] = {
     "others": Remedy(
         "end your own processes that still hold memory of this device, or use another device",
         "{list}; ps -o pid,user,etime,cmd -p PID; kill PID", "none",
-        "{who} {held} of its {total}. Do not reset the device: that ends everybody's work.", "device"),
+        "{who} {held} of its {total}. Do not reset the device: that ends everybody's work.", "device", edit="none"),
     "ranks": Remedy(
         "give each rank its own device", "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); {list}; ps -p PID",
-        "none", "{who} {held} of its {total}. They may be ranks of this job: do not end those.", "device"),
+        "none", "{who} {held} of its {total}. They may be ranks of this job: do not end those.", "device", edit="none"),
     "room": Remedy(
         "find what refused the request", "set_per_process_memory_fraction; ulimit -v; the paging file (Windows); "
         "memory= in .wslconfig (WSL)", "none", "The device had room. A limit of the process, a lack of host memory, or "
@@ -214,15 +220,16 @@ _ROWS: Mapping[str, Remedy] = {
                          "An overflow, or data from a broken file or another rank. No memory is short."),
     "segments": Remedy("let the allocator's segments grow", "export PYTORCH_{api}_ALLOC_CONF=expandable_segments:True",
                        "hardly any", "torch's allocator reserved {unused} ({share:.0%}) that no tensor uses. Set it "
-                       "before Python starts.", "device"),
+                       "before Python starts.", "device", edit="variable"),
     "no_segments": Remedy("expandable_segments, max_split_size_mb or empty_cache()",
                           "PYTORCH_{api}_ALLOC_CONF=expandable_segments:True", "none", "{why}.", "device", 0, False,
                           False),
     "half_batch": Remedy("halve the batch, double the accumulation", "{options}", "a few per cent",
                          "Activations halve. Each update sees the same samples, so only batch norm and rounding "
-                         "change.{hint}", "device"),
+                         "change.{hint}", "device", edit="batch"),
     "checkpointing": Remedy("use activation checkpointing", "--gradient_checkpointing True, or torch.utils.checkpoint",
-                            "25 to 33 %", "The backward pass computes each block's activations again.{hint}", "device"),
+                            "25 to 33 %", "The backward pass computes each block's activations again.{hint}", "device",
+                            edit="checkpointing"),
     "shard": Remedy("shard gradients and optimizer states", "fully_shard(model), or ZeRO stage 2", "not known",
                     "Each of {devices} devices holds a part.", "device"),
     "estimated": Remedy("train with {options}", "{written}", "not known",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, UsageError
-from memfit.files import check_owner, open_own, open_regular, parse_json, pass_over, read_json, read_own
-from memfit.rundir import RunDir
+from memfit.files import check_owner, open_own, open_regular, pass_over, read_json
+from memfit.rundir import EventTail, RunDir
 
 T = TypeVar("T")
 _SIGKILL = -9
@@ -203,13 +204,8 @@ def _judge(
 
 def _events(path: Path, only: str | None) -> Iterator[Sign]:
     """What a training recorded."""
-    content = read_or_say(read_own, path) or b""
-    for number, text in enumerate(content.decode(errors="replace").split("\n"), 1):
-        try:
-            event = parse_json(text)
-        except (ValueError, RecursionError):  # a torn last record
-            continue
-        name = _EVENTS.get(str(event.get("kind"))) if isinstance(event, dict) else None
+    for number, event in read_or_say(lambda one: EventTail(one).read_lines(), path) or ():
+        name = _EVENTS.get(str(event.get("kind")))
         if name is None or only not in (None, event.get("job")):
             continue
         if event["kind"] == "loader_worker_died" and event.get("exit_code") != _SIGKILL:
@@ -217,4 +213,5 @@ def _events(path: Path, only: str | None) -> Iterator[Sign]:
         if event["kind"] == "oom" and "device" not in str(event.get("memory")):
             name = "pressure"
         values = {key: value for key, value in event.items() if key not in ("kind", "time")}
-        yield Sign(name, (Line(str(path), number, text[:4000], None, str(event.get("time", ""))),), values)
+        text = json.dumps(event, separators=(",", ":"))[:4000]
+        yield Sign(name, (Line(str(path), number, text, None, str(event.get("time", ""))),), values)

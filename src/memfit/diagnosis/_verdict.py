@@ -181,8 +181,6 @@ def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
         return is_near(_BY_SCHEDULER, sign.place, 0)
     if sign.name in ("disk_full", "open_files"):
         return is_near(("shm",))
-    if sign.name == "host_refused" and "MemoryError" in sign.text:
-        return is_near(("device_refused", "device_oom", "global_kill"))
     if sign.name == "illegal_access":
         lost = (one for one in near if one.name == "device_lost" and one.number <= sign.number)
         return any(re.search("fallen off|is lost|Xid", one.text) for one in lost)

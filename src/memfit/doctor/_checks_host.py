@@ -9,7 +9,7 @@ from pathlib import Path
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.memory import systemd_scope_command
-from memfit.units import GIB, MIB, format_bytes
+from memfit.units import GIB, MIB, format_bytes, list_some
 
 #: Threads that a process has beside its pools: Python's own, a queue's feeder, pin_memory, NCCL's.
 _OTHER_THREADS = 8
@@ -106,17 +106,10 @@ def check_limits(case: Case) -> Iterator[Check]:
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
         yield judge("locked memory", finding, reason, remedy, source, warning=rdma and soft is not None)
     soft, hard = limits.get("open files", (None, None))
-    call = next((one for one in case.script.sharing if one.name), None)
-    strategy = call.name if call else "file_descriptor"
-    finding = f"{'unlimited' if soft is None else soft} open files a process; torch shares by {strategy}"
-    reason = "each tensor from a worker keeps one file open while it lives: 400 batches of 3 tensors hold 1,200"
+    finding = f"{'unlimited' if soft is None else soft} open files a process"
+    reason = "torch keeps a file open for each tensor from a worker while it lives: 400 batches of 3 tensors hold 1,200"
     remedy = f"ulimit -n {hard or 65536}; keep copies (tensor.clone()), not the batches themselves"
-    if is_leaky := strategy == "file_system":
-        reason = "file_system needs no open files, and leaves its segments in /dev/shm when a process is killed"
-        remedy = 'set_sharing_strategy("file_descriptor")'
-    source += f"; {call.site if call else 'the default of torch on Linux'}"
-    is_low = soft is not None and soft < 4096 and case.num_workers > 0
-    yield judge("open files", finding, reason, remedy, source, warning=is_leaky or is_low)
+    yield judge("open files", finding, reason, remedy, source, warning=bool(soft and soft < 4096 and case.num_workers))
 
 
 def _address_space(case: Case, source: str) -> Iterator[Check]:
@@ -199,13 +192,14 @@ def check_leftovers(case: Case) -> Iterator[Check]:
     segments = case.place.segments
     dead = [one for one in segments if not one.in_use]
     lost = sum(one.size_bytes for one in dead)
-    names = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in dead[:3])
-    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
     finding = f"{len(segments)} segments of libraries, all in use" if segments else "no segment of a library"
     if dead:
-        finding = f"{format_bytes(lost)} in {len(dead)} segments that no process seen here uses: {names}{more}"
+        names = list_some([f"{one.name} ({format_bytes(one.size_bytes)})" for one in dead], 3)
+        finding = f"{format_bytes(lost)} in {len(dead)} segments that no process seen here uses: {names}"
     files = " ".join(f"/dev/shm/{one.name}" for one in dead[:3])
-    remedy = f"rm {files}{' ...' if more else ''} (first make sure that no other container shares this /dev/shm)"
+    remedy = (
+        f"rm {files}{' ...' if len(dead) > 3 else ''} (first make sure that no other container shares this /dev/shm)"
+    )
     reason = "they stay charged as memory after their writer's death, until somebody unlinks them"
     is_large = lost >= _LEAST_LOST_BYTES
     yield judge("leftovers", finding, reason, remedy, "/dev/shm, /proc/*/maps", warning=is_large)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.doctor._script import Start
+from memfit.units import list_some
 
 #: Libraries that do not survive a fork once they were used: whether that is certain, why, and the source.
 _FORK_UNSAFE: dict[str, tuple[bool, str, str]] = {
@@ -29,7 +30,6 @@ _THREAD_VARIABLES = (
     *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
 )
 _GUARD = 'if __name__ == "__main__":'
-_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _LOCKS = (
     "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
     "waits for ever"
@@ -42,9 +42,7 @@ def _method(case: Case, one: Start) -> str:
 
 
 def _list(starts: Sequence[Start]) -> str:
-    """The first three places, and how many more there are."""
-    more = f" and {len(starts) - 3} more" if len(starts) > 3 else ""
-    return ", ".join(one.site for one in starts[:3]) + more
+    return list_some([one.site for one in starts], 3)
 
 
 def check_fork(case: Case) -> Iterator[Check]:
@@ -169,11 +167,6 @@ def check_threads(case: Case) -> Iterator[Check]:
             reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
             remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
             yield Check("threads", "warning", finding, reason, remedy, one.site)
-    bound = [name for name in _BINDING if case.env.get(name, "false").lower() not in ("false", "disabled", "none")]
-    if bound:
-        finding = f"{bound[0]}={case.env[bound[0]]} binds threads to cores"
-        reason = "every job and every worker binds its threads to the same first cores, however many others are free"
-        yield Check("threads", "warning", finding, reason, f"unset {' '.join(bound)}", bound[0])
 
 
 def check_environment(case: Case) -> Iterator[Check]:
@@ -191,7 +184,7 @@ def check_environment(case: Case) -> Iterator[Check]:
     differ = [
         f"{name}={seen} and not {case.env.get(name)}" for name, seen in asked.env.items() if seen != case.env.get(name)
     ]
-    seen = ", ".join(differ) or f"all {len(asked.env)} variables as set, and {asked.num_cpus} CPUs"
+    seen = ", ".join(differ) or f"all {len(asked.env)} variables as set"
     finding = f"Python {'.'.join(map(str, asked.version))} sees {seen}"
     remedy = "look for what sets it: sitecustomize, usercustomize, a .pth file, a wrapper around python"
     yield judge("environment", finding, reason, remedy, asked.executable, problem=bool(differ))

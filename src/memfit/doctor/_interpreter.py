@@ -25,7 +25,6 @@ def is_missing(name):
     return importlib.util.find_spec(name) is None
 found = {
     "version": list(sys.version_info[:3]), "executable": sys.executable, "env": {n: os.environ.get(n) for n in names},
-    "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     "start_method": multiprocessing.get_start_method(), "packages": {name: attempt(version, name) for name in packages},
     "missing": [name for name in wanted if attempt(is_missing, name)],
 }
@@ -41,7 +40,6 @@ class Interpreter:
 
     Attributes:
         start_method: The default of ``multiprocessing``.
-        num_cpus: The CPUs that it may run on.
         env: The variables that memfit sets, as it sees them.
         packages: The installed version of each package, or None.
         missing: The modules that cannot be found.
@@ -51,7 +49,6 @@ class Interpreter:
     executable: str
     version: tuple[int, ...] = ()
     start_method: str = ""
-    num_cpus: int = 0
     env: Mapping[str, str | None] = field(default_factory=dict)
     packages: Mapping[str, str | None] = field(default_factory=dict)
     missing: Sequence[str] = ()

@@ -51,7 +51,6 @@ class Script:
     loaders: list[Start] = field(default_factory=list)
     forks: list[Start] = field(default_factory=list)
     start_methods: list[Site] = field(default_factory=list)  # calls of ``set_start_method``
-    sharing: list[Site] = field(default_factory=list)  # calls of ``set_sharing_strategy``
     variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
     cuda: str | None = None
     threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
@@ -158,9 +157,8 @@ class _Reader(ast.NodeVisitor):
             context = given.get(_FORKS[name]) or (node.func.value if isinstance(node.func, ast.Attribute) else None)
             method = "fork" if name == "fork" else self._context(context, is_named=_FORKS[name] in given)
             script.forks.append(Start(path, site, method))
-        elif name in ("set_start_method", "set_sharing_strategy") and node.args:
-            where = script.start_methods if name == "set_start_method" else script.sharing
-            where.append(Site(_text_of(node.args[0]) or "", site))
+        elif name == "set_start_method" and node.args:
+            script.start_methods.append(Site(_text_of(node.args[0]) or "", site))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
             self._variable(node.args[0], node)
         elif path == "torch.set_num_threads":

@@ -16,8 +16,10 @@ from memfit.errors import MissingExtraError, UsageError
 from memfit.masking import FORMS, load_finders
 
 _MOST_BYTES = 4 << 20  # a longer file is data, and is counted as not read
-_COMMIT = "\0memfit-commit "
 _REASON = "whoever reads the file, an image that holds it or the history has the key"
+_OF_FILE = "revoke the key, and write the name of a variable there instead"
+_OF_HISTORY = "revoke the key: who has a clone has it, even if git filter-repo takes it out of the history"
+_LOG = ("log", "--all", "-m", "-p", "-U0", "--no-color", "--no-renames", "--no-ext-diff", "--no-textconv")
 
 
 def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = None) -> list[Check]:
@@ -47,7 +49,7 @@ def scan_secrets(folder: Path, progress: Callable[[int, int], None] | None = Non
         ) from None
     _add_finders()
     with transient_settings({"plugins_used": [{"name": one.__name__} for one in load_finders()]}):
-        return worst_first([*_Scan(root, progress or (lambda done, total: None)).checks(), *_env_file(root)])
+        return worst_first([*_scan(root, progress or (lambda done, total: None)), *_env_file(root)])
 
 
 def _add_finders() -> None:
@@ -65,100 +67,82 @@ def _add_finders() -> None:
             get_mapping_from_secret_type_to_class()[kind] = finder
 
 
-class _Scan:
-    """Reads the files, then each commit's new lines; a secret counts once, at the first place it is found."""
-
-    def __init__(self, root: Path, progress: Callable[[int, int], None]) -> None:
-        self.root, self.progress = root, progress
-        self.known = set[tuple[str, str]]()
-        self.num_unread = 0
-
-    def checks(self) -> Iterator[Check]:
-        names = [one for one in _git(self.root, "ls-files", "-z", "-co", "--exclude-standard").split("\0") if one]
-        commits = _git(self.root, "rev-list", "--all").split()
-        total, found = len(names) + len(commits), list[Check]()
-        for done, name in enumerate(names):
-            self.progress(done, total)
-            path = self.root / name
-            if not path.is_file() or path.is_symlink():
-                continue
-            if path.stat().st_size > _MOST_BYTES:
-                self.num_unread += 1
-                continue
-            remedy = "revoke the key, and write the name of a variable there instead"
-            found += [_problem(kind, f"{name}:{line}", remedy, "files") for kind, line in self.scan(path)]
-        yield from found
-        told = f"no secret in {len(names)} files" + (
-            f"; {self.num_unread} too large to read" if self.num_unread else ""
-        )
-        yield from [] if found else [judge("secrets", told, _REASON, "", "files")]
-        old = list(self.history(lambda done: self.progress(len(names) + done, total)))
-        yield from old
-        told = f"no {'other ' if found else ''}secret in {len(commits)} commits"
-        yield from [] if old else [judge("secrets", told, _REASON, "", "git history")]
-
-    def scan(self, path: Path) -> Iterator[tuple[str, int]]:
-        """Yield type and line number of each secret that is new."""
-        from detect_secrets.core.scan import scan_file, scan_for_allowlisted_secrets_in_file
-
-        if b"allowlist secret" in path.read_bytes():
-            allowed = scan_for_allowlisted_secrets_in_file(str(path))
-            self.known.update((one.type, one.secret_hash) for one in allowed)  # the history's, too
-        for one in list(scan_file(str(path))):
-            if (key := (one.type, one.secret_hash)) not in self.known:
-                self.known.add(key)
-                yield one.type, one.line_number
-
-    def history(self, progress: Callable[[int], None]) -> Iterator[Check]:
-        """Yield the secrets of the lines that commits added. Each line of a kind of file is read once."""
-        read, done = set[tuple[str, str]](), 0
-        arguments = ("log", "--all", "-m", "-p", "-U0", "--no-color", "--no-renames", "--no-ext-diff", "--no-textconv")
-        command = ["git", "-c", "core.quotepath=off", *arguments, f"--format=%x00{_COMMIT[1:]}%h"]
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            subprocess.Popen(command, cwd=self.root, stdout=subprocess.PIPE, text=True, errors="replace") as git,
-        ):
-            assert git.stdout is not None
-            commit, name, added = "", "", list[str]()
-
-            def secrets() -> Iterator[Check]:
-                if not added:
-                    return
-                path = Path(scratch) / Path(name).name  # the kind of file decides how a line is read
-                path.write_text("\n".join(added) + "\n")
-                remedy = "revoke the key: who has a clone has it, even if git filter-repo takes it out of the history"
-                for kind, _ in self.scan(path):
-                    yield _problem(kind, f"{name} in commit {commit}", remedy, "git history")
-                path.unlink()
-                added.clear()
-
-            for line in git.stdout:
-                if line.startswith((_COMMIT, "+++ ")):
-                    yield from secrets()
-                if line.startswith(_COMMIT):
-                    commit, done = line[len(_COMMIT) :].strip(), done + 1
-                    progress(done)
-                elif line.startswith("+++ "):
-                    name = line[4:].strip().removeprefix("b/")
-                elif line.startswith("+") and (key := (Path(name).suffix, line[1:].strip())) not in read:
-                    read.add(key)
-                    added.append(line[1:].rstrip("\n"))
-            yield from secrets()
+def _scan(root: Path, progress: Callable[[int, int], None]) -> Iterator[Check]:
+    """Scan the files, then each commit's new lines; a secret counts once, at the first place it is found."""
+    names = [one for one in _git(root, "ls-files", "-z", "-co", "--exclude-standard").split("\0") if one]
+    commits = _git(root, "rev-list", "--all").split()
+    known, total, num_unread, num_found = set[tuple[str, str]](), len(names) + len(commits), 0, 0
+    for done, name in enumerate(names):
+        progress(done, total)
+        path = root / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size > _MOST_BYTES:
+            num_unread += 1
+            continue
+        for kind, line in _new_in(path, known):
+            num_found += 1
+            yield judge("secrets", f"{kind} in {name}:{line}", _REASON, _OF_FILE, "files", problem=True)
+    if not num_found:
+        told = f"; {num_unread} too large to read" if num_unread else ""
+        yield judge("secrets", f"no secret in {len(names)} files{told}", _REASON, "", "files")
+    is_well = True
+    with tempfile.TemporaryDirectory() as scratch:
+        for done, commit, name, added in _history(root):
+            progress(len(names) + done, total)
+            path = Path(scratch, Path(name).name)  # the kind of file decides how a line is read
+            path.write_text("\n".join(added) + "\n")
+            for kind, _ in _new_in(path, known):
+                is_well, found = False, f"{kind} in {name} in commit {commit}"
+                yield judge("secrets", found, _REASON, _OF_HISTORY, "git history", problem=True)
+            path.unlink()
+    if is_well:
+        told = f"no {'other ' if num_found else ''}secret in {len(commits)} commits"
+        yield judge("secrets", told, _REASON, "", "git history")
 
 
-def _problem(kind: str, where: str, remedy: str, source: str) -> Check:
-    return judge("secrets", f"{kind} in {where}", _REASON, remedy, source, problem=True)
+def _new_in(path: Path, known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
+    """Yield type and line of each secret of a file that is not known yet; those that are allowed become known."""
+    from detect_secrets.core.scan import scan_file, scan_for_allowlisted_secrets_in_file
+
+    if b"allowlist secret" in path.read_bytes():
+        known.update((one.type, one.secret_hash) for one in scan_for_allowlisted_secrets_in_file(str(path)))
+    for one in list(scan_file(str(path))):
+        if (key := (one.type, one.secret_hash)) not in known:
+            known.add(key)
+            yield one.type, one.line_number
+
+
+def _history(root: Path) -> Iterator[tuple[int, str, str, list[str]]]:
+    """Yield for each file of each commit the number and the name of the commit, the file, and its new lines.
+
+    Each line of a kind of file is there once.
+    """
+    read, done, commit, name, added = set[tuple[str, str]](), 0, "", "", list[str]()
+    command = ["git", "-c", "core.quotepath=off", *_LOG, "--format=%x00commit %h"]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, errors="replace") as git:
+        for line in git.stdout or ():
+            if line.startswith(("\0commit ", "+++ ")):
+                if added:
+                    yield done, commit, name, added
+                added = []
+            if line.startswith("\0commit "):
+                commit, done = line.split()[1], done + 1
+            elif line.startswith("+++ "):
+                name = line[4:].strip().removeprefix("b/")
+            elif line.startswith("+") and (key := (Path(name).suffix, line[1:].strip())) not in read:
+                read.add(key)
+                added.append(line[1:].rstrip("\n"))
+        if added:
+            yield done, commit, name, added
 
 
 def _env_file(root: Path) -> Iterator[Check]:
     """Say whether ``.env``, where a variable's value may stand, is kept from git and from other users."""
     path, reason = root / ".env", "programs read the keys in .env; git and other users must not"
-    in_git = bool(_git(root, "ls-files", "--", ".env").strip())
-    command = ["git", "check-ignore", "-q", ".env"]
-    is_ignored = subprocess.run(command, cwd=root, check=False, stdout=subprocess.DEVNULL).returncode == 0
-    if in_git:
+    if _git(root, "ls-files", "--", ".env").strip():
         yield judge(".env", "it is in git", reason, "git rm --cached .env, and revoke its keys", ".env", problem=True)
-    elif path.exists() and not is_ignored:
+    elif path.exists() and not _git(root, "ls-files", "--others", "--ignored", "--exclude-standard", "--", ".env"):
         yield judge(".env", "git does not ignore it", reason, "echo .env >> .gitignore", ".gitignore", problem=True)
     if path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
         yield judge(".env", f"others may read it (mode {mode:o})", reason, "chmod 600 .env", ".env", warning=True)

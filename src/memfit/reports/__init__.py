@@ -9,8 +9,8 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.reports._budget import print_budget as print_budget
+    from memfit.reports._charts import CHART_STYLE as CHART_STYLE
     from memfit.reports._charts import COLOURS as COLOURS
-    from memfit.reports._charts import Frame as Frame
     from memfit.reports._charts import Layer as Layer
     from memfit.reports._charts import draw_stack as draw_stack
     from memfit.reports._compare import compare_numbers as compare_numbers

@@ -15,7 +15,7 @@ from memfit.reports._differences import Changes, find_changes, find_differences,
 from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
 from memfit.reports._rates import SeedComparison, compare_seeds, wilson_interval
 from memfit.reports._summary import BAD
-from memfit.rundir import RunDir, finite, read
+from memfit.rundir import RunDir, read
 
 _NO_PROOF = "One run each proves no difference: run both with five seeds or more, and give --seeds."
 #: Why there is no verdict over seeds.
@@ -62,24 +62,8 @@ def read_numbers(run: RunDir) -> dict[str, Number]:
 # Before and after
 
 
-@dataclass(frozen=True)
-class BeforeAfter:
-    """The numbers that two runs share, before (B) and after (A) a change; and how many of their jobs completed."""
-
-    numbers: Mapping[str, tuple[Number, Number]]
-    jobs: tuple[Mapping[str, float], Mapping[str, float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
-        rows = {name: {"before": asdict(b), "after": asdict(a)} for name, (b, a) in self.numbers.items()}
-        found: dict[str, Any] = finite(
-            {"numbers": rows, "jobs": {"before": self.jobs[0], "after": self.jobs[1]}, "verdict": None}
-        )
-        return found
-
-
-def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAfter:
-    """Return the numbers that both runs have, or one of them.
+def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> dict[str, Any]:
+    """Return as JSON the numbers that both runs have (or one of them), before (B) and after (A), and the jobs of each.
 
     Raises:
         UsageError: If they do not share this number.
@@ -87,16 +71,16 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAf
     Example:
         >>> import pathlib, tempfile
         >>> run = RunDir.create(pathlib.Path(tempfile.mkdtemp()), "demo", "0" * 64)
-        >>> compare_numbers(run, run).jobs[0]
+        >>> compare_numbers(run, run)["jobs"]["before"]
         {'completed': 0, 'n': 0, 'lower': 0.0, 'upper': 1.0}
     """
     before, after = read_numbers(b), read_numbers(a)
-    shared = {name: (number, after[name]) for name, number in before.items() if name in after}
+    shared = {name: {"before": asdict(before[name]), "after": asdict(after[name])} for name in before if name in after}
     if metric is not None:
         if metric not in shared:
             raise _no_number(metric, shared)
         shared = {metric: shared[metric]}
-    return BeforeAfter(shared, (_completed(b), _completed(a)))
+    return {"numbers": shared, "jobs": {"before": _completed(b), "after": _completed(a)}, "verdict": None}
 
 
 def _completed(run: RunDir) -> dict[str, float]:
@@ -116,15 +100,17 @@ def _no_number(metric: str, known: Iterable[str]) -> UsageError:
     )
 
 
-def print_before_after(found: BeforeAfter, console: Console) -> None:
+def print_before_after(found: Mapping[str, Any], console: Console) -> None:
     """Print the table of before and after, without a verdict."""
-    table = plain_table("number", "before (B)", "after (A)", "A less B", left=("number",))
-    jobs = [f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found.jobs]
-    table.add_row("jobs completed", *jobs, "")
-    for name, (before, after) in found.numbers.items():
-        table.add_row(name, str(before), str(after), f"{after.mean - before.mean:+.4g}")
-    console.print(table)
-    say(console, _NO_PROOF if found.numbers else "No number is in both runs.")
+    jobs = (
+        f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found["jobs"].values()
+    )
+    rows = [("jobs completed", *jobs, "")]
+    for name, sides in found["numbers"].items():
+        before, after = (Number(**side) for side in sides.values())
+        rows.append((name, str(before), str(after), f"{after.mean - before.mean:+.4g}"))
+    console.print(plain_table("number", "before (B)", "after (A)", "A less B", rows=rows, left=("number",)))
+    say(console, _NO_PROOF if found["numbers"] else "No number is in both runs.")
     say(console, "±: standard error over n units. Jobs: 95 % interval of the rate.")
 
 
@@ -142,14 +128,10 @@ class SeedRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        own = {"metric": self.metric, "left_out": self.left_out}
-        found: dict[str, Any] = finite(own | self.changes.to_dict() | self.statistics.to_dict())
-        return found
+        return {"metric": self.metric, "left_out": self.left_out} | self.changes.to_dict() | self.statistics.to_dict()
 
 
-def compare_over_seeds(
-    a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = (), level: float = 0.95
-) -> SeedRuns:
+def compare_over_seeds(a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = ()) -> SeedRuns:
     """Compare a number of two experiments over the seeds that both ran to the end.
 
     Args:
@@ -157,7 +139,6 @@ def compare_over_seeds(
         b: The runs of B.
         metric: The number, as ``stage.number``.
         named: The differences that the user named.
-        level: Of the interval.
 
     Raises:
         UsageError: If the runs of a side differ in more than the seed, or A and B in more than one thing not named.
@@ -165,7 +146,7 @@ def compare_over_seeds(
     """
     (runs_a, left_a), (runs_b, left_b) = (_by_seed(side, letter, metric) for side, letter in ((a, "A"), (b, "B")))
     means = [{seed: read_numbers(run)[metric].mean for seed, run in runs.items()} for runs in (runs_a, runs_b)]
-    statistics = compare_seeds(means[0], means[1], level)
+    statistics = compare_seeds(*means)
     first = next(iter(statistics.pairs))
     changes = find_changes(runs_a[first], runs_b[first], named)
     return SeedRuns(metric, changes, statistics, {"A": left_a, "B": left_b})
@@ -203,7 +184,7 @@ def print_seeds(found: SeedRuns, console: Console) -> None:
     """Print the verdict, the interval, and the table of seeds."""
     own = found.statistics
     say(console, f"{own.verdict}: {found.metric}, A less B over {own.n} seeds", "bold")
-    interval = f"{own.level * 100:.4g} % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
+    interval = f"95 % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
     say(console, f"  difference {own.difference:+.4g}, {interval}")
     if own.verdict in _WHY:
         say(console, f"  {_WHY[own.verdict]}")
@@ -212,9 +193,7 @@ def print_seeds(found: SeedRuns, console: Console) -> None:
             say(console, f"  left out of {letter}: {', '.join(f'{n} {why}' for why, n in left.items())}")
     if own.unpaired:
         say(console, f"  seeds of one side only: {', '.join(map(str, own.unpaired))}")
-    table = plain_table("seed", "B", "A", "A less B")
-    for seed, (one, other) in own.pairs.items():
-        table.add_row(str(seed), format_number(other), format_number(one), f"{one - other:+.4g}")
-    table.add_row("mean", format_number(own.mean_b), format_number(own.mean_a), f"{own.difference:+.4g}")
-    table.add_row("sd", format_number(own.sd_b), format_number(own.sd_a), "")
-    console.print(table)
+    pairs = {**{str(seed): pair for seed, pair in own.pairs.items()}, "mean": (own.mean_a, own.mean_b)}
+    rows = [(name, format_number(b), format_number(a), f"{a - b:+.4g}") for name, (a, b) in pairs.items()]
+    rows.append(("sd", format_number(own.sd_b), format_number(own.sd_a), ""))
+    console.print(plain_table("seed", "B", "A", "A less B", rows=rows))

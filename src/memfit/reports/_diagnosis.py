@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memfit.diagnosis import Diagnosis, Fix, Remedy
 
 _MOST_EVIDENCE, _MOST_WIDTH, _MOST_ACTIONS = 8, 400, 3
+_NOT_KNOWN = "Not known. No line that was read shows a cause; give more files, such as the kernel's log or sacct."
 _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
 
@@ -26,23 +27,18 @@ def print_diagnosis(
     diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console, *, verbose: bool = False
 ) -> None:
     """Print what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
-    from memfit.diagnosis import facts_of, headline_of
-
     is_known = diagnosis.cause != "unknown"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
     recovered = "; the work went on" if diagnosis.recovered else ""
-    say(console, f"{headline_of(diagnosis)}{recovered}", style)
-    say(console, f"  {facts_of(diagnosis)}")
-    for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
-        say(console, f"  {text}")
-    for text in diagnosis.notes:
+    say(console, f"{diagnosis.headline}{recovered}", style)
+    say(console, f"  {diagnosis.facts}")
+    for text in (*(diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]), *diagnosis.notes):
         say(console, f"  {text}")
     _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
     if verbose and diagnosis.timeline:
         console.print("\ntimeline", style="bold")
         for moment in diagnosis.timeline:
-            text = f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}"
-            say(console, text)
+            say(console, f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}")
     helpful = [one for one in remedies if one.helps]
     if verbose:
         _remedies("what to do, the cheapest in speed first", helpful, console)
@@ -50,8 +46,7 @@ def print_diagnosis(
     elif helpful:
         console.print("\nwhat to do", style="bold")
         for number, one in enumerate(helpful[:_MOST_ACTIONS], 1):
-            text = f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}"
-            say(console, text)
+            say(console, f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}")
     if diagnosis.checks and (verbose or not is_known):
         console.print("\nto check", style="bold")
         for line in diagnosis.checks:
@@ -69,14 +64,12 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
     >>> explain_in_a_line(Diagnosis(False, False, "none", "unknown", "unknown", "not shown"))
     'unknown'
     """
-    from memfit.diagnosis import what_happened
-
     if diagnosis.cause == "unknown":
         return "unknown"
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""
-    return f"{what_happened(diagnosis)}{phase} ({diagnosis.confidence}){where}"
+    return f"{diagnosis.happened}{phase} ({diagnosis.confidence}){where}"
 
 
 def print_fix(fix: Fix, console: Console) -> None:
@@ -135,29 +128,30 @@ def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
     if some:
         console.print(f"\n{title}", style="bold")
     for number, one in enumerate(some, 1):
-        saves = f", {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
-        enough = {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
-        words = f"{number}. {one.title} (costs {one.cost}{saves}{enough})" if one.helps else f"- {one.title}"
-        say(console, f"  {words}")
+        say(console, f"  {number}. {one.title} ({_terms(one)})" if one.helps else f"  - {one.title}")
         for text, style in ((one.setting if one.helps else "", "cyan"), (one.reason, "dim")):
             if text:
                 say(console, f"     {text}", style)
 
 
+def _terms(one: Remedy) -> str:
+    """What a remedy costs and saves."""
+    saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
+    return (
+        f"costs {one.cost}{saves}" + {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
+    )
+
+
 def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | None = None) -> str:
     """Return the incident report in Markdown: symptom, hypothesis, experiment, and a result to fill in."""
-    from memfit.diagnosis import facts_of, headline_of, what_happened
-
-    proof = {
-        "proved": "The job was {}. The lines above prove it.",
-        "likely": "The job was probably {}. The lines above suggest it, and none proves it.",
-    }
-    unknown = "Not known. No line that was read shows a cause; give more files, such as the kernel's log or sacct."
-    hypothesis = unknown if diagnosis.cause == "unknown" else proof.get(diagnosis.confidence, unknown)
+    hypothesis = {
+        "proved": f"The job was {diagnosis.happened}. The lines above prove it.",
+        "likely": f"The job was probably {diagnosis.happened}. The lines above suggest it, and none proves it.",
+    }.get(diagnosis.confidence if diagnosis.cause != "unknown" else "", _NOT_KNOWN)
     edits = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
     sections = {
         "## Symptom": [
-            f"{facts_of(diagnosis)}{', the work went on' if diagnosis.recovered else ''}.",
+            f"{diagnosis.facts}{', the work went on' if diagnosis.recovered else ''}.",
             "",
             *(f"- {_cited(one.file, one.line, one.text)}" for one in diagnosis.evidence),
         ],
@@ -166,7 +160,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
             for one in diagnosis.timeline
         ],
         "### Memory": [f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)],
-        "## Hypothesis": [hypothesis.format(what_happened(diagnosis))],
+        "## Hypothesis": [hypothesis],
         "## Experiment": ["Change one thing, and run again.", "", *map(_option, remedies)],
         "### Fix": [*edits, "", "```diff", fix.diff, "```"] if fix and edits else [],
         "## Result": [
@@ -175,7 +169,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
             "- Does the hypothesis hold?",
         ],
     }
-    text = [f"# Incident: {headline_of(diagnosis)}", ""]
+    text = [f"# Incident: {diagnosis.headline}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
     return redact("\n".join(text))
@@ -189,6 +183,4 @@ def _cited(file: str, line: int, text: str) -> str:
 def _option(one: Remedy) -> str:
     if not one.helps:
         return f"- {one.title}, would change nothing: {one.reason}"
-    saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
-    enough = {True: ", is enough by itself", False: ", is not enough by itself", None: ""}[one.enough]
-    return f"- {one.title}{f': `{one.setting}`' if one.setting else ''} (costs {one.cost}{saves}{enough}): {one.reason}"
+    return f"- {one.title}{f': `{one.setting}`' if one.setting else ''} ({_terms(one)}): {one.reason}"

@@ -16,6 +16,7 @@ from memfit.files import read_json
 from memfit.masking import mask
 from memfit.reports._numbers import print_facts
 from memfit.rundir import RunDir
+from memfit.units import list_some
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
@@ -31,7 +32,6 @@ _MANIFEST = {
     "digest": str,
     "versions": ({str: str}, type(None)),
 }
-_MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Difference:
     def __str__(self) -> str:
         if self.name not in ("code", "data"):
             return f"{self.name}: {self.before!r:.40} -> {self.after!r:.40}"
-        more = len(self.before) - _MOST_NAMES
-        return f"{self.name} of {', '.join([*self.before][:_MOST_NAMES])}{f' and {more} more' if more > 0 else ''}"
+        return f"{self.name} of {list_some([*self.before], 3)}"
 
 
 @dataclass(frozen=True)

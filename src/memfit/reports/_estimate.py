@@ -98,8 +98,4 @@ def _sizes(interval: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _print_table(log: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = plain_table(*headings, left=(headings[0], ""))
-    for row in rows:
-        table.add_row(*row)
-    log.print()
-    log.print(table)
+    log.print("", plain_table(*headings, rows=rows, left=(headings[0], "")), sep="\n")

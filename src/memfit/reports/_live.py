@@ -16,8 +16,7 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.memory import Budget
-from memfit.reports._epoch_memory import explain_memory, memory_of
-from memfit.reports._numbers import format_number, is_number, or_dash, plain_table, say, sizes_of
+from memfit.reports._numbers import explain_memory, format_number, is_number, or_dash, plain_table, say, sizes_of
 from memfit.reports._study import StudyView, study_of
 from memfit.rundir import (
     LEVELS,
@@ -49,8 +48,8 @@ _REFRESH_SECONDS = 0.5
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 #: Columns that are left out if no job has them.
 _OPTIONAL = ("node", "epoch")
-#: The table's width, and that of its longest state: out_of_memory.
-_COLUMNS, _PHASE_COLUMNS = 80, 13
+#: The width of the longest state: out_of_memory.
+_PHASE_COLUMNS = 13
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -126,7 +125,7 @@ class LiveRun:
         if self._live is not None:
             headline = study.headline() if study else ""
             room = read_room(state, here=self.here)
-            self._live.update(render(state, room, self.console.width, read_pressure(), headline), refresh=True)
+            self._live.update(render(state, room, read_pressure(), headline), refresh=True)
 
     def _study_of(self, state: RunState) -> StudyView | None:
         found = study_of(state, self._study)
@@ -190,9 +189,8 @@ class LiveRun:
             text = describe(event, state, study) if is_told else ""
             if text and not study and event in ends.values():
                 text += describe_left(event, state)
-            if text and self.verbose and event["kind"] == "epoch" and (memory := memory_of(event)):
-                text += f"; {explain_memory(memory)}"
             if text:
+                text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
                 lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             say(self.console, "\n".join(lines))
@@ -253,26 +251,22 @@ def read_pressure(root: Path = Path("/")) -> float | None:
     return float(found.group(1)) if found else None
 
 
-def render(
-    state: RunState, room: Room, width: int = _COLUMNS, pressure: float | None = None, headline: str = ""
-) -> RenderableType:
-    """Return the table of jobs, their counts and the budget, in at most 80 columns, with a headline above."""
+def render(state: RunState, room: Room, pressure: float | None = None, headline: str = "") -> RenderableType:
+    """Return the table of jobs, their counts and the budget, in at most 80 columns, with a headline above.
+
+    Parameters behind a job's name give way where the terminal is narrow.
+    """
     rows = [*state.jobs.values()]
     lines = [_cells(row) for row in _shown(rows)]
-    columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
-    columns = [(name, cells) for name, cells in columns if name not in _OPTIONAL or any(cell != "-" for cell in cells)]
-    widths = [max(map(len, (name, *cells))) for name, cells in columns]
-    gap = 2 if sum(widths[1:]) + _least(rows) + 2 * len(widths) <= _COLUMNS else 1
-    left = max(width - sum(widths[1:]) - gap * len(widths), _least(rows))
-    table = plain_table(*(name for name, _ in columns), left=("job", "node", "phase"), gap=gap)
-    for name, *cells in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
+    shown = [
+        place
+        for place, name in enumerate(_HEADINGS)
+        if name not in _OPTIONAL or any(cells[place] != "-" for cells in lines)
+    ]
+    headings, *lines = ([cells[place] for place in shown] for cells in (_HEADINGS, *lines))
+    table = plain_table(*map(str, headings), rows=lines, left=("job", "node", "phase"), gap=1)
+    table.columns[0].no_wrap, table.columns[0].min_width = False, max((len(row.id) for row in rows), default=0)
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure))
-
-
-def _least(rows: Sequence[JobState]) -> int:
-    """Return the width of the longest job name without parameters."""
-    return max((len(row.id) for row in rows), default=0)
 
 
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
@@ -332,7 +326,7 @@ def _cells(job: JobState) -> list[str | Text]:
         text = _share_done(job) or (job.phase or "starts")[:_PHASE_COLUMNS]
         text += f" ~{job.guess}" if job.guess else ""
     return [
-        job.name,
+        Text(job.name, no_wrap=True, overflow="ellipsis"),
         job.node or "-",
         Text(text, style=_STYLE.get(state, "")),
         f"{int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else "-",

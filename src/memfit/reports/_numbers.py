@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.rundir import JobState
+from memfit.files import fits
+from memfit.rundir import Event, JobState
 from memfit.units import format_bytes
 
 T = TypeVar("T")
+_PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
+_MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
 
 
 def format_number(value: float) -> str:
@@ -75,11 +78,15 @@ def print_facts(facts: Iterable[tuple[str, str]], console: Console, width: int =
         console.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
 
 
-def plain_table(*headings: str, left: Collection[str] = (), gap: int = 2) -> Table:
-    """Return an empty table without lines; the columns named in ``left`` hold words."""
+def plain_table(
+    *headings: str, rows: Iterable[Sequence[str | Text]] = (), left: Collection[str] = (), gap: int = 2
+) -> Table:
+    """Return a table without lines; the columns named in ``left`` hold words."""
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name in headings:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -113,3 +120,23 @@ def sizes_of(job: JobState) -> tuple[str, str, str]:
         format_bytes(size) if size else "-" for size in (job.used_bytes, job.peak_bytes, job.reserved_bytes)
     )
     return used, peak, reserved
+
+
+def explain_memory(event: Event) -> str:
+    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none, or something else.
+
+    >>> phases = {"train": {"host_bytes": 300 << 20, "devices": {}}}
+    >>> explain_memory({"kind": "epoch", "memory": {"metric": "rss", "phases": phases}})
+    'train: host 300.0 MiB (rss)'
+    """
+    memory = event.get("memory")
+    if memory is None or not fits(memory, _MEMORY):
+        return ""
+    said = []
+    for phase, one in memory["phases"].items():
+        text = f"{phase}: host {format_bytes(one['host_bytes'])} ({memory['metric'].replace('_', '-')})"
+        for device, peaks in one["devices"].items():
+            allocated, reserved = (format_bytes(peaks[name]) for name in _PEAKS)
+            text += f", {device} peak {allocated} of {reserved} reserved"
+        said.append(text)
+    return "; ".join(said)

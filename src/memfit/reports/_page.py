@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs no network and no script: memory over time, jobs, forecasts, causes of death."""
+"""A run as one HTML page without network and script: memory over time, jobs, forecasts and peaks, causes of death."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from functools import cached_property
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
+from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number, or_dash
-from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
+from memfit.reports._study_text import explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, RunState, read, show_state
 from memfit.units import format_bytes, format_duration
@@ -33,7 +34,7 @@ _MOST_BARS = 40
 _GAP_SECONDS = 30.0
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
-#: Of more jobs, the first so many are in the table of logs.
+#: Of more jobs, the first so many are in the table.
 _MOST_TOLD = 200
 #: A longer table is folded.
 _MOST_LINES = 30
@@ -58,7 +59,10 @@ pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
 .note{opacity:.7}
 .failed{color:#d03030;font-weight:600}
 .wide{overflow-x:auto}
+meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
+#: A cell of a table: its text; or its text and a share from 0 to 1, which is drawn as a bar behind it.
+_Cell = str | tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,7 @@ def _page(seen: _Seen) -> str:
     body.append(_facts(seen))
     if (study := seen.summary.get("study")) is not None:
         body += ["<h2>Study</h2>", *_study(study)]
-    body += ["<h2>Memory over time</h2>", *_memory(seen), "<h2>Jobs</h2>", *_jobs(seen)]
-    body += ["<h2>Forecast and peak</h2>", *_forecasts(seen)]
+    body += ["<h2>Memory over time</h2>", *_memory(seen), "<h2>Jobs</h2>", *_jobs(seen), *_sizes(seen)]
     if deaths := list(_deaths(seen)):
         body += ["<h2>What failed</h2>", *deaths]
     if results := _metrics(seen):
@@ -145,7 +148,7 @@ def _page(seen: _Seen) -> str:
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     body.append(f'<p class="note">Written by memfit report on {made}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
-    head += f"<style>{_CSS}{STYLE}</style>"
+    head += f"<style>{_CSS}{CHART_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
@@ -171,34 +174,36 @@ def _facts(seen: _Seen) -> str:
     return f'<div class="facts">{boxes}</div>{why}'
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int, what: str = "figures") -> str:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:
     """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
 
-    def line(cells: Sequence[str], tag: str) -> str:
+    def line(cells: Sequence[_Cell], tag: str) -> str:
         kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
         pairs = zip(kinds, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
+        return f"<tr>{''.join(f'<{tag}{kind}>{_cell(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
 
     lines = "".join(line(cells, "td") for cells in rows)
     table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
-    return _folded(f"{len(rows)} {what}", table) if len(rows) > _MOST_LINES else table
+    if len(rows) <= _MOST_LINES:
+        return table
+    return f"<details><summary>{len(rows)} {what}</summary>{table}</details>"
 
 
-def _folded(title: str, inside: str) -> str:
-    return f"<details><summary>{title}</summary>{inside}</details>"
+def _cell(cell: _Cell) -> str:
+    text, share = (cell, None) if isinstance(cell, str) else cell
+    return escape(text) + ("" if share is None else f'<meter value="{share:.3f}"></meter>')
 
 
 def _study(study: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts of a study, its objective by trial, all trials, and the settings that were refused."""
+    """Yield the facts of a study, all trials, and the settings that were refused."""
     yield _table(("", ""), list(study_facts(study)), num_words=2)
-    yield draw_objective(study)
     sizes = {"host peak": "peak_bytes", "device peak": "device_peak_bytes"}
     sizes = {name: key for name, key in sizes.items() if any(one[key] for one in study["trials"])}
     names = dict.fromkeys(name for one in study["trials"] for name, _ in explain_params(one["params"]))
     rows = []
-    for one in study["trials"]:
+    for one, value in zip(study["trials"], _values(study), strict=True):
         params = dict(explain_params(one["params"]))
-        numbers = [or_dash(one["value"], format_number), or_dash(one["seconds"] or None, format_duration)]
+        numbers: list[_Cell] = [value, or_dash(one["seconds"] or None, format_duration)]
         numbers += [or_dash(one[key] or None, format_bytes) for key in sizes.values()]
         rows.append((one["trial"], one["state"], one["cause"], *(params.get(name, "-") for name in names), *numbers))
     yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3, what="trials")
@@ -210,6 +215,20 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
         yield _table(("setting", "refused", "accepted"), words, num_words=3)
     for one in study["differs"]:
         yield f'<p class="note">A rerun of {escape(one["trial"])} may end otherwise: {escape(one["why"])}.</p>'
+
+
+def _values(study: Mapping[str, Any]) -> Iterator[_Cell]:
+    """Yield the objective of each trial with a bar: whole for the best one, half for the median, none far off."""
+    best, trials = study["best"], study["trials"]
+    done = [one["value"] for one in trials if one["state"] == "completed" and one["value"] is not None]
+    middle = median(done or [0.0])
+    for one in trials:
+        text, value = or_dash(one["value"], format_number), one["value"]
+        if best is None or value is None:
+            yield text
+        else:
+            reach = 2 * abs(best["value"] - middle) or 1.0
+            yield text, max(0.0, 1 - abs(best["value"] - value) / reach)
 
 
 def _metrics(seen: _Seen) -> dict[str, str]:
@@ -233,8 +252,8 @@ def _memory(seen: _Seen) -> Iterator[str]:
         for job in seen.summary["jobs"]
         if job["state"] in BAD and (samples := seen.series.get(job["job"]))
     ]
-    frame = Frame(f"Private memory of all jobs of {seen.name} over time, by phase")
-    yield draw_stack(seen.layers, seen.seconds, frame, limit=seen.limit, marks=marks)
+    label = f"Private memory of all jobs of {seen.name} over time, by phase"
+    yield draw_stack(seen.layers, seen.seconds, label, limit=seen.limit, marks=marks)
     yield (
         '<p class="note">The private memory of all jobs together, by what each job was doing. Memory that several '
         "jobs share, such as a mapped panel, is not in it. A red cross is a job that failed.</p>"
@@ -276,38 +295,26 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 parts.append((*times, seen.colours[phase]))
         note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(seen.state.name(job["job"]), parts, note, is_bad=job["state"] in BAD))
-    yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
+        bars.append(Bar(seen.state.name(job["job"]), parts, note, job["state"] in BAD))
+    yield draw_bars(bars, seen.seconds, f"When each job of {seen.name} ran, by phase")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
-    below = f"{seen.state.run.path}/"
-    rows = [
-        (seen.state.name(job["job"]), job["state"], job["log"].removeprefix(below), str(job["attempt"]))
-        for job in seen.summary["jobs"]
-    ]
-    table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
-    yield _folded("Attempts and logs", table)
 
 
-def _forecasts(seen: _Seen) -> Iterator[str]:
-    """Yield each job's peak as a bar, and its reservation as a line."""
-    jobs = [job for job in seen.summary["jobs"] if job["peak_bytes"]]
-    jobs = sorted(jobs, key=lambda job: job["peak_bytes"])[-_MOST_BARS:][::-1]
-    if not jobs:
-        yield "<p>No job was measured.</p>"
-        return
-    most = jobs[0]["peak_bytes"]
-    end = min(2 * most, max(most, *(job["reserved_bytes"] or 0 for job in jobs))) * 1.05
-    bars = []
-    for job in jobs:
-        peak, reserved = job["peak_bytes"], job["reserved_bytes"]
-        note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
-        bars.append(Bar(seen.state.name(job["job"]), [(0, peak, COLOURS[0])], note, reserved))
-    yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
-    yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
-    if (error := seen.summary["forecast_error"]) is not None:
-        yield f" Forecast: {explain_forecast(error)}."
-    yield "</p>"
+def _sizes(seen: _Seen) -> Iterator[str]:
+    """Yield a table of the jobs: the log of each, and its peak beside its reservation."""
+    below, rows = f"{seen.state.run.path}/", list[tuple[_Cell, ...]]()
+    for job in seen.summary["jobs"][:_MOST_TOLD]:
+        peak, reserved = job["peak_bytes"] or None, job["reserved_bytes"] or None
+        texts = [or_dash(size, format_bytes) for size in (peak, reserved)]
+        share = (texts[0], min(1.0, peak / reserved)) if peak and reserved else texts[0]
+        log = job["log"].removeprefix(below)
+        rows.append((seen.state.name(job["job"]), job["state"], log, share, texts[1], str(job["attempt"])))
+    if rows:
+        yield _table(("job", "state", "log", "peak", "reserved", "attempts"), rows, num_words=3, what="jobs")
+        error = seen.summary["forecast_error"]
+        told = "" if error is None else f" Forecast: {explain_forecast(error)}."
+        yield f'<p class="note">Peak: private memory. The bar is its share of what was reserved.{told}</p>'
 
 
 def _deaths(seen: _Seen) -> Iterator[str]:

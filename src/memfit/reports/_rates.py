@@ -8,24 +8,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memfit.errors import DataError, MissingExtraError, UsageError, check_counts
+from memfit.errors import DataError, MissingExtraError
+from memfit.units import list_some
 
 #: Fewer pairs of runs than this give no verdict.
 LEAST_PAIRS = 5
+#: The share of intervals that hold the true value.
+LEVEL = 0.95
 
 
-def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the lower and upper end of an interval for a rate, by Wilson's score method.
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """Return the lower and upper end of a 95 % interval for a rate, by Wilson's score method.
 
     It stays within 0 and 1, and has a width also where all or none succeeded: one success of one proves little.
 
     Args:
         successes: How many of the n succeeded.
         n: How many were tried. With 0 nothing is known: the interval is 0 to 1.
-        level: The share of such intervals that hold the true rate. Above 0, below 1.
-
-    Raises:
-        UsageError: If a count or the level is out of range.
 
     Source:
         E. Wilson, Probable inference, the law of succession, and statistical inference (1927).
@@ -34,26 +33,13 @@ def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float,
         >>> [round(end, 3) for end in wilson_interval(1, 1)], [round(end, 3) for end in wilson_interval(20, 20)]
         ([0.207, 1.0], [0.839, 1.0])
     """
-    _check_level(level)
-    check_counts(UsageError, 0, successes=successes, n=n)
-    if successes > n:
-        raise UsageError(
-            f"successes is {successes}, and n is {n}.",
-            rule="no more can succeed than were tried.",
-            remedy=f"pass n={successes} or more",
-        )
     if n == 0:
         return 0.0, 1.0
-    squared = statistics.NormalDist().inv_cdf((1 + level) / 2) ** 2
+    squared = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     middle = successes + squared / 2
     reach = math.sqrt(squared * (successes * (n - successes) / n + squared / 4))
     lower, upper = (middle - reach) / (n + squared), (middle + reach) / (n + squared)
     return (lower if successes else 0.0, upper if successes < n else 1.0)  # exact, where rounding leaves 1e-17
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,6 @@ class SeedComparison:
         standard_error: Of the difference; NaN for one pair.
         lower: Lower end of its interval; -inf for one pair.
         upper: Upper end; inf for one pair.
-        level: The share of such intervals that hold the true mean.
         n: The number of pairs.
         pairs: Per seed the number of A and that of B.
         unpaired: The seeds that only A or only B has.
@@ -84,7 +69,6 @@ class SeedComparison:
     standard_error: float
     lower: float
     upper: float
-    level: float
     n: int
     pairs: Mapping[int, tuple[float, float]]
     unpaired: tuple[int, ...]
@@ -94,19 +78,17 @@ class SeedComparison:
         return asdict(self)
 
 
-def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float = 0.95) -> SeedComparison:
-    """Return the mean difference of A and B over seeds, with the interval of Student's t, and a verdict.
+def compare_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> SeedComparison:
+    """Return the mean difference of A and B over seeds, with the 95 % interval of Student's t, and a verdict.
 
     Runs of one seed are a pair. The differences of the pairs are taken as independent draws of a normal distribution.
 
     Args:
         a: The number of each run of A, by its seed.
         b: The same of B.
-        level: Of the interval. Above 0, below 1.
 
     Raises:
         DataError: If no seed is in both, or a number is not finite.
-        UsageError: If the level is out of range.
         MissingExtraError: If scipy is not installed.
 
     Source:
@@ -117,15 +99,15 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         >>> found.verdict, f"{found.difference:.2f} ({found.lower:.3f} to {found.upper:.3f}), n {found.n}"
         ('A is higher', '0.16 (0.092 to 0.228), n 5')
     """
-    _check_level(level)
     try:
         from scipy import stats
     except ImportError as error:
         raise MissingExtraError.of("scipy", "evaluation", "an interval over seeds") from error
     pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())}
     if not pairs:
+        known = [list_some([*map(str, sorted(side))]) or "none" for side in (a, b)]
         raise DataError(
-            f"no seed is in both: A has {_some(a)}, B has {_some(b)}.",
+            f"no seed is in both: A has {known[0]}, B has {known[1]}.",
             rule="runs are paired by their seed.",
             remedy="run B with the seeds of A: memfit run CONFIG --set seed=N",
         )
@@ -138,7 +120,7 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
     n, differences = len(pairs), [one - other for one, other in pairs.values()]
     mean = statistics.fmean(differences)
     scale = statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.nan
-    reach = scale * float(stats.t.ppf((1 + level) / 2, n - 1)) if n > 1 else math.inf
+    reach = scale * float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) if n > 1 else math.inf
     lower, upper = mean - reach, mean + reach
     if n < LEAST_PAIRS:
         verdict = "too few pairs"
@@ -158,12 +140,7 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         standard_error=scale,
         lower=lower,
         upper=upper,
-        level=level,
         n=n,
         pairs=pairs,
         unpaired=tuple(sorted(a.keys() ^ b.keys())),
     )
-
-
-def _some(seeds: Mapping[int, float]) -> str:
-    return ", ".join(map(str, sorted(seeds)[:5])) + (" ..." if len(seeds) > 5 else "") or "none"

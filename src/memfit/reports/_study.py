@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memfit.reports._numbers import format_number, short_path
+from memfit.reports._numbers import format_number, is_number, short_path
 from memfit.reports._rates import wilson_interval
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir, RunState, finite
@@ -244,7 +244,8 @@ def _region(searched: Searched, draws: Sequence[Mapping[str, Any]]) -> dict[str,
         return None
     if searched.choices is not None:
         return {"values": [one for one in searched.choices if one in values]}
-    return {"low": min(values), "high": max(values)}
+    numbers = [one for one in values if is_number(one) and math.isfinite(one)]
+    return {"low": min(numbers), "high": max(numbers)} if numbers else None
 
 
 def _why_differs(trial: Trial) -> str:

@@ -1,4 +1,4 @@
-"""A study of trials as text and as a chart: facts, tables, and what to do next."""
+"""A study of trials as text: facts, tables, and what to do next."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ import math
 import shlex
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from html import escape
-from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from memfit.reports._charts import COLOURS, Frame, Point, draw_points
 from memfit.reports._numbers import format_number, or_dash, plain_table, print_facts, say, short_path
 from memfit.reports._runs import has_supervisor
 from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir, RunState
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_duration, list_some
 
 #: Of more trials, the best so many are printed; so many failures, too.
 _MOST_ROWS = 10
-_SIGNS = {"completed": ("●", COLOURS[0]), "pruned": ("▽", COLOURS[1])}
-#: A value is off the scale if it is so many times as far from the best as the median.
-_FAR_OFF = 6
-_BAD_SIGN = ("✕", "#d03030")
 
 
 def explain_rate(rate: Mapping[str, Any]) -> str:
@@ -122,11 +115,9 @@ def print_trials(summary: Mapping[str, Any], console: Console, told: Collection[
 
 
 def _print_refused(settings: Mapping[str, Any], console: Console) -> None:
-    table = plain_table("setting", "refused", "accepted", left=("setting",))
-    for name, one in settings.items():
-        table.add_row(name.removeprefix("params."), explain_region(one["refused"]), explain_region(one["accepted"]))
-    if settings:
-        console.print("", table, sep="\n")
+    rows = [(name.removeprefix("params."), *map(explain_region, one.values())) for name, one in settings.items()]
+    if rows:
+        console.print("", plain_table("setting", "refused", "accepted", rows=rows, left=("setting",)), sep="\n")
 
 
 def _print_best(summary: Mapping[str, Any], console: Console) -> None:
@@ -159,8 +150,7 @@ def _print_failures(failures: Sequence[Mapping[str, Any]], console: Console) -> 
         kind = f" ({first['kind']})" if first["kind"] not in ("", state) else ""
         say(console, f"\n{first['trial']} {state}{kind}: {cause}", "red")
         if others:
-            names = ", ".join(one["trial"] for one in others[:4]) + (" ..." if len(others) > 4 else "")
-            say(console, f"  {len(others)} more alike: {names}")
+            say(console, f"  the same: {list_some([one['trial'] for one in others], 4)}")
         if first["command"]:
             say(console, f"  {first['command']}")
     _say_more(len(alike), console)
@@ -183,39 +173,3 @@ def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 def _quoted(path: Path) -> str:
     return shlex.quote(short_path(path))
-
-
-def _is_point(trial: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """True if a trial has a value of the objective."""
-    alike = trial["state"] == "pruned" and summary["report"] == summary["number"]
-    return trial["value"] is not None and (trial["state"] == "completed" or alike)
-
-
-def draw_objective(summary: Mapping[str, Any]) -> str:
-    """Return a chart of the objective by the number of the trial, as HTML, with the best so far as a line.
-
-    A trial without a value is in a row below. So is one that is far off, and a pruned one that reported another number.
-    """
-    points: list[Point] = []
-    steps: list[tuple[int, float]] = []
-    is_better = gt if summary["direction"] == "maximize" else lt
-    best, values = summary["best"], [one["value"] for one in summary["trials"] if _is_point(one, summary)]
-    reach = _FAR_OFF * abs(best["value"] - statistics.median(values)) if best else 0.0
-    for one in summary["trials"]:
-        state, value = one["state"], one["value"] if _is_point(one, summary) else None
-        if not one["is_over"]:
-            continue
-        if value is not None and reach and abs(best["value"] - value) > reach:
-            state, value = "far off", None
-        number = int(one["trial"].rpartition("_")[2])
-        text = f"{one['trial']} {one['state']}: {one['cause'] or or_dash(one['value'], format_number)}"
-        points.append(Point(number, value, *_SIGNS.get(one["state"], _BAD_SIGN), title=text, lane=state))
-        if state == "completed" and value is not None and (not steps or is_better(value, steps[-1][1])):
-            steps.append((number, value))
-    if not points:
-        return "<p>No trial has ended yet.</p>"
-    number = summary["number"]
-    label = f"best {format_number(best['value'])}: {best['trial']}" if best else ""
-    frame = Frame(f"{number} of each trial of {summary['name']}, and the best so far")
-    told = f"{escape(number)} by the number of the trial. ● completed, ▽ pruned (its last report), ✕ failed or refused."
-    return f'<p class="note">{told} The line is the best so far.</p>{draw_points(points, steps, frame, label=label)}'

@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.errors import MemfitError
-from memfit.files import read_json
+from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
-from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import (
+    explain_memory,
     format_column,
     format_number,
     is_number,
@@ -36,12 +36,10 @@ from memfit.reports._numbers import (
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_duration, list_some
 
 #: Of more commands than this, only failures and further attempts have a line.
 _MOST_LINES = 60
-#: Of jobs that failed alike, so many are named after the first.
-_MOST_ALIKE = 5
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
@@ -74,7 +72,7 @@ def summarize(state: RunState) -> dict[str, Any]:
     found = {
         "run": str(state.run.path),
         **{name: getattr(state, name) for name in plain.split()},
-        "why": state.outcome.get("why", ""),
+        "why": state.outcome.get("why") or "",
         "budget": dict(state.budget),
         "plan": state.run.plan,
         "stages": [_stage(state, name) for name in state.stage_names] if state.kind != "commands" else [],
@@ -85,7 +83,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "kills": count_kills(state.run),
         "forecast_error": forecast_error(jobs),
     }
-    return found | ({"study": summarize_study(state)} if state.kind == "tune" else {})
+    return dict(finite(found)) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
@@ -97,13 +95,13 @@ def _stage(state: RunState, name: str) -> dict[str, Any]:
         "units": len(units),
         "why": stage.why,
         "saved_seconds": stage.saved_seconds,
-        "metrics": finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
+        "metrics": {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()},
     }
 
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
     """Return one job."""
-    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": memory_of(job.epoch)}
+    more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": job.epoch.get("memory")}
     more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
     return job.to_dict() | more
 
@@ -154,14 +152,10 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {log}"
         text += f"\n  diagnosis: {said}" if said else ""
         if others:
-            names = ", ".join(other.name for other in others[:_MOST_ALIKE])
-            more = f" and {len(others) - _MOST_ALIKE} more" if len(others) > _MOST_ALIKE else ""
-            text += f"\n  the same: {names}{more}"
+            text += f"\n  the same: {list_some([other.name for other in others])}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    facts = (
-        [*_phases(rows), *(_epoch_memory(state, rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
-    )
+    facts = [*_phases(rows), *(_epoch_memory(rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
     print_facts([*facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
 
 
@@ -182,7 +176,8 @@ def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, v
         own = [row for row in rows if row.stage == name]
         fate = _fate(state, state.stages.get(name, StageState()), state.units[name])
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
-        lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
+        told = (row.result.get("report") for row in own)
+        lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
             first, *more = _tables(own, state, console.width)
@@ -224,14 +219,10 @@ def _print_commands(rows: Sequence[JobState], console: Console) -> None:
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
-        say(console, f"{stamp}  {row.name} {_end(row)}{tries}")
+        of = {"state": row.own, "started": row.started, "ended": row.ended, "peak_bytes": row.peak_bytes}
+        say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
-
-
-def _end(job: JobState) -> str:
-    of = {"started": job.started, "ended": job.ended, "peak_bytes": job.peak_bytes}
-    return JobStatus.from_dict(job.id, {"state": job.own, **of}).describe_end(job.reserved_bytes)
 
 
 def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -280,25 +271,23 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
         yield "start", f"{warm} of {len(rows)} were forked from {where}"
     if verbose:
         yield from explain_record(state.run, rows)
-        yield from _epoch_memory(state, rows)
+        yield from _epoch_memory(rows)
 
 
 def explain_outgrown(state: RunState) -> str:
     """Return which jobs needed more than was thought, what that cost, and what helps."""
-    num, jobs = sum(state.outgrown.values()), ", ".join(sorted(state.outgrown)[:_MOST_ALIKE])
-    if len(state.outgrown) > _MOST_ALIKE:
-        jobs += f" and {len(state.outgrown) - _MOST_ALIKE} more"
+    num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
     cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
     if state.num_gave_way:
         cost += f", and {state.num_gave_way} restart{'s' if state.num_gave_way > 1 else ''}"
     return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
-def _epoch_memory(state: RunState, rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
+def _epoch_memory(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     """Yield the memory of each job's last epoch, by phase."""
     for row in rows[:_MOST_LINES]:
-        if (memory := memory_of(row.epoch)) is not None:
-            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {explain_memory(memory)}"
+        if told := explain_memory(row.epoch):
+            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
 
 
 def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
@@ -388,7 +377,5 @@ def _tables(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[T
         shown, left = [first], width - max(map(len, (each, *first[1])))
         while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
             shown.append(rest.pop(0))
-        table = plain_table(*(name for name, _ in shown), left=(each, "state"))
-        for cells in zip(*(cells for _, cells in shown), strict=True):
-            table.add_row(*cells)
-        yield table
+        headings, columns = zip(*shown, strict=True)
+        yield plain_table(*headings, rows=zip(*columns, strict=True), left=(each, "state"))

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from memfit.rundir._folder import JOB_ID_VARIABLE as JOB_ID_VARIABLE
     from memfit.rundir._folder import RUN_DIR_VARIABLE as RUN_DIR_VARIABLE
     from memfit.rundir._folder import RunDir as RunDir
+    from memfit.rundir._reader import Reader as Reader
+    from memfit.rundir._reader import read as read
     from memfit.rundir._record import current_run as current_run
     from memfit.rundir._record import phase as phase
     from memfit.rundir._record import read_devices as read_devices
     from memfit.rundir._record import record as record
     from memfit.rundir._state import JobState as JobState
-    from memfit.rundir._state import Reader as Reader
     from memfit.rundir._state import RunState as RunState
     from memfit.rundir._state import StageState as StageState
     from memfit.rundir._state import finite as finite
-    from memfit.rundir._state import read as read
     from memfit.rundir._status import ENDED as ENDED
     from memfit.rundir._status import OUTCOME as OUTCOME
     from memfit.rundir._status import STATUS as STATUS

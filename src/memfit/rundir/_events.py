@@ -94,9 +94,14 @@ class EventTail:
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
+        self._line = 0
 
     def read(self) -> list[dict[str, Any]]:
         """The whole records that came since the last call."""
+        return [record for _, record in self.read_lines()]
+
+    def read_lines(self) -> list[tuple[int, dict[str, Any]]]:
+        """The same, each with the number of its line, counted from where this tail began."""
         try:
             with open_own(self.path) as file:
                 file.seek(self.offset)
@@ -111,10 +116,12 @@ class EventTail:
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self.offset += len(whole)
         records = []
-        for line in whole.splitlines():
+        for line in whole.split(b"\n")[:-1]:
+            self._line += 1
             with suppress(ValueError, RecursionError, AttributeError):  # no object
-                records.append(parse_json(mask_line(line.decode())))
-        return [record for record in records if isinstance(record, dict)]
+                if isinstance(record := parse_json(mask_line(line.decode())), dict):
+                    records.append((self._line, record))
+        return records
 
 
 class FolderTail:

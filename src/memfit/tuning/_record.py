@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memfit.files import check_shape, read_json, write_json
+from memfit.files import check_shape, damaged, read_json, write_json
 from memfit.rundir import RunDir
 
 TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed"]
@@ -19,6 +19,7 @@ TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "
 ENDED_TRIALS: frozenset[TrialState] = frozenset(get_args(TrialState)) - {"asking", "running"}
 SCHEMA_VERSION = 1
 _NONE = type(None)
+_SIZES = ({str: int}, _NONE)
 _SHAPE: Mapping[str, Any] = {
     "schema_version": int,
     "name": str,
@@ -27,8 +28,11 @@ _SHAPE: Mapping[str, Any] = {
     "params": dict,
     "refused": [{"params": dict, "why": str}],
     "value": (float, int, _NONE),
-    "intermediate": dict,
-    "measured": dict,
+    "intermediate": {str: (float, int, frozenset({"nan", "inf", "-inf"}))},
+    "measured": {"seconds": (float, int, _NONE), "peaks": _SIZES, "device_peaks": _SIZES},
+    **dict.fromkeys(("cause", "kind", "job"), str),
+    "epochs": (int, _NONE),
+    "by_unit": {str: (float, int)},
 }
 
 
@@ -89,6 +93,8 @@ class Trial:
             DamagedError: If a field has another shape.
         """
         check_shape(path, found, _SHAPE)
+        if bad := [step for step in found["intermediate"] if not step.isdecimal()]:
+            raise damaged(path, f"has a report of epoch {bad[0]}")
         known = {one.name: found[one.name] for one in fields(cls) if one.name in found}
         return cls(
             **known | {"intermediate": {int(step): float(value) for step, value in found["intermediate"].items()}}

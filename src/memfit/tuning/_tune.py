@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from memfit import config
 from memfit.errors import ConfigError, UsageError
-from memfit.files import read_json, write_atomic, write_json
+from memfit.files import damaged, read_json, write_atomic, write_json
 from memfit.jobs import JobStatus
 from memfit.memory import HOST, Footprint
 from memfit.pipeline import (
@@ -72,7 +74,10 @@ class Study:
                 rule="memfit tune makes a run directory with a study.json.",
                 remedy="name a folder that memfit tune made, or its study's name",
             )
-        return cls(run, found["name"], TuneSettings.model_validate(found["settings"]), found["limits"])
+        try:
+            return cls(run, found["name"], TuneSettings.model_validate(found["settings"]), found["limits"])
+        except ValidationError as error:
+            raise damaged(run.path / "study.json", f"has settings of no study: {error.errors()[0]['msg']}") from None
 
     @property
     def trials(self) -> list[Trial]:
