@@ -11,8 +11,7 @@ import pytest
 
 import memfit
 from memfit.errors import UsageError
-from memfit.pipeline import plan_run
-from memfit.pipeline._code import code_of
+from memfit.pipeline import code_of, plan_run
 
 pytestmark = pytest.mark.slow
 

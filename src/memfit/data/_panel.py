@@ -176,7 +176,7 @@ class Panel:
         """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
 
         Raises:
-            DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
+            DamagedError: Naming the first file that differs, and the MiB in which it does.
         """
         check_files(self.path, self.manifest.files, "full", progress=progress)
         self.verified = True
