@@ -237,6 +237,8 @@ READ = [
      True),
     ({"one": "class Base:\n  ALL = []\n  def __init_subclass__(cls): Base.ALL.append(cls)\nclass Kept(Base):\n  def f(self): "
       "return 1\ndef stage(): return Base.ALL[0]().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "ALL = {}\ndef kept(): return 1\nclass Keeper:\n  ALL[1] = kept\ndef stage(): ALL[1]()"}, "one", "return 1", "return 2",
+     True),
     ({"one": "def log(x):\n  print(1)\n  return x\n@log\ndef other(): return 2\ndef stage(): return 0"}, "one", "return 2",
      "return 3", False),
     ({"one": "class Base: pass\nimport two\ndef stage(): return Base.__subclasses__()[0]().f()",

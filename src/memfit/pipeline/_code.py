@@ -37,6 +37,8 @@ _STATEMENTS = "(statements)"
 _STORING = frozenset({"add", "append", "extend", "insert", "library", "setdefault", "update"})
 #: What finds code by a text, so that no name leads to it.
 _BY_TEXT = frozenset({"__globals__", "__import__", "__subclasses__", "f_globals", "globals", "import_module"})
+#: By the target's module and another one: its definitions that count when it is imported. A file read anew empties it.
+_ACTING: dict[tuple[str, str], list[str]] = {}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -119,7 +121,7 @@ class _Reader:
         self.modules: dict[str, _Module | None] = {}
         self._home, self._models = home, models
         self._counted: dict[str, list[_Statement]] = {}
-        self._passed: set[_Place] = set()
+        self._passed: set[tuple[str, str, tuple[str, ...]]] = set()
         self._used: set[_Place] = set()
         self._imported: set[str] = set()
         self._open: list[Any] = []
@@ -139,7 +141,8 @@ class _Reader:
     def digests(self) -> dict[str, str]:
         """Return a digest of each thing that counts, and of the places from which the target imports names."""
         texts = {name: "\n".join(one.text for one in statements) for name, statements in self._counted.items()}
-        texts |= {"imported names": repr(sorted(self._passed))} if self._passed else {}
+        passed = sorted(place for module, *place in self._passed if module not in self._counted)
+        texts |= {"imported names": repr(passed)} if passed else {}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
     def makes_models(self) -> bool:
@@ -217,8 +220,7 @@ class _Reader:
             return
         places = module.imports.get(chain[0], []) if chain else [one for all in module.imports.values() for one in all]
         for target, names in places:
-            if name not in self._counted:
-                self._passed.add((target, names))
+            self._passed.add((name, target, names))
             self.use(target, (*names, *chain[1:]))
         if not chain:
             for one in module.definitions or [_STATEMENTS]:
@@ -241,13 +243,13 @@ class _Reader:
                     self._import(".".join((target, *inner)))
                     if key.startswith("*"):
                         self.use(target, ())
-            if self._home not in module.acting:  # the same for all stages
-                module.acting[self._home] = [
+            if (place := (self._home, name)) not in _ACTING:  # the same for all stages
+                _ACTING[place] = [
                     one
                     for one, statements in module.definitions.items()
-                    if one == _STATEMENTS or any(self._keeps(module.name, each) for each in statements)
+                    if one == _STATEMENTS or any(self._keeps(name, each) for each in statements)
                 ]
-            for one in module.acting[self._home]:
+            for one in _ACTING[place]:
                 self._take(module, one)
 
     def _take(self, module: _Module, name: str) -> None:
@@ -292,7 +294,8 @@ class _Reader:
             decorators = [getattr(each, "func", each) for each in getattr(one, "decorator_list", [])]
             called = [*decorators, *([one.func] if isinstance(one, ast.Call) else [])]
             words = {word for each in called for chain in _chains(each) for word in chain}
-            if words & _STORING or any("register" in word for word in words):
+            is_put = isinstance(one, ast.Subscript | ast.Attribute) and isinstance(one.ctx, ast.Store)
+            if is_put or words & _STORING or any("register" in word for word in words):
                 return True
             if any(each.stores for part in called for _, each in self._defined(module, part)):
                 return True
@@ -405,22 +408,18 @@ def _run_by_import(node: ast.AST) -> Iterator[ast.AST]:
 
 @dataclass
 class _Module:
-    """A module's source: its statements, those that define each name, and the places of each imported name.
-
-    Attributes:
-        acting: By the target's module: what counts when this one is imported.
-    """
+    """A module's source: its statements, those that define each name, and the places of each imported name."""
 
     name: str
     statements: list[_Statement]
     definitions: dict[str, list[_Statement]] = field(default_factory=dict)
     imports: dict[str, list[_Place]] = field(default_factory=dict)
-    acting: dict[str, list[str]] = field(default_factory=dict)
 
 
 @functools.cache
 def _read(name: str, path: Path, changed: int) -> _Module:
     """Read a module's source, as of its last change."""
+    _ACTING.clear()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     tree = _Undocumented().visit(ast.parse(path.read_bytes(), str(path)))
     module = _Module(name, [_Statement(node, package) for node in _statements(tree.body)])
