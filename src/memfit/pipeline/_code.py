@@ -25,6 +25,9 @@ from memfit.pipeline._manifest import digest, fingerprint_files
 
 #: A module, and a name in it with its attributes; no names for the module itself.
 _Place = tuple[str, tuple[str, ...]]
+#: A module, and what it imports: the module and the name in it.
+_Passed = tuple[str, str, tuple[str, ...]]
+_Found = tuple["_Module | None", tuple[str, ...], frozenset[_Passed]]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _ASKING = (ast.Call, ast.Attribute)
@@ -121,7 +124,7 @@ class _Reader:
         self.modules: dict[str, _Module | None] = {}
         self._home, self._models = home, models
         self._counted: dict[str, list[_Statement]] = {}
-        self._passed: set[tuple[str, str, tuple[str, ...]]] = set()
+        self._passed: set[_Passed] = set()
         self._used: set[_Place] = set()
         self._imported: set[str] = set()
         self._open: list[Any] = []
@@ -131,11 +134,9 @@ class _Reader:
         self._import(self._home)
         found = [self.form(one) for one in values]
         if any(one.finds_by_text for statements in self._counted.values() for one in statements):
-            while todo := [
-                name for name, one in self.modules.items() if one is not None and (name, ()) not in self._used
-            ]:
-                for name in todo:
-                    self.use(name, ())
+            for name in (seen := list(self.modules)):
+                self.use(name, ())
+                seen += [one for one in self.modules.keys() - set(seen) if self.modules[one] is not None]
         return found
 
     def digests(self) -> dict[str, str]:
@@ -211,24 +212,31 @@ class _Reader:
         if (name, chain) in self._used:
             return
         self._used.add((name, chain))
-        self._import(name)
-        is_module = bool(chain) and self._load(f"{name}.{chain[0]}") is not None
-        if is_module:
-            self.use(f"{name}.{chain[0]}", chain[1:])
+        for module, rest, passed in self._find(name, chain):
+            self._passed |= passed
+            if module is None:
+                continue
+            self._import(module.name)
+            if rest and rest[0] in module.definitions:
+                self._take(module, rest[0])
+            else:  # the module itself, or what it makes when it is asked
+                for one in module.definitions or [_STATEMENTS]:
+                    self._take(module, one)
+                for places in module.imports.values():
+                    for target, names in places:
+                        self.use(target, names)
+
+    def _find(self, name: str, chain: tuple[str, ...], passed: frozenset[_Passed] = frozenset()) -> Iterator[_Found]:
+        """Yield the modules that may define a dotted name (None: not the user's), what is left of it, and the way."""
         module = self._load(name)
-        if module is None:
-            return
-        places = module.imports.get(chain[0], []) if chain else [one for all in module.imports.values() for one in all]
-        for target, names in places:
-            self._passed.add((name, target, names))
-            self.use(target, (*names, *chain[1:]))
-        if not chain:
-            for one in module.definitions or [_STATEMENTS]:
-                self._take(module, one)
-        elif chain[0] in module.definitions:
-            self._take(module, chain[0])
-        elif not places and not is_module:  # the module makes it when it is asked
-            self.use(name, ())
+        places = [*module.imports.get(chain[0], [])] if module is not None and chain else []
+        if chain and self._load(f"{name}.{chain[0]}") is not None:
+            places.append((f"{name}.{chain[0]}", ()))
+        for target, inner in places:
+            if (step := (name, target, inner)) not in passed:  # else two modules import it from each other
+                yield from self._find(target, (*inner, *chain[1:]), passed | {step})
+        if not places or (module is not None and chain[0] in module.definitions):
+            yield module, chain, passed
 
     def _import(self, name: str) -> None:
         """Count what an import of a module runs, also of its parents and of what it imports."""
@@ -275,9 +283,8 @@ class _Reader:
         if not isinstance(node, ast.ClassDef) or (model := self._models.get((module, node.name))) is None:
             return statement
         known = {name for name, one in model.model_fields.items() if not one.exclude}
-        is_field = [isinstance(one, ast.AnnAssign) and getattr(one.target, "id", "") in known for one in node.body]
-        parts = {name: getattr(node, name) for name in node._fields}
-        parts["body"] = [one for one, is_known in zip(node.body, is_field, strict=True) if not is_known]
+        body = [one for one in node.body if getattr(getattr(one, "target", None), "id", "") not in known]
+        parts = {name: getattr(node, name) for name in node._fields} | {"body": body}
         return _Statement(ast.ClassDef(**parts), statement.package)
 
     def _load(self, name: str) -> _Module | None:
@@ -309,18 +316,9 @@ class _Reader:
 
     def _defined(self, module: str, node: ast.AST) -> Iterator[tuple[str, _Statement]]:
         """Yield the statements of the user's that define what a tree names, each with its module."""
-        return (found for chain in _chains(node) for found in self._find(module, chain, frozenset()))
-
-    def _find(self, name: str, chain: tuple[str, ...], seen: frozenset[_Place]) -> Iterator[tuple[str, _Statement]]:
-        if not chain or (name, chain) in seen:  # two modules import it from each other
-            return
-        seen |= {(name, chain)}
-        if self._load(f"{name}.{chain[0]}") is not None:
-            yield from self._find(f"{name}.{chain[0]}", chain[1:], seen)
-        if (module := self._load(name)) is not None:
-            yield from ((name, one) for one in module.definitions.get(chain[0], []))
-            for target, inner in module.imports.get(chain[0], []):
-                yield from self._find(target, (*inner, *chain[1:]), seen)
+        for found, rest, _ in (one for chain in _chains(node) for one in self._find(module, chain)):
+            if found is not None and rest:
+                yield from ((found.name, one) for one in found.definitions.get(rest[0], []))
 
 
 class _Statement:
