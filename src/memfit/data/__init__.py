@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.data._batches import DateBatch as DateBatch
@@ -33,29 +34,4 @@ if TYPE_CHECKING:
     from memfit.data._versions import prune as prune
     from memfit.data._versions import versions as versions
 
-_NAMES = {
-    "_batches": "DateBatch DateBatches WindowBatch windows",
-    "_buffers": "Buffers",
-    "_loader": "Loader",
-    "_loader_footprint": "data_size loader_footprint",
-    "_manifest": "check_panel write_sealed",
-    "_measure": "LoaderReport MeasuredLoader Pace measure_loader",
-    "_packed": "PackedDataset pack",
-    "_padding": "Padding",
-    "_panel": "Panel",
-    "_sequences": "SequenceLoader",
-    "_source": "Columns Source decode_dates match_columns",
-    "_versions": "Version prune versions",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"memfit.data.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = load_lazily(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,6 @@ from memfit.data._publish import (
 from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
 from memfit.data._versions import newest
 from memfit.errors import DataError
-
-if TYPE_CHECKING:
-    from memfit.data._panel import Panel
 
 Array = npt.NDArray[Any]
 
@@ -101,11 +98,10 @@ class PanelSpec:
         return cls(names[0], names[1], tuple(features), tuple(targets), dtype_name(dtype), plain)
 
     @classmethod
-    def of_panel(cls, panel: Panel) -> PanelSpec:
+    def of_panel(cls, manifest: Manifest) -> PanelSpec:
         """Return what a panel was built with."""
-        key = panel.manifest.key
-        columns = {"features": panel.feature_names, "targets": panel.target_names}
-        return cls(**{name: key[name] for name in cls.__dataclass_fields__} | columns)
+        found = {name: manifest.key[name] for name in cls.__dataclass_fields__}
+        return cls(**found | {role: tuple(found[role]) for role in ("features", "targets")})
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -120,6 +116,17 @@ class PanelSpec:
             "present": {"dtype": "|b1", "shape": [0, num_assets]},
             "history": {"dtype": "<i4", "shape": [0, num_assets]},
         }
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a later version needs of a panel: (num_dates,) dates, asset codes, (num_assets,) the last history."""
+
+    path: Path
+    manifest: Manifest
+    dates: npt.NDArray[np.datetime64]
+    assets: tuple[str, ...]
+    history: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class _Axes:
             raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
         return cls(dates, text_of(sorted(assets)), num_rows)
 
-    def check_later(self, base: Panel) -> None:
+    def check_later(self, base: Base) -> None:
         """Refuse dates that are not after a panel's last one, and assets that it has not."""
         last, old = base.dates[-1], self.dates[self.dates <= base.dates[-1]]
         if len(old):
@@ -193,7 +200,7 @@ class _Array:
     def facts(self) -> dict[str, Any]:
         return {"dtype": self.dtype.str, "shape": list(self.shape)}
 
-    def create(self, base: Panel | None, aside: Path) -> np.memmap[Any, Any]:
+    def create(self, base: Base | None, aside: Path) -> np.memmap[Any, Any]:
         """Write the header and the old dates, and return a map of the new ones, all zeros."""
         path = aside / f"{self.name}.npy"
         if base is not None:
@@ -223,7 +230,7 @@ def write_panel(
     source: Source,
     directory: Path,
     *,
-    base: Panel | None = None,
+    base: Base | None = None,
     progress: Progress | None = None,
 ) -> tuple[Path, bool, tuple[str, ...]]:
     """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates.
@@ -299,7 +306,7 @@ def _force(aside: Path) -> dict[str, Any]:
 
 
 def _write_arrays(
-    base: Panel | None, aside: Path, spec: PanelSpec, source: Source, axes: _Axes, grown: list[_Array], say: Progress
+    base: Base | None, aside: Path, spec: PanelSpec, source: Source, axes: _Axes, grown: list[_Array], say: Progress
 ) -> None:
     if base is None:
         arrays = {one.name: one.create(None, aside) for one in grown}
@@ -308,7 +315,7 @@ def _write_arrays(
             check_files(base.path, base.manifest.files, "full")  # new checksums would vouch for damage
             arrays = {one.name: one.create(base, aside) for one in grown}
     _scatter(source, spec, axes, arrays, say)
-    _finish(arrays, np.array(base.history[-1]) if base else None)
+    _finish(arrays, base.history if base else None)
     for array in arrays.values():
         array.flush()
     np.save(aside / DATES, np.concatenate([base.dates, axes.dates]) if base else axes.dates)

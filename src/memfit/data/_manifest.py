@@ -9,9 +9,7 @@ import re
 import zlib
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from memfit.errors import DamagedError, DataError
 
 #: The layout of a panel's folder.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 MANIFEST = "manifest.json"
 ASSETS = "assets.json"
@@ -29,8 +27,7 @@ DATES = "dates.npy"
 #: What is read to check files: nothing but their sizes, some blocks of them, or every byte.
 Check: TypeAlias = Literal["sizes", "sample", "full"]
 
-#: Files are hashed in pieces of this size; a quick check of some of them has checksums of smaller pieces.
-CHUNK_BYTES = 64 << 20
+#: Files have a checksum for each piece of this size.
 BLOCK_BYTES = 1 << 20
 _NUM_SAMPLED = 64
 
@@ -44,7 +41,7 @@ class Manifest:
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
         arrays: By name, the dtype and shape of ``<name>.npy``.
-        files: By file name, its size, the hashes of its chunks and the checksums of its blocks.
+        files: By file name, its size and the checksums of its blocks.
     """
 
     fingerprint: str
@@ -55,7 +52,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest, the last file of a folder."""
-        write_sealed(folder, {"format": FORMAT_VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)})
+        write_sealed(folder, {"format": FORMAT_VERSION, "block_bytes": BLOCK_BYTES, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -134,17 +131,23 @@ def check_files(
     folder: Path, files: Mapping[str, Any], check: Check, *, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Compare files with the manifest: sizes and a panel's labels always, and what ``check`` names."""
-    done, total = 0, sum(int(facts["bytes"]) for facts in files.values())
     for name, facts in files.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else -1
         if size != facts["bytes"]:
             raise damaged(file, "is not there" if size < 0 else f"has {size} bytes instead of {facts['bytes']}")
-        if check == "full" or name in (ASSETS, DATES):
-            _check_bytes(file, facts, progress and (lambda at, before=done: progress(before + at, total)))
-        done += size
-    if check == "sample":
-        _check_sample(folder, files)
+    done, total = 0, sum(int(facts["bytes"]) for facts in files.values())
+    drawn = _drawn(files) if check == "sample" else {}
+    for name, facts in files.items():
+        is_whole = check == "full" or name in (ASSETS, DATES)
+        blocks = range(len(facts["blocks"]) // 8) if is_whole else drawn.get(name, ())
+        for block, found in zip(blocks, _block_sums(folder / name, blocks), strict=True):
+            end = min((block + 1) * BLOCK_BYTES, facts["bytes"])
+            if found != facts["blocks"][8 * block : 8 * block + 8]:
+                raise damaged(folder / name, f"was changed between bytes {block * BLOCK_BYTES} and {end}")
+            if progress:
+                progress(done + end, total)
+        done += facts["bytes"]
 
 
 def check_panel(folder: Path, advance: Callable[[int, int], None]) -> None:
@@ -152,8 +155,8 @@ def check_panel(folder: Path, advance: Callable[[int, int], None]) -> None:
     check_files(folder, Manifest.read(folder).files, "full", progress=advance)
 
 
-def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check 64 blocks of 1 MiB: the first and last of up to 16 files that are not empty, and random ones."""
+def _drawn(files: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Draw 64 blocks to check: the first and last of up to 16 files that are not empty, and random ones."""
     names = [name for name, facts in files.items() if facts["blocks"]]
     starts = list(accumulate((len(files[name]["blocks"]) // 8 for name in names), initial=0))
     draw = random.SystemRandom()
@@ -161,50 +164,18 @@ def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
     ends = [number for i in some for number in (starts[i], starts[i + 1] - 1)]
     others = draw.sample(range(starts[-1]), min(starts[-1], _NUM_SAMPLED))
     drawn = sorted(list(dict.fromkeys([*ends, *others]))[:_NUM_SAMPLED])
-    for i, numbers in groupby(drawn, lambda number: bisect(starts, number) - 1):
-        file, facts = folder / names[i], files[names[i]]
-        blocks = [number - starts[i] for number in numbers]
-        for block, found in zip(blocks, _block_sums(file, blocks), strict=True):
-            if found != facts["blocks"][8 * block : 8 * block + 8]:
-                end = min((block + 1) * BLOCK_BYTES, facts["bytes"])
-                raise damaged(file, f"was changed between bytes {block * BLOCK_BYTES} and {end}")
-
-
-def _check_bytes(file: Path, facts: Mapping[str, Any], advance: Callable[[int], None] | None) -> None:
-    """Compare a file's bytes with what its manifest says."""
-    for i, (digest, wanted) in enumerate(zip(chunk_digests(file), facts["chunks"], strict=True)):
-        end = min((i + 1) * CHUNK_BYTES, facts["bytes"])
-        if digest != wanted:
-            raise damaged(file, f"was changed between bytes {i * CHUNK_BYTES} and {end}")
-        if advance:
-            advance(end)
+    by_file = groupby(drawn, lambda number: bisect(starts, number) - 1)
+    return {names[i]: [number - starts[i] for number in numbers] for i, numbers in by_file}
 
 
 def file_facts(file: Path) -> dict[str, Any]:
     """Return what a manifest says of one file."""
-    return {"bytes": file.stat().st_size, "chunks": list(chunk_digests(file)), "blocks": "".join(_block_sums(file))}
+    size = file.stat().st_size
+    return {"bytes": size, "blocks": "".join(_block_sums(file, range(-(-size // BLOCK_BYTES))))}
 
 
-def chunk_digests(file: Path) -> Iterator[str]:
-    """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file, by up to four threads."""
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    offsets = range(0, file.stat().st_size, CHUNK_BYTES)
-    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
-        yield from pool.map(partial(_digest_chunk, file), offsets)
-
-
-def _digest_chunk(file: Path, offset: int) -> str:
-    digest, left = blake2b(digest_size=16), CHUNK_BYTES
+def _block_sums(file: Path, numbers: Iterable[int]) -> Iterator[str]:
+    """Yield the CRC-32 (8 hex digits) of blocks of a file; it maps nothing."""
     with open(file, "rb", buffering=0) as opened:
-        opened.seek(offset)
-        while left and (piece := opened.read(min(left, BLOCK_BYTES))):
-            digest.update(piece)
-            left -= len(piece)
-    return digest.hexdigest()
-
-
-def _block_sums(file: Path, numbers: Iterable[int] | None = None) -> Iterator[str]:
-    """Yield the CRC-32 (8 hex digits) of each block of a file, or of those with these numbers; it maps nothing."""
-    with open(file, "rb", buffering=0) as opened:
-        for number in range(-(-file.stat().st_size // BLOCK_BYTES)) if numbers is None else numbers:
+        for number in numbers:
             yield f"{zlib.crc32(os.pread(opened.fileno(), BLOCK_BYTES, number * BLOCK_BYTES)):08x}"

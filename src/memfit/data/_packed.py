@@ -27,7 +27,7 @@ from memfit.units import format_bytes
 
 _KIND = "packed objects"
 #: The layout of the folder and the encoding. A reader refuses any other.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _DATA, _OFFSETS = "data.bin", "offsets.bin"
 _BUFFER_BYTES = 1 << 20
@@ -127,7 +127,7 @@ class PackedDataset(Sequence[Any]):
         """Read every byte and compare it with the checksums.
 
         Raises:
-            DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
+            DamagedError: Naming the first file that differs, and the MiB in which it does.
         """
         check_files(self.path, self._files.facts, "full")
 

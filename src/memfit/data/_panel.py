@@ -163,17 +163,20 @@ class Panel:
             >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
             ([1.0, 2.0], (1, 1, 1))
         """
-        from memfit.data._build import PanelSpec, write_panel
+        from memfit.data._build import Base, PanelSpec, write_panel
         from memfit.data._source import Source
 
-        spec = PanelSpec.of_panel(self)
-        return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=self, progress=progress))
+        spec, base = (
+            PanelSpec.of_panel(self.manifest),
+            Base(self.path, self.manifest, self.dates, self.assets, self.history[-1]),
+        )
+        return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=base, progress=progress))
 
     def verify(self, *, progress: Progress | None = None) -> None:
         """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
 
         Raises:
-            DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
+            DamagedError: Naming the first file that differs, and the MiB in which it does.
         """
         check_files(self.path, self.manifest.files, "full", progress=progress)
         self.verified = True

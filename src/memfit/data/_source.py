@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,13 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from memfit.data._arrow import numpy_of
-from memfit.data._manifest import chunk_digests
 from memfit.errors import DataError, nearest
 
 _BUFFER_BYTES = 1 << 18
 _DECODED_BYTES = 4 << 20
 _SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
 _NUM_NAMED = 8
+#: Files are hashed in pieces of this size, by several threads.
+_CHUNK_BYTES, _PIECE_BYTES = 64 << 20, 1 << 20
 
 SourceLike: TypeAlias = "Path | str | Sequence[Path | str] | pa.Table"
 
@@ -85,7 +89,7 @@ class Source:
     def content_digest(self, *, date: str, asset: str, numbers: Sequence[str]) -> str:
         """Return a hash of the bytes of files, in any order, or of the values of a table's columns, in any chunks."""
         if self.table is None:
-            files = sorted(f"{path.stat().st_size}:{''.join(chunk_digests(path))}" for path in self.paths)
+            files = sorted(f"{path.stat().st_size}:{''.join(_chunk_digests(path))}" for path in self.paths)
             return blake2b("\n".join(files).encode(), digest_size=32).hexdigest()
         hashes = [blake2b(digest_size=32) for _ in range(len(numbers) + 3)]
         for batch in self.batches([date, asset, *numbers]):
@@ -100,6 +104,24 @@ class Source:
             for digest, part in zip(hashes, parts, strict=True):
                 digest.update(part)
         return blake2b(b"".join(digest.digest() for digest in hashes), digest_size=32).hexdigest()
+
+
+def _chunk_digests(file: Path) -> Iterator[str]:
+    """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file, by up to four threads."""
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    offsets = range(0, file.stat().st_size, _CHUNK_BYTES)
+    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
+        yield from pool.map(partial(_digest_chunk, file), offsets)
+
+
+def _digest_chunk(file: Path, offset: int) -> str:
+    digest, left = blake2b(digest_size=16), _CHUNK_BYTES
+    with open(file, "rb", buffering=0) as opened:
+        opened.seek(offset)
+        while left and (piece := opened.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
 
 
 def _expand(path: Path) -> list[Path]:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,12 @@ class Parent:
         return parent
 
     def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
-        """Have it import modules, and the libraries that definitions of the user's use; it may refuse then."""
-        wanted = sorted({*modules, *uses} - self._loaded)
+        """Have it import modules, and the libraries that code of the user's uses; it may refuse then.
+
+        Args:
+            uses: Definitions (``module:name``), or whole modules.
+        """
+        wanted = sorted({*modules, *(one if ":" in one else f"{one}:*" for one in uses)} - self._loaded)
         for part in (wanted[at : at + _MOST_NAMES] for at in range(0, len(wanted), _MOST_NAMES)):
             if self.refused:
                 return
@@ -203,7 +207,7 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
 
 
 def _load(wanted: Sequence[str], own: int) -> str:
-    """Import modules, and libraries that definitions (``module:name``) use; say why nothing may be forked then."""
+    """Import modules, and what ``module:name`` or ``module:*`` imports; say why nothing may be forked then."""
     import gc
 
     named: dict[str, set[str]] = {}
@@ -226,7 +230,7 @@ def _load(wanted: Sequence[str], own: int) -> str:
     return why_not(own)
 
 
-def _imports(module: str, names: Container[str]) -> Iterator[tuple[str, str]]:
+def _imports(module: str, names: set[str]) -> Iterator[tuple[str, str]]:
     """Yield the modules and names that some definitions of a module import or look up, and its own first lines."""
     import ast
     from importlib.util import find_spec
@@ -235,7 +239,7 @@ def _imports(module: str, names: Container[str]) -> Iterator[tuple[str, str]]:
     if spec is None or not (spec.origin or "").endswith(".py"):
         return
     for top in ast.parse(Path(str(spec.origin)).read_bytes()).body:
-        if isinstance(top, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and top.name not in names:
+        if isinstance(top, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not {top.name, "*"} & names:
             continue
         for node in ast.walk(top):
             if isinstance(node, ast.Import):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
+    from memfit.pipeline._code import code_of as code_of
     from memfit.pipeline._command import config_of_command as config_of_command
     from memfit.pipeline._config import MemorySettings as MemorySettings
     from memfit.pipeline._config import RunConfig as RunConfig

@@ -207,7 +207,7 @@ def _spec(
                 rule = f"reads names top-level settings, and '{SEED}'"
                 raise _bad(stage.name, f"reads '{name}', which is no setting", rule, nearest(name, [*params, SEED]))
         settings = {name: params[name] for name in reads if name != SEED}
-        code, modules = code_of(stage.run, target, model, list(settings))
+        code, modules = code_of(stage.run, target, model)
         found = replace(found, settings=settings, seed=SEED in reads, code=code, modules=sorted(modules))
     else:
         found = _of_command(stage, found, names, params)

@@ -33,7 +33,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     workload = load_workload(order["target"])
     function = workload.stage(spec["name"]).run
     assert callable(function)
-    code, _ = code_of(function, order["target"], workload.params, list(spec["settings"]))
+    code, _ = code_of(function, order["target"], workload.params)
     if changed := changed_code(spec["code"], code):
         raise UsageError(
             f"the code of stage {spec['name']} is not what it was when this run started: {changed}.",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,12 +22,13 @@ _SLOW_FROM = 1.645
 _SMALLEST_SHARE = 1e-9
 
 
-def _extra(module: str, purpose: str) -> Any:
-    """Import a module of the extra ``evaluation``."""
+@contextlib.contextmanager
+def _extra(package: str, purpose: str) -> Iterator[None]:
+    """Import a package of the extra ``evaluation`` inside of this, which says what to install if it is not there."""
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
-        raise MissingExtraError.of(module.partition(".")[0], "evaluation", purpose) from error
+        raise MissingExtraError.of(package, "evaluation", purpose) from error
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
     squares = float(deviations @ deviations)
     if horizon == 1:
         return float(np.sqrt(squares / (num - 1) / num)), "rectangular"
-    hac = _extra("statsmodels.stats.sandwich_covariance", "a standard error of labels that span several dates")
+    with _extra("statsmodels", "a standard error of labels that span several dates"):
+        import statsmodels.stats.sandwich_covariance as hac
     kernel: Kernel = "rectangular"
     variance = float(hac.S_hac_simple(deviations, horizon - 1, hac.weights_uniform)[0, 0])
     if variance <= _SMALLEST_SHARE * squares:
@@ -235,7 +237,8 @@ def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
         >>> f"t {test.statistic:.2f}, p {test.p_value:.2f}, n {test.num_dates}"
         't ..., n 240'
     """
-    student = _extra("scipy.stats", "a comparison of forecasts").t
+    with _extra("scipy", "a comparison of forecasts"):
+        from scipy.stats import t as student
     values = _check_differences(differences, horizon)
     mean, num = float(values.mean()), len(values)
     error_of_mean, kernel = standard_error(values, horizon)
@@ -281,7 +284,8 @@ def power(effect: float, standard_error: float, num_dates: int, *, alpha: float 
             rule="a test has a positive standard error, at least 2 dates, and 0 < alpha < power < 1.",
             remedy="take them from diebold_mariano; alpha=0.05 and a power of 0.8 are usual",
         )
-    stats = _extra("scipy.stats", "a comparison of forecasts")
+    with _extra("scipy", "a comparison of forecasts"):
+        from scipy import stats
     size, freedom = abs(effect) / standard_error, num_dates - 1
     critical = stats.t.isf(alpha / 2, freedom)
     # The lower tail of the noncentral t by symmetry: nct.cdf at -critical is NaN for some large effects.
@@ -317,7 +321,8 @@ def minimal_detectable_effect(
             rule="the standard error is not negative, and the wanted power lies above alpha and below 1.",
             remedy="alpha=0.05 and a power of 0.8 are usual",
         )
-    brentq = _extra("scipy.optimize", "a comparison of forecasts").brentq
+    with _extra("scipy", "a comparison of forecasts"):
+        from scipy.optimize import brentq
     # In standard errors, so that the result is in proportion to them to the last bit.
     most = 1.0
     while power(most, 1.0, num_dates, alpha=alpha) < wanted_power:
@@ -410,7 +415,8 @@ def bootstrap_interval(
     check_counts(UsageError, 100, num_resamples=num_resamples)
     if not 0 < level < 1:
         raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
-    arch = _extra("arch.bootstrap", "a bootstrap interval")
+    with _extra("arch", "a bootstrap interval"):
+        from arch import bootstrap as arch
     values = _check_differences(differences, horizon)
     mean, (scale, _) = float(values.mean()), standard_error(values, horizon)
     if scale == 0:
