@@ -90,7 +90,6 @@ def test_a_devices_peaks_are_those_of_each_phase(monkeypatch):
 
 def test_an_epoch_that_was_stopped_counts_all_its_batches_once_and_saves_no_times(tmp_path):
     whole = make().fit(Slow(), num_epochs=2)
-    trainer = make(tmp_path, checkpoint_seconds=0)
     seen = []
 
     def die_in_the_fourth_step(outcome):
@@ -98,9 +97,8 @@ def test_an_epoch_that_was_stopped_counts_all_its_batches_once_and_saves_no_time
         if len(seen) == 4:
             raise RuntimeError("killed")
 
-    trainer.on_step = die_in_the_fourth_step
     with pytest.raises(RuntimeError, match="killed"):
-        trainer.fit(Slow(), num_epochs=2)
+        make(tmp_path, checkpoint_seconds=0, on_step=die_in_the_fourth_step).fit(Slow(), num_epochs=2)
     saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
     times = {"samples_per_second", "wait_share", "seconds", "device_use", "pace"}
     assert not times & {*saved["history"][0], *saved["within_epoch"]}

@@ -14,10 +14,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from torch.utils.data import DataLoader
@@ -27,19 +27,17 @@ from memfit.memory import Budget
 from memfit.rundir import phase, record
 from memfit.training._checkpoint import CheckpointWarning, position_of, save_checkpoint, tensor_bytes
 from memfit.training._compute import autocast
+from memfit.training._ema import Ema
 from memfit.training._figures import EpochMemory, describe
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._records import MEASURED, Direction, FitResult, best_epoch
+from memfit.training._records import MEASURED, FitResult
+from memfit.training._setup import Plan, Setup
 from memfit.training._state import Progress, capture, optimizer_identity, restore
-from memfit.training._validation import Evaluate, MeanLoss, attempt_twice, evaluated
-
-if TYPE_CHECKING:
-    from memfit.training._ema import Ema
-    from memfit.training._trainer import Trainer
+from memfit.training._validation import MeanLoss, attempt_twice, evaluated
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
@@ -48,40 +46,26 @@ _RESERVED_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What ``Trainer.fit`` was called with."""
-
-    train: Any
-    valid: Any
-    num_epochs: int
-    evaluate: Evaluate | None
-    best_metric: str
-    direction: Direction
-    patience: int | None
-    preflight: bool
-
-
 class Fit:
     """One call of ``Trainer.fit``."""
 
-    def __init__(self, trainer: Trainer, plan: Plan, stop: StopSignals) -> None:
-        self.trainer, self.plan, self.stop = trainer, plan, stop
-        self.step, self.ema, self.folder = trainer.step, trainer.ema, trainer.folder
-        self.data = TrainingData(plan.train, trainer.seed, trainer.first_batch_seconds)
+    def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
+        self.setup, self.plan, self.stop = setup, plan, stop
+        self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
+        self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
         if self.folder is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
             refuse_own_generators(plan.valid)
         self.batches_per_step = self._count_batches_per_step()
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
         self.progress = Progress()
-        self.mean_loss = MeanLoss(self.step, self._where, self._leave_if_stopped, trainer.first_batch_seconds)
+        self.mean_loss = MeanLoss(self.step, self._where, self._leave_if_stopped, setup.first_batch_seconds)
         self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
             "steps per epoch": self.num_steps,
             "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
-            **trainer.identity,
+            **setup.identity,
             **self.data.identity(),
-            **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
+            **optimizer_identity(self.step.optimizer, scheduled=setup.schedule is not None),
         }
         self._leaks = LeakDetector()
         self._memory = EpochMemory()
@@ -112,24 +96,30 @@ class Fit:
         finally:
             self.data.close(persistent_too=True)
         self._warn_of_missed_milestones()
-        self.trainer.model.eval()
+        self.step.model.eval()
         history = tuple(self.progress.history)
         epochs_run = len(history) - (resumed_from or 0)
-        return FitResult(history, self._best_epoch(), epochs_run, resumed_from, len(history) < self.plan.num_epochs)
+        return FitResult(
+            history,
+            self.plan.best_epoch(self.progress.history),
+            epochs_run,
+            resumed_from,
+            len(history) < self.plan.num_epochs,
+        )
 
     # --- the way to the first step, and back to a checkpoint
 
     def _begin(self) -> int | None:
         """Resume or start anew; return the number of whole epochs that a resume goes on from."""
         if self.ema is not None:
-            self.ema.prepare(self.trainer.model)
+            self.ema.prepare(self.step.model)
         taken = self.folder.newest() if self.folder is not None else None
         if taken is None:
-            seed_everything(self.trainer.seed)
+            seed_everything(self.setup.seed)
         else:
             self._restore(*taken)
         done = len(self.progress.history)
-        if done < self.plan.num_epochs and not self._is_early():
+        if done < self.plan.num_epochs and not self.plan.is_early(self.progress.history):
             self._prepare(save=self._save if taken is None and self.folder is not None else None)
         return None if taken is None else done
 
@@ -143,14 +133,14 @@ class Fit:
         self.progress = restore(path, state, self._parts(), self.identity)
         self._data_state = state["data"]
         epoch, step = self.progress.position
-        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
+        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
         """Allocate what the first step would, and try the largest batch of each phase."""
-        plan, seconds = self.plan, self.trainer.first_batch_seconds
+        plan, seconds = self.plan, self.setup.first_batch_seconds
         if not plan.preflight:
             self.step.prepare()
             if save is not None:
@@ -169,7 +159,7 @@ class Fit:
     def _try_validation(self, batch: Any) -> None:
         """Compute the loss of the largest validation batch; the user's ``evaluate`` sees whole validations only."""
         try:
-            evaluated(self.mean_loss, self.trainer.model, [batch])
+            evaluated(self.mean_loss, self.step.model, [batch])
         except Exception as error:  # batches that only evaluate understands
             if self.plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
@@ -189,13 +179,12 @@ class Fit:
         record("rollback", from_epoch=position[0], from_step=position[1], error=error.what)
 
     def _parts(self) -> dict[str, Any]:
-        trainer = self.trainer
         parts = {
-            "model": trainer.model,
-            "optimizer": trainer.optimizer,
-            "schedule": trainer.schedule,
-            "ema": trainer.ema,
-            "sizes": trainer.step,
+            "model": self.step.model,
+            "optimizer": self.step.optimizer,
+            "schedule": self.setup.schedule,
+            "ema": self.ema,
+            "sizes": self.step,
             "validation": self.mean_loss,
         }
         return {name: part for name, part in parts.items() if part is not None}
@@ -230,7 +219,7 @@ class Fit:
         progress = self.progress
         self._memory.begin()
         self._enter("train")
-        self.trainer.model.train()
+        self.step.model.train()
         self._open_epoch()
         while self._step():
             if progress.num_batches >= len(self.plan.train):
@@ -262,19 +251,19 @@ class Fit:
         step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
         outcome = step(*batches)
         if not outcome.skipped:
-            if self.trainer.schedule is not None:
-                self.trainer.schedule.step()
+            if self.setup.schedule is not None:
+                self.setup.schedule.step()
             if self.ema is not None:
-                self.ema.update(self.trainer.model)
+                self.ema.update(self.step.model)
         progress.add_step(outcome, len(batches))
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
             fields = {**step.where, "num_epochs": self.plan.num_epochs}
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
-            progress.pace.look_at(next(self.trainer.model.parameters()).device)
-        if self.trainer.on_step is not None:
-            self.trainer.on_step(outcome)
+            progress.pace.look_at(next(self.step.model.parameters()).device)
+        if self.setup.on_step is not None:
+            self.setup.on_step(outcome)
         progress.pace.add(time.perf_counter() - began, waited, batches)
         return True
 
@@ -296,7 +285,7 @@ class Fit:
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
             state["data"] = self.data.state_dict()
-            state["provenance"] = dict(self.trainer.provenance)
+            state["provenance"] = dict(self.setup.provenance)
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
@@ -307,10 +296,10 @@ class Fit:
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
         epoch, step = progress.position
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
-        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
+        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if step:
             with folder.writing():
-                folder.prune(progress.position, self._best_epoch())
+                folder.prune(progress.position, self.plan.best_epoch(self.progress.history))
         return path
 
     def _finish_epoch(self) -> bool:
@@ -322,7 +311,7 @@ class Fit:
                 self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
         if self.plan.valid is not None and newest.metrics is None:
             newest = history[-1] = replace(newest, metrics=self._validate())
-        best = self._best_epoch()
+        best = self.plan.best_epoch(self.progress.history)
         if folder is not None:
             with folder.writing():
                 if best == newest.epoch:
@@ -339,16 +328,16 @@ class Fit:
         say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
-        is_done = self.trainer.on_epoch is not None and self.trainer.on_epoch(newest) is True
+        is_done = self.setup.on_epoch is not None and self.setup.on_epoch(newest) is True
         if self.stop.noted:
             raise self._stopped()
-        return is_done or self._is_early()
+        return is_done or self.plan.is_early(self.progress.history)
 
     def _save_average(self, ema: Ema, path: Path) -> None:
         """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
         epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": self.identity}
-        with ema.applied(self.trainer.model):
-            state = {"epoch": epoch, "model": self.trainer.model.state_dict(), "provenance": self.trainer.provenance}
+        with ema.applied(self.step.model):
+            state = {"epoch": epoch, "model": self.step.model.state_dict(), "provenance": self.setup.provenance}
             save_checkpoint(path, {**facts, **state})
         record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
 
@@ -375,10 +364,10 @@ class Fit:
 
     def _validate_once(self) -> dict[str, float]:
         """Validate from the first batch, wherever the loader was left: by a stop, an out-of-memory or ``evaluate``."""
-        plan, model = self.plan, self.trainer.model
+        plan, model = self.plan, self.step.model
         if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
             set_epoch(0)
-        precision = None if plan.evaluate is None else self.trainer.precision  # the mean loss has its own
+        precision = None if plan.evaluate is None else self.setup.precision  # the mean loss has its own
         with preserved_generators(plan.valid), autocast(model, precision):
             metrics = evaluated(plan.evaluate or self.mean_loss, model, plan.valid)
         if plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
@@ -397,23 +386,16 @@ class Fit:
         largest = max(psutil.Process(pid).memory_full_info().uss for pid in workers)
         return self.plan.valid.num_workers * largest <= Budget.read().headroom_bytes
 
-    def _best_epoch(self) -> int | None:
-        plan = self.plan
-        return best_epoch(self.progress.history, plan.best_metric, plan.direction) if plan.valid is not None else None
-
     # --- stops
 
-    def _is_early(self) -> bool:
-        """Return whether ``patience`` epochs in a row brought no better metric."""
-        history, patience = self.progress.history, self.plan.patience
-        if patience is None or not history or history[-1].metrics is None:
-            return False
-        return len(history) < self.plan.num_epochs and len(history) - (self._best_epoch() or 0) >= patience
-
     def _tell_early(self) -> None:
-        done, best, metric = len(self.progress.history), self._best_epoch(), self.plan.best_metric
+        done, best, metric = (
+            len(self.progress.history),
+            self.plan.best_epoch(self.progress.history),
+            self.plan.best_metric,
+        )
         record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
-        why = f"{metric} was best in epoch {best}" if self._is_early() else "on_epoch said so"
+        why = f"{metric} was best in epoch {best}" if self.plan.is_early(self.progress.history) else "on_epoch said so"
         say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
 
     def _leave_if_stopped(self) -> None:
@@ -432,7 +414,7 @@ class Fit:
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
     def _count_batches_per_step(self) -> int:
-        wanted = self.trainer.global_batch_size
+        wanted = self.setup.global_batch_size
         if wanted is None:
             return 1
         size = getattr(self.data.batches, "batch_size", None)

@@ -14,11 +14,10 @@ from memfit.rundir import record
 from memfit.training._flight import record_oom
 from memfit.training._oom import Failed, attempt
 from memfit.training._process import preserved_rng, rng_state, set_rng_state
+from memfit.training._setup import Evaluate
 from memfit.training._snapshot import Snapshot
 from memfit.training._step import SafeStep
 from memfit.training._workers import watched
-
-Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
 T = TypeVar("T")
 
