@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 import warnings
 from collections import Counter
@@ -24,22 +23,21 @@ from torch.utils.data import DataLoader
 
 from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
-from memfit.rundir import phase, record
+from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointWarning, position_of, save_checkpoint, tensor_bytes
 from memfit.training._compute import autocast
 from memfit.training._ema import Ema
-from memfit.training._figures import EpochMemory, describe
+from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
-from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
+from memfit.training._process import StopSignals, preserved_rng, seed_everything
 from memfit.training._records import MEASURED, FitResult
 from memfit.training._setup import Plan, Setup
+from memfit.training._split import samples_in
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._validation import MeanLoss, attempt_twice, evaluated
 
-_STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
 _RESERVED_NAMES = frozenset(
     {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *MEASURED, "num_threads"}
@@ -58,7 +56,7 @@ class Fit:
             refuse_own_generators(plan.valid)
         self.batches_per_step = self._count_batches_per_step()
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
-        self.progress = Progress()
+        self.progress, self.journal = Progress(), Journal(plan.num_epochs)
         self.mean_loss = MeanLoss(self.step, self._where, self._leave_if_stopped, setup.first_batch_seconds)
         self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
             "steps per epoch": self.num_steps,
@@ -67,12 +65,10 @@ class Fit:
             **self.data.identity(),
             **optimizer_identity(self.step.optimizer, scheduled=setup.schedule is not None),
         }
-        self._leaks = LeakDetector()
-        self._memory = EpochMemory()
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
         self._is_open = self._has_room = False
-        self._next_step_event = self._next_save = 0.0
+        self._next_save = 0.0
 
     def run(self) -> FitResult:
         """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
@@ -132,11 +128,8 @@ class Fit:
             )
         self.progress = restore(path, state, self._parts(), self.identity)
         self._data_state = state["data"]
-        epoch, step = self.progress.position
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
-        where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
-        record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
-        say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
+        self.journal.resume(path, self.progress.position)
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
         """Allocate what the first step would, and try the largest batch of each phase."""
@@ -210,15 +203,15 @@ class Fit:
         began = time.perf_counter()
         reached = self.data.open(progress.epoch, progress.num_batches, self._data_state, lambda: self.stop.noted)
         waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
-        progress.pace.add(waited, waited)
+        self.journal.took(waited, waited)
         self._data_state, self._is_open = None, True
         if not reached or self.stop.noted:
             raise self._stopped()
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        self._memory.begin()
-        self._enter("train")
+        self.journal.begin_epoch()
+        self.journal.phase("train")
         self.step.model.train()
         self._open_epoch()
         while self._step():
@@ -229,7 +222,7 @@ class Fit:
                 raise self._stopped()
             if time.monotonic() >= self._next_save and self.folder is not None:
                 self._save()
-                self._enter("train")
+                self.journal.phase("train")
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -238,7 +231,7 @@ class Fit:
                 rule="training data must be iterable once per epoch; a bare generator is used up after one.",
                 remedy="pass a list, a DataLoader or another object whose iteration starts anew each time",
             )
-        progress.end_epoch()
+        progress.end_epoch(self.journal.pace())
 
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
@@ -256,20 +249,12 @@ class Fit:
             if self.ema is not None:
                 self.ema.update(self.step.model)
         progress.add_step(outcome, len(batches))
-        now = time.monotonic()
-        if now >= self._next_step_event:
-            self._next_step_event = now + _STEP_EVENT_SECONDS
-            fields = {**step.where, "num_epochs": self.plan.num_epochs}
-            record("step", **fields, loss=outcome.loss if outcome.weight else None)
-            progress.pace.look_at(next(self.step.model.parameters()).device)
+        device = next(self.step.model.parameters()).device
+        self.journal.step(step.where, outcome.loss if outcome.weight else None, device)
         if self.setup.on_step is not None:
             self.setup.on_step(outcome)
-        progress.pace.add(time.perf_counter() - began, waited, batches)
+        self.journal.took(time.perf_counter() - began, waited, sum(map(samples_in, batches)))
         return True
-
-    def _enter(self, name: str) -> None:
-        phase(name)
-        self._memory.enter(name)
 
     def _where(self) -> dict[str, Any]:
         return {"epoch": self.progress.epoch, "step": self.progress.step}
@@ -280,7 +265,7 @@ class Fit:
         folder, progress = self.folder, self.progress
         if folder is None:
             return Path()
-        self._enter("checkpoint")
+        self.journal.phase("checkpoint")
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
@@ -294,10 +279,9 @@ class Fit:
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
-        epoch, step = progress.position
-        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
+        self.journal.checkpoint(path, progress.position)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
-        if step:
+        if progress.step:
             with folder.writing():
                 folder.prune(progress.position, self.plan.best_epoch(self.progress.history))
         return path
@@ -318,16 +302,8 @@ class Fit:
                     folder.mark_best()
                 folder.prune(self.progress.position, best)
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
-        figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
-        text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
-        memory = self._memory.end()
         pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
-        text = f"{text}  {describe(pace)}".rstrip()
-        shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **shown, text=text)
-        say(text)
-        if leak := self._leaks.end_epoch():
-            print(f"memfit: {leak}", file=sys.stderr)
+        self.journal.epoch(newest.epoch, numbers, pace)
         is_done = self.setup.on_epoch is not None and self.setup.on_epoch(newest) is True
         if self.stop.noted:
             raise self._stopped()
@@ -352,7 +328,7 @@ class Fit:
             warnings.warn(text, CheckpointWarning, stacklevel=4)
 
     def _validate(self) -> dict[str, float]:
-        self._enter("validate")
+        self.journal.phase("validate")
         if not self._has_room_for_both():
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
@@ -389,22 +365,18 @@ class Fit:
     # --- stops
 
     def _tell_early(self) -> None:
-        done, best, metric = (
-            len(self.progress.history),
-            self.plan.best_epoch(self.progress.history),
-            self.plan.best_metric,
-        )
-        record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
-        why = f"{metric} was best in epoch {best}" if self.plan.is_early(self.progress.history) else "on_epoch said so"
-        say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
+        history, metric = self.progress.history, self.plan.best_metric
+        best = self.plan.best_epoch(history)
+        why = f"{metric} was best in epoch {best}" if self.plan.is_early(history) else "on_epoch said so"
+        self.journal.early_stop(len(history), why, best_epoch=best, metric=metric)
 
     def _leave_if_stopped(self) -> None:
         if self.stop.noted and self.folder is not None:
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
-        (epoch, step), signal_name = self.progress.position, self.stop.noted
-        record("stop", signal=signal_name, epoch=epoch, step=step)
+        (epoch, step), signal_name = self.progress.position, str(self.stop.noted)
+        self.journal.stop(signal_name, (epoch, step))
         where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
         rule = "without checkpoint_dir nothing is saved: it will start over."
         if self.folder is not None:

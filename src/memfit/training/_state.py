@@ -14,7 +14,6 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position
-from memfit.training._figures import Pace
 from memfit.training._process import rng_state, set_rng_state
 from memfit.training._records import MEASURED, EpochRecord, StepOutcome
 
@@ -30,7 +29,6 @@ class Progress:
     loss_sum: float = 0.0
     weight: float = 0.0
     num_skipped: int = 0
-    pace: Pace = field(default_factory=Pace)  # since the start or the resume; in no checkpoint
 
     @property
     def epoch(self) -> int:
@@ -50,20 +48,17 @@ class Progress:
             self.loss_sum += outcome.loss_sum
             self.weight += outcome.weight
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, pace: Mapping[str, Any]) -> None:
         """Make the epoch under way a whole one."""
         train_loss = self.loss_sum / self.weight if self.weight else math.nan
-        figures: dict[str, Any] = self.pace.figures()
-        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped, **figures))
+        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped, **pace))
         self.step = self.num_batches = self.num_skipped = 0
         self.loss_sum = self.weight = 0.0
-        self.pace = Pace()
 
 
 def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content: the state of every part, the random state, and how far the fit has come."""
     entries = asdict(progress)
-    del entries["pace"]
     for entry in entries["history"]:  # times are in the events: two equal fits have equal checkpoints
         for name in MEASURED:
             del entry[name]

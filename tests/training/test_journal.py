@@ -1,4 +1,4 @@
-"""What an epoch's record and event say of samples a second, waiting and memory."""
+"""What a journal writes: of an epoch its samples a second, waiting and memory."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memfit.errors import UsageError
-from memfit.training import WHOLE, Trainer, _figures, load_checkpoint, seed_everything
+from memfit.training import WHOLE, Trainer, _journal, load_checkpoint, seed_everything
 
 MIB = 1 << 20
 
@@ -60,32 +60,37 @@ def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events
 def test_the_use_of_a_gpu_is_the_mean_of_what_its_driver_says(monkeypatch):
     said = iter([30, 50])
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(said))  # stands in for a GPU
-    pace = _figures.Pace(seconds=1.0)
+    monkeypatch.setattr(_journal, "_STEP_EVENT_SECONDS", 0.0)
+    journal = _journal.Journal()
     for _ in range(3):  # the third time the driver gives no answer
-        pace.look_at(torch.device("cuda:0"))
-    assert pace.figures()["device_use"] == pytest.approx(0.4)
+        journal.step({"epoch": 1, "step": 1, "num_steps": 3}, 0.5, torch.device("cuda:0"))
+        journal.took(1.0, 0.0)
+    assert journal.pace()["device_use"] == pytest.approx(0.4)
+    assert journal.pace() == {}, "the next epoch begins with nothing"
 
 
-def test_a_devices_peaks_are_those_of_each_phase(monkeypatch):
+def test_a_devices_peaks_are_those_of_each_phase(monkeypatch, events):
     peak, starts = {"now": 0}, []
 
     def device_bytes():
         sizes = dict.fromkeys(("allocated_bytes", "reserved_bytes"), 1)
         return {"cuda:1": sizes | {"allocated_peak_bytes": peak["now"], "reserved_peak_bytes": 2 * peak["now"]}}
 
-    monkeypatch.setattr(_figures, "device_bytes", device_bytes)
+    monkeypatch.setattr(_journal, "device_bytes", device_bytes)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", starts.append)
-    memory = _figures.EpochMemory()
+    journal = _journal.Journal(num_epochs=2)
     for phase, peak_bytes in (("train", 50), ("checkpoint", 20), ("train", 40), ("validate", 70)):
-        memory.enter(phase)
+        journal.phase(phase)
         peak["now"] = peak_bytes
-    found = {name: one["devices"]["cuda:1"] for name, one in memory.end()["phases"].items()}
-    assert found == {
+    journal.epoch(1, {"train_loss": 0.5}, {})
+    journal.epoch(2, {"train_loss": 0.5}, {})
+    first, second = (event["memory"]["phases"] for event in events("epoch"))
+    assert {name: one["devices"]["cuda:1"] for name, one in first.items()} == {
         name: {"allocated_peak_bytes": size, "reserved_peak_bytes": 2 * size}
         for name, size in (("train", 50), ("checkpoint", 20), ("validate", 70))
     }
     assert starts == [1, 1, 1, 1]
-    assert memory.end()["phases"] == {}, "the next epoch begins with nothing"
+    assert second == {}, "the next epoch begins with nothing"
 
 
 def test_an_epoch_that_was_stopped_counts_all_its_batches_once_and_saves_no_times(tmp_path):
