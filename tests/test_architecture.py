@@ -30,7 +30,7 @@ PATCHED = {
     "tests/data/test_measure.py": {"memfit.data._measure"},
     "tests/data/test_sequences.py": {"memfit.data._position"},
     "tests/data/test_source.py": {"memfit.data._source"},
-    "tests/data/validation_child.py": {"memfit.training._fit"},
+    "tests/data/validation_child.py": {"memfit.training._validation"},
     "tests/diagnosis/test_checkpoints.py": {"memfit.diagnosis._checkpoints"},
     "tests/diagnosis/test_opener.py": {"memfit.diagnosis._runs"},
     "tests/finance/conftest.py": {"memfit_workloads.finance._report", "memfit_workloads.finance._verb"},
