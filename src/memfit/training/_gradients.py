@@ -83,32 +83,35 @@ class Failure:
     limit: int | None = None
 
 
-class Gradients:
-    """The half of a step that is this process's own. ``SafeStep`` explains the settings."""
+@dataclass(frozen=True)
+class Told:
+    """What a ``SafeStep`` was told that its passes need; it explains each."""
 
-    def __init__(  # noqa: PLR0913 - the settings of a SafeStep that the passes need
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Loss,
-        *,
-        microbatch_size: int | str | None,
-        split: Split,
-        cost: Callable[[Any], int],
-        scaler: torch.amp.GradScaler | None,
-        backward: Callable[[torch.Tensor], object],
-        allow_inexact: bool,
-        skip: SkipPolicy | None,
-    ) -> None:
-        self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.split, self.cost, self.backward, self.skip = split, cost, backward, skip
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.sizes = MicrobatchSizes(None if isinstance(microbatch_size, str) else microbatch_size)
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    microbatch_size: int | str | None
+    split: Split
+    cost: Callable[[Any], int]
+    scaler: torch.amp.GradScaler | None
+    backward: Callable[[torch.Tensor], object]
+    allow_inexact: bool
+    skip: SkipPolicy | None
+
+
+class Gradients:
+    """The half of a step that is this process's own."""
+
+    def __init__(self, told: Told) -> None:
+        self.model, self.optimizer, self.loss = told.model, told.optimizer, told.loss
+        self.split, self.cost, self.backward, self.skip = told.split, told.cost, told.backward, told.skip
+        self.scaler = told.scaler if told.scaler is not None and told.scaler.is_enabled() else None
+        self.sizes = MicrobatchSizes(None if isinstance(told.microbatch_size, str) else told.microbatch_size)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self.num_batches = 0
-        self.never_splits = microbatch_size is None
-        self.before = Snapshot(model, optimizer, self.scaler)
-        self.exactness = Exactness(model, loss, split, allow_inexact)
+        self.never_splits = told.microbatch_size is None
+        self.before = Snapshot(self.model, self.optimizer, self.scaler)
+        self.exactness = Exactness(self.model, self.loss, self.split, told.allow_inexact)
 
     def batch(self, content: Any) -> Batch:
         """Look at a batch before it is used."""
