@@ -19,7 +19,7 @@ import torch
 from memfit.memory import ProcReader
 from memfit.rundir import phase, record
 from memfit.training._leaks import LeakDetector
-from memfit.training._oom import device_bytes
+from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
 
 _STEP_EVENT_SECONDS = 0.5
@@ -64,9 +64,7 @@ class Journal:
         phase(name)
         self._leave()
         self._phase = name
-        for device in device_bytes():
-            kind, _, index = device.partition(":")
-            getattr(torch, kind).reset_peak_memory_stats(int(index))
+        reset_device_peaks()
 
     def _leave(self) -> None:
         if not self._phase:

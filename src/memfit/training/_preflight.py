@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.memory import Meter, measure
+from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import phase, record
 from memfit.training._keyed import preserved_generators
-from memfit.training._oom import Failed, attempt, device_bytes, memory_now, own_devices
+from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import held_bytes
@@ -159,16 +159,18 @@ def preflight(
                     _take("validate", evaluate, meter, devices)
             if save is not None:
                 path = _take("checkpoint", save, meter, devices)
-    phases = {}
-    for name, sizes in devices.items():
-        host = meter.footprint.phases[name]
-        allocated = {device: one["allocated_peak_bytes"] for device, one in sizes.items()}
-        reserved = {device: one["reserved_peak_bytes"] for device, one in sizes.items()}
-        phases[name] = PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
+    phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
     size = None if path is None else path.stat().st_size
     report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))
     return report
+
+
+def _memory_of(host: PhasePeak, sizes: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
+    allocated, reserved = (
+        {device: one[f"{kind}_peak_bytes"] for device, one in sizes.items()} for kind in ("allocated", "reserved")
+    )
+    return PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
 
 
 @contextmanager
@@ -190,9 +192,7 @@ def _untouched(step: SafeStep) -> Iterator[None]:
 def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
     """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
     meter.phase(phase)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in own_devices(torch.cuda):
-            torch.cuda.reset_peak_memory_stats(index)
+    reset_device_peaks()
     result = attempt(action)
     devices[phase] = device_bytes()
     if not isinstance(result, Failed):
