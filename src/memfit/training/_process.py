@@ -55,36 +55,47 @@ def rng_state() -> dict[str, Any]:
         >>> torch.equal(first, torch.rand(2))
         True
     """
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    words = torch.from_numpy(np.asarray(keys, np.int64))
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), words, int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        # asking a GPU that nothing has touched yet would cost this process a CUDA context
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-    }
+    python, numpy, cpu, cuda = read_rng()
+    words = torch.from_numpy(np.asarray(numpy["state"]["key"], np.int64))
+    position, has_gauss = int(numpy["state"]["pos"]), int(numpy["has_gauss"])
+    named = (str(numpy["bit_generator"]), words, position, has_gauss, float(numpy["gauss"]))
+    return {"python": python, "numpy": named, "torch": cpu, "cuda": cuda}
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put the global generators back to what ``rng_state`` gave, on the GPUs that are visible now."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:  # those of GPUs that are not visible any more have nowhere to go
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    name, keys, *others = state["numpy"]
+    numpy = (name, keys.numpy().astype(np.uint32), *others)
+    cuda = state["cuda"][: torch.cuda.device_count()]  # those of GPUs that are not visible any more have nowhere to go
+    write_rng(((version, tuple(internal), gauss), numpy, state["torch"], cuda))
+
+
+def read_rng() -> tuple[Any, ...]:
+    """Return the state of the global generators as ``write_rng`` wants it: cheap, and for this process only."""
+    # asking a GPU that nothing has touched yet would cost this process a CUDA context
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
+
+
+def write_rng(state: tuple[Any, ...]) -> None:
+    """Put the global generators back to what ``read_rng`` gave."""
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Put the global generators back afterwards."""
-    before = rng_state()
+    before = read_rng()
     try:
         yield
     finally:
-        set_rng_state(before)
+        write_rng(before)
 
 
 class StopSignals:

@@ -18,7 +18,7 @@ from memfit.training._compute import autocast
 from memfit.training._flight import record_oom
 from memfit.training._keyed import TrainingData, preserved_generators
 from memfit.training._oom import Failed, attempt, classify_oom
-from memfit.training._process import preserved_rng, rng_state, set_rng_state
+from memfit.training._process import preserved_rng, read_rng, write_rng
 from memfit.training._records import MEASURED
 from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._snapshot import Snapshot
@@ -36,10 +36,10 @@ def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
     """Return the result of a phase; or ``Failed``, with the random state as it was."""
 
     note = partial(record_oom, model=step.model, optimizer=step.optimizer, where={**where, "phase": phase})
-    before = rng_state()
+    before = read_rng()
     result = attempt(action, note)
     if isinstance(result, Failed):
-        set_rng_state(before)
+        write_rng(before)
     return result
 
 
