@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -51,11 +51,6 @@ class Longest:
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
     num_seen: int = 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors and arrays."""
-        return held_bytes(self.batch)
 
 
 @dataclass(frozen=True)
@@ -141,24 +136,21 @@ def preflight(
         step.prepare()  # with the gradients there: for the weights that have one
         return step.gradients(*batches).microbatch_size
 
-    def evaluate() -> None:
-        model.eval()
-        with torch.no_grad():
-            if validate is not None:
-                validate()
-
-    before = step.state_dict()
-    with ExitStack() as stack:
-        for owner in (step.optimizer, model):
-            stack.callback(owner.zero_grad, set_to_none=True)
+    num_ooms = -step.num_ooms
+    try:
         with measure(interval_seconds=_INTERVAL_SECONDS) as meter:
             with _untouched(step):
                 microbatch_size = _take("train", train, meter, devices)
-                num_ooms = step.num_ooms - before["num_ooms"]
+                num_ooms += step.num_ooms
                 if validate is not None:
-                    _take("validate", evaluate, meter, devices)
+                    model.eval()
+                    with torch.no_grad():
+                        _take("validate", validate, meter, devices)
             if save is not None:
                 path = _take("checkpoint", save, meter, devices)
+    finally:
+        step.optimizer.zero_grad()
+        model.zero_grad()
     phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
     size = None if path is None else path.stat().st_size
     report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
@@ -244,16 +236,15 @@ def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATC
 def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
     lengths = getattr(loader.dataset, "lengths", None)
     how: Literal["lengths", "sampled"] = "sampled"
-    if isinstance(loader.dataset, IterableDataset):
-        batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    else:
+    batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if lengths is None:
             chosen = list(itertools.islice(sampler, _NUM_SAMPLED))
         else:
             chosen, how = [_longest_indices(loader, torch.as_tensor(lengths).flatten())], "lengths"
-        of_one = {"sampler": chosen, "batch_size": None}
-        batching = of_one if loader.batch_sampler is None else {"batch_sampler": chosen}
+        is_single = loader.batch_sampler is None
+        batching = {"sampler": chosen, "batch_size": None} if is_single else {"batch_sampler": chosen}
     probe: Iterable[Any] = DataLoader(  # shares no iterator, worker or generator with the user's
         loader.dataset,
         **batching,
