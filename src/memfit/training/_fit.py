@@ -38,6 +38,7 @@ class Fit:
     def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
         self.setup, self.plan, self.stop = setup, plan, stop
         self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
+        self.device = next(self.step.model.parameters()).device
         self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
         if self.folder is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
@@ -181,8 +182,7 @@ class Fit:
                 self.ema.update(step.model)
         progress.add_step(outcome, len(batches))
         self._is_saved = self.folder is None  # nothing can be saved then
-        device = next(step.model.parameters()).device
-        self.journal.step(step.where, outcome.loss if outcome.weight else None, device)
+        self.journal.step(step.where, outcome.loss if outcome.weight else None, self.device)
         if self.setup.on_step is not None:
             self.setup.on_step(outcome)
         self.journal.took(time.perf_counter() - began, waited, sum(map(samples_in, batches)))
