@@ -28,8 +28,8 @@ _STEP_EVENT_SECONDS = 0.5
 class Journal:
     """Writes the events of one training, and prints the main ones where no run shows them.
 
-    Positions are whole epochs, then steps of the next one. Seconds are those of steps and what they waited for;
-    checkpoints and validation are not in them.
+    ``num_epochs`` is None in a loop that does not know how many it will make. Positions are whole epochs, then steps of
+    the next one. Seconds are those of steps and what they waited for; checkpoints and validation are not in them.
 
     Example:
         >>> journal = Journal(num_epochs=1)
@@ -127,7 +127,8 @@ class Journal:
         memory = {"metric": _read_host()[0], "phases": self._phases}
         self.begin_epoch()
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
-        text = f"epoch {epoch}/{self.num_epochs}  {figures}  {describe(pace)}".rstrip()
+        whole = f"/{self.num_epochs}" if self.num_epochs else ""
+        text = f"epoch {epoch}{whole}  {figures}  {describe(pace)}".rstrip()
         shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
         record("epoch", epoch=epoch, num_epochs=self.num_epochs, **shown, text=text)
         say(text)
@@ -151,7 +152,7 @@ class Journal:
         epoch, step = position
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
-        say(f"goes on {where}, of {self.num_epochs} epochs ({path})")
+        say(f"goes on {where}{f', of {self.num_epochs} epochs' if self.num_epochs else ''} ({path})")
         self._restart()
 
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
