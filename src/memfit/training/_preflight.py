@@ -52,6 +52,11 @@ class Longest:
     how: Literal["given", "known", "lengths", "all", "sampled"]
     num_seen: int = 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors and arrays."""
+        return held_bytes(self.batch)
+
 
 @dataclass(frozen=True)
 class PhaseMemory:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,10 @@ def preserved_rng() -> Iterator[None]:
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 while it is entered in the main thread; with ``interrupt`` also the first Ctrl-C."""
+    """Notes the name of a signal that asks a fit to stop."""
 
-    def __init__(self, *, interrupt: bool = False) -> None:
+    def __init__(self) -> None:
         self.noted: str | None = None
-        self._interrupt = interrupt
-        self._previous: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -113,17 +111,18 @@ class StopSignals:
             os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
         self.noted = signal.Signals(number).name
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-            # What ignores Ctrl-C, or has a handler of its own, keeps that.
-            if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
-                signal.signal(number, handler)
+    @contextmanager
+    def heard(self, *, interrupt: bool) -> Iterator[StopSignals]:
+        """Note SIGTERM and SIGUSR1 inside, in the main thread only; with ``interrupt`` also the first Ctrl-C."""
+        previous: dict[int, Any] = {}
+        try:
+            if threading.current_thread() is threading.main_thread():
+                # what ignores Ctrl-C, or has a handler of its own, keeps that
+                is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                for number in [*STOP_SIGNALS, *[signal.SIGINT] * (interrupt and is_default)]:
+                    previous[number] = signal.signal(number, self._note)
+            yield self
+        finally:
+            for number, handler in previous.items():
+                if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
+                    signal.signal(number, handler)

@@ -204,7 +204,7 @@ class Trainer:
             num_threads=torch.get_num_threads(),
             num_workers=getattr(plan.train, "num_workers", None),
         )
-        with StopSignals(interrupt=self._setup.folder is not None) as stop:
+        with StopSignals().heard(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
 
 
@@ -231,6 +231,4 @@ def _describe_loss(loss: Loss) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(one, int | float | str) for one in value)
-    return isinstance(value, int | float | str)
+    return all(isinstance(one, int | float | str) for one in (value if isinstance(value, list | tuple) else [value]))
