@@ -301,13 +301,13 @@ def test_a_stop_ends_the_way_forward():
     data = TrainingData(DataLoader(TensorDataset(torch.ones(8)), 2), 0)
     asked = []
 
-    def ask():
+    def check_stop():
         asked.append(1)
         if len(asked) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        data.open(1, 3, ask)
+        data.open(1, 3, check_stop)
 
 
 def test_epochs_are_told_to_whatever_a_loader_is_made_of():

@@ -84,8 +84,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a ``SafeStep`` was told that its passes need; it explains each."""
+class StepSetup:
+    """The parts and settings of a ``SafeStep`` that its passes need; it explains each."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -102,16 +102,16 @@ class Told:
 class Gradients:
     """The half of a step that is this process's own."""
 
-    def __init__(self, told: Told) -> None:
-        self.model, self.optimizer, self.loss = told.model, told.optimizer, told.loss
-        self.split, self.cost, self.backward, self.skip = told.split, told.cost, told.backward, told.skip
-        self.scaler = told.scaler if told.scaler is not None and told.scaler.is_enabled() else None
-        self.sizes = MicrobatchSizes(None if isinstance(told.microbatch_size, str) else told.microbatch_size)
+    def __init__(self, setup: StepSetup) -> None:
+        self.model, self.optimizer, self.loss = setup.model, setup.optimizer, setup.loss
+        self.split, self.cost, self.backward, self.skip = setup.split, setup.cost, setup.backward, setup.skip
+        self.scaler = setup.scaler if setup.scaler is not None and setup.scaler.is_enabled() else None
+        self.sizes = MicrobatchSizes(None if isinstance(setup.microbatch_size, str) else setup.microbatch_size)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self.num_batches = 0
-        self.never_splits = told.microbatch_size is None
+        self.never_splits = setup.microbatch_size is None
         self.before = Snapshot(self.model, self.optimizer, self.scaler)
-        self.exactness = Exactness(self.model, self.loss, self.split, told.allow_inexact)
+        self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 
     def batch(self, content: Any) -> Batch:
         """Look at a batch before it is used."""

@@ -56,7 +56,7 @@ class Journal:
     # --- phases
 
     def begin_epoch(self) -> None:
-        """Leave out of the epoch's memory what was noted so far, as in the preflight."""
+        """Forget the phases so far: those of the preflight belong to no epoch."""
         self._phase, self._phases = "", {}
 
     def phase(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Journal:
     # --- steps
 
     def step(self, where: Mapping[str, int], loss: float | None, device: torch.device | None = None) -> None:
-        """Say that a step was made, twice a second at most, and ask NVML as often how busy a GPU was.
+        """Record a step, at most twice a second, and read from NVML as often how busy a GPU was.
 
         Args:
             where: ``epoch``, ``step`` and ``num_steps``, counted from 1.
@@ -117,7 +117,7 @@ class Journal:
     # --- epochs
 
     def epoch(self, epoch: int, numbers: Mapping[str, float], pace: Mapping[str, float]) -> None:
-        """Say how an epoch ended: loss and metrics, ``pace``, the memory of its phases, and what grows.
+        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows.
 
         The event's ``memory`` names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its
         loader workers), or ``rss`` where the kernel does not tell that. Its ``phases`` hold ``host_bytes`` at the end
@@ -136,19 +136,19 @@ class Journal:
             print(f"memfit: {leak}", file=sys.stderr)
 
     def early_stop(self, epoch: int, why: str, **fields: Any) -> None:
-        """Say that the training ends after this epoch, before its last one."""
+        """Record that the training ends after this epoch, before its last one."""
         record("early_stop", epoch=epoch, num_epochs=self.num_epochs, **fields)
         say(f"stops early after epoch {epoch} of {self.num_epochs}: {why}")
 
     # --- checkpoints and stops
 
     def checkpoint(self, path: Path, position: tuple[int, int]) -> None:
-        """Say that a checkpoint was written."""
+        """Record a checkpoint that was written."""
         epoch, step = position
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
 
     def resume(self, path: Path, position: tuple[int, int]) -> None:
-        """Say that the training goes on from a checkpoint; the steps of this epoch that were made before are gone."""
+        """Record that the training continues from a checkpoint; seconds are counted from here."""
         epoch, step = position
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
@@ -156,7 +156,7 @@ class Journal:
         self._restart()
 
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
-        """Say that a signal stops the training here."""
+        """Record that a signal stops the training here."""
         epoch, step = position
         record("stop", signal=signal_name, epoch=epoch, step=step)
 

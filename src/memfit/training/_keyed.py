@@ -214,10 +214,10 @@ class TrainingData:
                 "workers; deterministic_collate=True with a collate_fn), or pass allow_inexact=True to the Trainer",
             )
 
-    def open(self, epoch: int, skip: int = 0, ask: Callable[[], object] = bool) -> None:
+    def open(self, epoch: int, skip: int = 0, check_stop: Callable[[], object] = bool) -> None:
         """Begin an epoch at the batch after ``skip`` others; ``close`` first.
 
-        ``ask`` is called between batches that are run forward, and may raise.
+        ``check_stop`` is called between batches that are run forward; it raises if the fit should stop.
         """
         loader: Any = self.batches
         state, self._state = self._state, None
@@ -241,7 +241,7 @@ class TrainingData:
             self._iterator = self.workers.start()
         self._is_first = True
         if self._key[1] != skip:
-            self._run_forward(skip, ask)
+            self._run_forward(skip, check_stop)
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the batches and of what a ``DataLoader`` is made of."""
@@ -249,10 +249,10 @@ class TrainingData:
             if (set_epoch := getattr(part, "set_epoch", None)) is not None:
                 set_epoch(epoch)
 
-    def _run_forward(self, skip: int, ask: Callable[[], object]) -> None:
+    def _run_forward(self, skip: int, check_stop: Callable[[], object]) -> None:
         start = time.monotonic()
         while self._key[1] < skip:
-            ask()
+            check_stop()
             if next(self, self) is self:
                 raise DataError(
                     f"Epoch {self._key[0]} ended after {self._key[1] - 1} batches, and {skip} were trained.",

@@ -1,4 +1,4 @@
-"""Make a checkpoint of a fit, and go on from one: what is loaded, from where, and what is refused."""
+"""Make the content of a checkpoint, load the newest one, and refuse one of another training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Progress:
 
 
 class Resume:
-    """Makes what a checkpoint of a fit holds, and lets the fit go on from the newest one."""
+    """Makes the content of a fit's checkpoints, and continues the fit from the newest one."""
 
     def __init__(
         self, setup: Setup, plan: Plan, data: TrainingData, validation: Validation, journal: Journal, num_steps: int
@@ -112,7 +112,7 @@ class Resume:
         }
 
     def newest(self) -> Progress | None:
-        """Bring everything to where the newest whole checkpoint has it; return how far that is, None without any."""
+        """Load the newest whole checkpoint and return its progress; None if there is none."""
         folder = self._setup.folder
         taken = None if folder is None else folder.newest()
         return None if taken is None else self._restore(*taken)

@@ -1,4 +1,4 @@
-"""What a fit is made of, what it was told to do, and which of these do not go together."""
+"""The parts and settings of a fit, and the refusal of those that do not fit together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a ``Trainer`` was told and built; it explains each."""
+    """The parts and settings of a ``Trainer``, which explains each."""
 
     step: SafeStep
     schedule: torch.optim.lr_scheduler.LRScheduler | None
@@ -40,7 +40,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``Trainer.fit`` was called with."""
+    """The arguments of ``Trainer.fit``, which explains each."""
 
     train: Any
     valid: Any

@@ -63,14 +63,14 @@ class Validation:
     A batch of the mean loss that does not fit is tried again, then in halves; the size that fitted holds from then on.
 
     Args:
-        where: Returns the epoch and step of now.
-        ask: Called between batches; raises where the fit is to stop.
+        where: Returns the present epoch and step.
+        check_stop: Called between batches; it raises if the fit should stop.
     """
 
     def __init__(
-        self, setup: Setup, plan: Plan, where: Callable[[], Mapping[str, Any]], ask: Callable[[], object]
+        self, setup: Setup, plan: Plan, where: Callable[[], Mapping[str, Any]], check_stop: Callable[[], object]
     ) -> None:
-        self._setup, self._plan, self._step, self._where, self._ask = setup, plan, setup.step, where, ask
+        self._setup, self._plan, self._step, self._where, self._check_stop = setup, plan, setup.step, where, check_stop
         self._size: int | None = None
 
     def run(self, training: TrainingData) -> dict[str, float]:
@@ -81,7 +81,7 @@ class Validation:
         try:
             return attempt_twice(self._step, "validate", self._where(), self._run_once, remedy)
         except RuntimeError:
-            self._ask()  # a signal that stops the fit went to the workers of validation too, and they have gone
+            self._check_stop()  # a signal that stops the fit went to the workers of validation too, and they have gone
             raise
 
     def try_one(self, batch: Any) -> None:
@@ -140,7 +140,7 @@ class Validation:
         total = weight_total = 0.0
         with watched(batches, self._setup.first_batch_seconds, "validation") as each:
             for batch in each:
-                self._ask()
+                self._check_stop()
                 loss_sum, weight = self._sum(model, batch)
                 total += loss_sum
                 weight_total += weight
