@@ -14,7 +14,7 @@ from footprint_child import Rows, held
 from torch.utils.data import DataLoader
 
 from memfit.data import loader_footprint
-from memfit.training import Trainer, _fit
+from memfit.training import Trainer, _validation
 
 NUM_ROWS, MANY = 40_000, 1 << 50
 
@@ -24,7 +24,7 @@ def listed(number):
 
 
 def fit(has_room, num_rows=NUM_ROWS):
-    _fit.Budget.read = staticmethod(lambda: SimpleNamespace(headroom_bytes=MANY * has_room, lendable_bytes=MANY))
+    _validation.Budget.read = staticmethod(lambda: SimpleNamespace(headroom_bytes=MANY * has_room, lendable_bytes=MANY))
     train_data, valid_data = listed(num_rows), listed(num_rows)
     loader = partial(DataLoader, batch_size=500, shuffle=True, num_workers=2, multiprocessing_context="fork")
     train, valid = loader(train_data, persistent_workers=True), loader(valid_data)

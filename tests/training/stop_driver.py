@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from memfit import rundir
 from memfit.data import Loader, Padding, Panel, SequenceLoader
 from memfit.errors import MemfitError, StoppedError
-from memfit.training import Ema, Trainer, _fit, load_checkpoint, seed_everything
+from memfit.training import Ema, Trainer, _journal, load_checkpoint, seed_everything
 from training.crash_driver import describe
 
 
@@ -48,7 +48,7 @@ def watched(number: int = 0, act: Callable[[], None] = lambda: None):
     """Inside, moments are counted, and ``act`` is called at one of them. Each step writes its event."""
     global moments
     moments = Moments(number, act)
-    write, every = rundir.EventWriter.write, _fit._STEP_EVENT_SECONDS
+    write, every = rundir.EventWriter.write, _journal._STEP_EVENT_SECONDS
 
     def watching(self, kind, **fields):
         write(self, kind, **fields)
@@ -56,11 +56,11 @@ def watched(number: int = 0, act: Callable[[], None] = lambda: None):
             moments.steps.append((fields["epoch"], fields["step"], fields["loss"]))
         moments.pass_one(f"event {kind} {fields.get('phase', '')}".strip())
 
-    rundir.EventWriter.write, _fit._STEP_EVENT_SECONDS = watching, 0.0
+    rundir.EventWriter.write, _journal._STEP_EVENT_SECONDS = watching, 0.0
     try:
         yield moments
     finally:
-        rundir.EventWriter.write, _fit._STEP_EVENT_SECONDS = write, every
+        rundir.EventWriter.write, _journal._STEP_EVENT_SECONDS = write, every
 
 
 class Net(torch.nn.Module):

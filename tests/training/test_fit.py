@@ -19,7 +19,7 @@ from memfit.training import (
     KeyedSampler,
     SkipPolicy,
     Trainer,
-    _fit,
+    _validation,
     load_checkpoint,
     seed_everything,
 )
@@ -366,7 +366,7 @@ def test_training_workers_do_not_live_in_validation_without_room_for_both(
         def read(cls):
             return cls()
 
-    monkeypatch.setattr(_fit, "Budget", Room)
+    monkeypatch.setattr(_validation, "Budget", Room)
     data = KeyedDataset(X, seed=4)
     train = DataLoader(data, 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=persistent)
     living = []
@@ -387,7 +387,7 @@ class MadeByThreads(list):
 
 
 def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch, own_workers):
-    monkeypatch.setattr(_fit.Budget, "read", lambda: pytest.fail("threads need no room of their own"))
+    monkeypatch.setattr(_validation.Budget, "read", lambda: pytest.fail("threads need no room of their own"))
     train = DataLoader(
         (data := KeyedDataset(X, seed=4)), 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=True
     )

@@ -161,7 +161,8 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
         first.close()
     second = TrainingData(make(), seed=3)
     seed_everything(2)  # the resumed training draws otherwise; where it goes on is the checkpoint's affair
-    assert second.open(2, 2, states[2])
+    second.load_state_dict(states[2])
+    second.open(2, 2)
     again = list(second)
     second.close()
     assert rest
@@ -177,7 +178,8 @@ def test_a_resume_at_an_epochs_end_gets_the_next_epochs_order(name):
     state = first.state_dict()
     first.open(2)
     twos = list(first)
-    second.open(2, 0, state)
+    second.load_state_dict(state)
+    second.open(2)
     assert equal(twos, list(second))
     assert not equal(ones, twos)
 
@@ -297,8 +299,15 @@ def test_data_that_end_before_where_the_resume_should_be_are_refused():
 
 def test_a_stop_ends_the_way_forward():
     data = TrainingData(DataLoader(TensorDataset(torch.ones(8)), 2), 0)
-    answers = iter([False, True])
-    assert not data.open(1, 3, None, lambda: next(answers))
+    asked = []
+
+    def check_stop():
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        data.open(1, 3, check_stop)
 
 
 def test_epochs_are_told_to_whatever_a_loader_is_made_of():
@@ -341,7 +350,7 @@ def test_a_data_set_with_a_generator_of_its_own_is_refused_where_a_resume_would_
 def test_another_number_of_generators_is_refused():
     state = TrainingData(with_generator(), 0).state_dict()
     with pytest.raises(UsageError, match="hold 0 random generators, and 1 are saved"):
-        TrainingData(DataLoader(Augmented(), 2), 0).open(1, 0, state)
+        TrainingData(DataLoader(Augmented(), 2), 0).load_state_dict(state)
 
 
 def test_a_keyed_data_set_tells_the_epoch_on_also_to_workers_that_live_on():

@@ -71,12 +71,9 @@ def average_checkpoints(
     """
     paths, output = [Path(path) for path in inputs], Path(output)
     _check_paths(paths, output)
-    contents = [_read(path) for path in paths]
-    states = [_unwrap(path, content) for path, content in zip(paths, contents, strict=True)]
-    sources = tuple(
-        Source(str(path), _sha256(path), content.get("epoch"), content.get("fit"))
-        for path, content in zip(paths, contents, strict=True)
-    )
+    contents = [load_checkpoint(path, mmap=True) for path in paths]
+    states = [_state_of(path, content) for path, content in zip(paths, contents, strict=True)]
+    sources = tuple(map(_source_of, paths, contents))
     if not allow_unrelated:
         _check_related(paths, contents)
     for path, state in zip(paths[1:], states[1:], strict=True):
@@ -109,48 +106,39 @@ def average_checkpoints(
 
 def _check_paths(paths: Sequence[Path], output: Path) -> None:
     resolved = [path.resolve() for path in paths]
+    twice = next((path for path in resolved if resolved.count(path) > 1), None)
     if not paths:
-        raise UsageError(
-            "There is nothing to average.", rule="it takes one checkpoint or more.", remedy="name the files"
-        )
+        what, rule = "There is nothing to average.", "it takes one checkpoint or more."
+        raise UsageError(what, rule=rule, remedy="name the files")
     if output.resolve() in resolved:
-        raise UsageError(
-            f"{output} is one of the files to average.",
-            rule="the inputs stay as they are, so that the average can be checked.",
-            remedy="name another --output",
-        )
-    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
-        raise UsageError(
-            f"{twice} is named twice.", rule="each file counts once in a mean.", remedy="name each file once"
-        )
+        what, rule = f"{output} is one of the files to average.", "the inputs stay as they are, to check the average."
+        raise UsageError(what, rule=rule, remedy="name another --output")
+    if twice is not None:
+        what, rule = f"{twice} is named twice.", "each file counts once in a mean."
+        raise UsageError(what, rule=rule, remedy="name each file once")
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """Return a file's content after its checksums were compared."""
-    content: Any = load_checkpoint(path, mmap=True)
-    if not isinstance(content, Mapping):
-        raise _no_state(path, content)
-    return content
+def _source_of(path: Path, content: Mapping[str, Any]) -> Source:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Source(str(path), digest, content.get("epoch"), content.get("fit"))
 
 
-def _unwrap(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _state_of(path: Path, content: Any) -> dict[str, Any]:
     """Return the state dict in a file's content, without the prefixes of wrapped modules."""
-    inner: Any = next((content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)), content)
+    inner: Any = content if isinstance(content, Mapping) else {}
+    inner = next((inner[name] for name in _WRAPPERS if isinstance(inner.get(name), Mapping)), inner)
     state = {name: value for name, value in inner.items() if name != "n_averaged"}  # of torch's AveragedModel
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
-        raise _no_state(path, content)
+        found = f"the keys {list(content)[:_NUM_NAMED]}" if isinstance(content, Mapping) else type(content).__name__
+        raise UsageError(
+            f"{path} holds no state dict: found {found}.",
+            rule=f"weights are looked for at the top, and under {', '.join(_WRAPPERS)}.",
+            remedy="save the model's state_dict() with torch.save",
+        )
     while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in state)), None):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
-
-
-def _no_state(path: Path, content: Any) -> UsageError:
-    found = f"the keys {list(content)[:_NUM_NAMED]}" if isinstance(content, Mapping) else type(content).__name__
-    return UsageError(
-        f"{path} holds no state dict: found {found}.",
-        rule=f"weights are looked for at the top, and under {', '.join(_WRAPPERS)}.",
-        remedy="save the model's state_dict() with torch.save",
-    )
 
 
 def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
@@ -221,29 +209,23 @@ def _mean(
 
 
 def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
+    first = values[0]
     for path, value in zip(paths[1:], values[1:], strict=True):
-        if not _equal(values[0], value):
-            single = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not _equal(first, value):
+            is_tensor = isinstance(value, torch.Tensor)
+            both = f": {first.item()} and {value.item()}" if is_tensor and value.numel() == 1 else ""
+            flag = "pass --integer-buffers last to take such tensors from the last file"
             raise UsageError(
-                f"'{name}' differs between {paths[0]} and {path}"
-                + (f": {values[0].item()} and {value.item()}." if single else "."),
+                f"'{name}' differs between {paths[0]} and {path}{both}.",
                 rule="what has no mean, such as a counter, must be equal in all files.",
-                remedy="pass --integer-buffers last to take such tensors from the last file"
-                if isinstance(value, torch.Tensor)
-                else "average files that agree on it",
+                remedy=flag if is_tensor else "average files that agree on it",
             )
-    return values[0]
+    return first
 
 
 def _equal(one: Any, other: Any) -> bool:
     (a, structure), (b, other_structure) = map(torch.utils._pytree.tree_flatten, (one, other))
-    return structure == other_structure and all(map(_equal_leaves, a, b))
-
-
-def _equal_leaves(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return structure == other_structure and all(
+        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, torch.Tensor) else bool(x == y))
+        for x, y in zip(a, b, strict=True)
+    )

@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -370,32 +370,22 @@ def position_of(state: Mapping[str, Any]) -> Position:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in dicts, lists and tuples, each storage once."""
-    return sum(bytes_by_device(torch.utils._pytree.tree_leaves(state)).values())
-
-
-def bytes_by_device(tensors: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes of tensors by device; what several of them share counts once.
+    """Return the bytes of all tensors in dicts, lists and tuples; what several of them share counts once.
 
     >>> weights = torch.zeros(1000)
-    >>> bytes_by_device([weights, weights[:500], torch.eye(2).to_sparse(), 3])
-    {'cpu': 4040}
+    >>> tensor_bytes({"weights": weights, "part": [weights[:500]], "sparse": torch.eye(2).to_sparse(), "epoch": 3})
+    4040
     """
-    blocks: dict[tuple[str, int], int] = {}
-    for one in tensors:
-        if isinstance(one, torch.Tensor):
-            parts = [one._values(), one._indices()] if one.is_sparse else [one]
-            for part in parts:
-                try:
-                    storage = part.untyped_storage()
-                    key, size = storage.data_ptr(), storage.nbytes()
-                except (RuntimeError, NotImplementedError):  # a tensor that is made of others
-                    key, size = id(part), part.numel() * part.element_size()
-                blocks[str(part.device), key] = size
-    found: dict[str, int] = {}
-    for (device, _), size in blocks.items():
-        found[device] = found.get(device, 0) + size
-    return found
+    blocks: dict[Any, int] = {}
+    for one in torch.utils._pytree.tree_leaves(state):
+        is_tensor = isinstance(one, torch.Tensor)
+        for part in [one._values(), one._indices()] if is_tensor and one.is_sparse else [one] * is_tensor:
+            try:
+                storage = part.untyped_storage()
+                blocks[part.device, storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # a tensor that is made of others
+                blocks[id(part)] = part.numel() * part.element_size()
+    return sum(blocks.values())
 
 
 def _report_damage(error: DamagedError, instead: str) -> None:

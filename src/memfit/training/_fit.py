@@ -1,94 +1,56 @@
-"""Run one fit: epochs of steps, checkpoints, validation, and the way back to a checkpoint.
+"""Run one fit: epochs of steps, each saved, then validated.
 
-An epoch is trained, saved, then validated. Validation leaves the random state and the data's generators untouched, so a
-resume may repeat it and stay **bit-exact** on the same hardware with the same number of threads.
+Validation leaves the random state and the data's generators untouched, so a resume may repeat it and stay **bit-exact**
+on the same hardware with the same number of threads.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import psutil
-from torch.utils.data import DataLoader
-
-from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
-from memfit.memory import Budget
-from memfit.rundir import phase, record
-from memfit.training._checkpoint import CheckpointWarning, position_of, save_checkpoint, tensor_bytes
-from memfit.training._compute import autocast
-from memfit.training._figures import EpochMemory, describe
-from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
-from memfit.training._leaks import LeakDetector
-from memfit.training._oom import classify_oom, release
+from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
+from memfit.rundir import record
+from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
+from memfit.training._ema import Ema
+from memfit.training._journal import Journal
+from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._records import MEASURED, Direction, FitResult, best_epoch
-from memfit.training._state import Progress, capture, optimizer_identity, restore
-from memfit.training._validation import Evaluate, MeanLoss, attempt_twice, evaluated
-
-if TYPE_CHECKING:
-    from memfit.training._ema import Ema
-    from memfit.training._trainer import Trainer
-
-_STEP_EVENT_SECONDS = 0.5
-_MAX_ROLLBACKS = 3
-_RESERVED_NAMES = frozenset(
-    {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *MEASURED, "num_threads"}
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What ``Trainer.fit`` was called with."""
-
-    train: Any
-    valid: Any
-    num_epochs: int
-    evaluate: Evaluate | None
-    best_metric: str
-    direction: Direction
-    patience: int | None
-    preflight: bool
+from memfit.training._process import StopSignals, seed_everything
+from memfit.training._records import MEASURED, FitResult
+from memfit.training._resume import Progress, Resume
+from memfit.training._setup import Plan, Setup
+from memfit.training._split import samples_in
+from memfit.training._validation import Validation, attempt_twice
 
 
 class Fit:
     """One call of ``Trainer.fit``."""
 
-    def __init__(self, trainer: Trainer, plan: Plan, stop: StopSignals) -> None:
-        self.trainer, self.plan, self.stop = trainer, plan, stop
-        self.step, self.ema, self.folder = trainer.step, trainer.ema, trainer.folder
-        self.data = TrainingData(plan.train, trainer.seed, trainer.first_batch_seconds)
+    def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
+        self.setup, self.plan, self.stop = setup, plan, stop
+        self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
+        self.device = next(self.step.model.parameters()).device
+        self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
         if self.folder is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
             refuse_own_generators(plan.valid)
-        self.batches_per_step = self._count_batches_per_step()
+        self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
-        self.progress = Progress()
-        self.mean_loss = MeanLoss(self.step, self._where, self._leave_if_stopped, trainer.first_batch_seconds)
-        self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
-            "steps per epoch": self.num_steps,
-            "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
-            **trainer.identity,
-            **self.data.identity(),
-            **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
-        }
-        self._leaks = LeakDetector()
-        self._memory = EpochMemory()
-        self._rollbacks: Counter[tuple[int, int]] = Counter()
-        self._data_state: Mapping[str, Any] | None = None
+        self.progress, self.journal = Progress(), Journal(plan.num_epochs)
+        self.validation = Validation(setup, plan, self._where, self._stop_or_save)
+        self.resume = Resume(setup, plan, self.data, self.validation, self.journal, self.num_steps)
         self._is_open = self._has_room = False
-        self._next_step_event = self._next_save = 0.0
+        self._is_saved = True  # or nothing was done yet
+        self._next_save = 0.0
 
     def run(self) -> FitResult:
         """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
@@ -104,7 +66,8 @@ class Fit:
                     break
                 except HalfUpdatedError as error:
                     half = error
-                self._go_back(half)
+                self._is_open = False
+                self._go_on_from(self.resume.go_back(half, self.progress.position))
         except RuntimeError as error:  # wherever it struck: torch raises a worker's death from a signal handler
             if (death := self.data.workers.explain(error)) is None:
                 raise
@@ -112,45 +75,34 @@ class Fit:
         finally:
             self.data.close(persistent_too=True)
         self._warn_of_missed_milestones()
-        self.trainer.model.eval()
-        history = tuple(self.progress.history)
-        epochs_run = len(history) - (resumed_from or 0)
-        return FitResult(history, self._best_epoch(), epochs_run, resumed_from, len(history) < self.plan.num_epochs)
+        self.step.model.eval()
+        history, num_epochs = tuple(self.progress.history), self.plan.num_epochs
+        epochs_run, is_early = len(history) - (resumed_from or 0), len(history) < num_epochs
+        return FitResult(history, self.plan.best_epoch(history), epochs_run, resumed_from, is_early)
 
-    # --- the way to the first step, and back to a checkpoint
+    # --- the way to the first step
 
     def _begin(self) -> int | None:
         """Resume or start anew; return the number of whole epochs that a resume goes on from."""
         if self.ema is not None:
-            self.ema.prepare(self.trainer.model)
-        taken = self.folder.newest() if self.folder is not None else None
-        if taken is None:
-            seed_everything(self.trainer.seed)
+            self.ema.prepare(self.step.model)
+        found = self.resume.newest()
+        if found is None:
+            seed_everything(self.setup.seed)
         else:
-            self._restore(*taken)
-        done = len(self.progress.history)
-        if done < self.plan.num_epochs and not self._is_early():
-            self._prepare(save=self._save if taken is None and self.folder is not None else None)
-        return None if taken is None else done
+            self._go_on_from(found)
+        history = self.progress.history
+        if len(history) < self.plan.num_epochs and not self.plan.is_early(history):
+            self._prepare(save=self._save if found is None and self.folder is not None else None)
+        return None if found is None else len(history)
 
-    def _restore(self, path: Path, state: dict[str, Any]) -> None:
-        if position_of(state) > (self.plan.num_epochs, 0):
-            raise UsageError(
-                f"{path} has {state['epoch']} whole epochs, and num_epochs is {self.plan.num_epochs}.",
-                rule="a fit goes on from its newest checkpoint; it cannot go back.",
-                remedy=f"pass num_epochs={state['epoch'] + bool(state['step'])} or more, or another checkpoint_dir",
-            )
-        self.progress = restore(path, state, self._parts(), self.identity)
-        self._data_state = state["data"]
-        epoch, step = self.progress.position
-        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
-        where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
-        record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
-        say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
+    def _go_on_from(self, progress: Progress) -> None:
+        self.progress, self._is_saved = progress, True
+        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
         """Allocate what the first step would, and try the largest batch of each phase."""
-        plan, seconds = self.plan, self.trainer.first_batch_seconds
+        plan, seconds = self.plan, self.setup.first_batch_seconds
         if not plan.preflight:
             self.step.prepare()
             if save is not None:
@@ -161,95 +113,57 @@ class Fit:
         validate = None
         if not (plan.valid is None or isinstance(plan.valid, Mapping) or hasattr(plan.valid, "__array__")):
             with suppress(TypeError, UsageError):  # only evaluate knows what it is
-                validate = partial(self._try_validation, find_longest(plan.valid, seconds).batch)
-        if self.progress.position[1] or not self.progress.history:  # else a validation is still to be done before
+                validate = partial(self.validation.try_one, find_longest(plan.valid, seconds).batch)
+        if self.progress.step or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
+            self._stop_or_save()
         preflight(self.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
-
-    def _try_validation(self, batch: Any) -> None:
-        """Compute the loss of the largest validation batch; the user's ``evaluate`` sees whole validations only."""
-        try:
-            evaluated(self.mean_loss, self.trainer.model, [batch])
-        except Exception as error:  # batches that only evaluate understands
-            if self.plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
-                raise
-            record("preflight_validation", reason=f"{type(error).__name__}: {error}".partition("\n")[0])
-
-    def _go_back(self, error: HalfUpdatedError) -> None:
-        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
-        folder, position = self.folder, self.progress.position
-        self._rollbacks[position] += 1
-        self.data.close()
-        self._is_open = False
-        taken = folder.newest() if folder is not None and self._rollbacks[position] <= _MAX_ROLLBACKS else None
-        if taken is None:
-            raise error
-        release(error)
-        self._restore(*taken)
-        record("rollback", from_epoch=position[0], from_step=position[1], error=error.what)
-
-    def _parts(self) -> dict[str, Any]:
-        trainer = self.trainer
-        parts = {
-            "model": trainer.model,
-            "optimizer": trainer.optimizer,
-            "schedule": trainer.schedule,
-            "ema": trainer.ema,
-            "sizes": trainer.step,
-            "validation": self.mean_loss,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
 
     # --- epochs and steps
 
     def _advance(self) -> None:
-        progress = self.progress
+        history, num_epochs = self.progress.history, self.plan.num_epochs
         is_done = False
-        if progress.history and not progress.step:
+        if history and not self.progress.step:
             is_done = self._finish_epoch()  # of a resumed fit: its validation is still to be done
-        while len(progress.history) < self.plan.num_epochs and not is_done:
+        while len(history) < num_epochs and not is_done:
             self._train_epoch()
             self._save()
             is_done = self._finish_epoch()
-        if len(progress.history) < self.plan.num_epochs:
-            self._tell_early()
+        if (done := len(history)) < num_epochs:
+            best, metric = self.plan.best_epoch(history), self.plan.best_metric
+            why = f"{metric} was best in epoch {best}" if self.plan.is_early(history) else "on_epoch said so"
+            self.journal.early_stop(done, why, best_epoch=best, metric=metric)
 
     def _open_epoch(self) -> None:
         if self._is_open:
             return
-        progress = self.progress
         began = time.perf_counter()
-        reached = self.data.open(progress.epoch, progress.num_batches, self._data_state, lambda: self.stop.noted)
+        self.data.open(self.progress.epoch, self.progress.num_batches, self._stop_or_save)
         waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
-        progress.pace.add(waited, waited)
-        self._data_state, self._is_open = None, True
-        if not reached or self.stop.noted:
-            raise self._stopped()
+        self.journal.took(waited, waited)
+        self._is_open = True
 
     def _train_epoch(self) -> None:
-        progress = self.progress
-        self._memory.begin()
-        self._enter("train")
-        self.trainer.model.train()
+        progress, num_batches = self.progress, len(self.plan.train)
+        self.journal.begin_epoch()
+        self.journal.phase("train")
+        self.step.model.train()
         self._open_epoch()
-        while self._step():
-            if progress.num_batches >= len(self.plan.train):
-                continue
-            if self.stop.noted:
-                self._save()
-                raise self._stopped()
-            if time.monotonic() >= self._next_save and self.folder is not None:
-                self._save()
-                self._enter("train")
+        while True:
+            if progress.num_batches < num_batches:  # else the epoch is saved as a whole
+                self._stop_or_save()
+            if not self._step():
+                break
         self.data.close()
         self._is_open = False
         if progress.step == 0:
             raise DataError(
-                f"Epoch {progress.epoch} gave no batch, and {len(self.plan.train)} were announced.",
+                f"Epoch {progress.epoch} gave no batch, and {num_batches} were announced.",
                 rule="training data must be iterable once per epoch; a bare generator is used up after one.",
                 remedy="pass a list, a DataLoader or another object whose iteration starts anew each time",
             )
-        progress.end_epoch()
+        progress.end_epoch(self.journal.pace())
 
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
@@ -262,41 +176,76 @@ class Fit:
         step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
         outcome = step(*batches)
         if not outcome.skipped:
-            if self.trainer.schedule is not None:
-                self.trainer.schedule.step()
+            if self.setup.schedule is not None:
+                self.setup.schedule.step()
             if self.ema is not None:
-                self.ema.update(self.trainer.model)
+                self.ema.update(step.model)
         progress.add_step(outcome, len(batches))
-        now = time.monotonic()
-        if now >= self._next_step_event:
-            self._next_step_event = now + _STEP_EVENT_SECONDS
-            fields = {**step.where, "num_epochs": self.plan.num_epochs}
-            record("step", **fields, loss=outcome.loss if outcome.weight else None)
-            progress.pace.look_at(next(self.trainer.model.parameters()).device)
-        if self.trainer.on_step is not None:
-            self.trainer.on_step(outcome)
-        progress.pace.add(time.perf_counter() - began, waited, batches)
+        self._is_saved = self.folder is None  # nothing can be saved then
+        self.journal.step(step.where, outcome.loss if outcome.weight else None, self.device)
+        if self.setup.on_step is not None:
+            self.setup.on_step(outcome)
+        self.journal.took(time.perf_counter() - began, waited, sum(map(samples_in, batches)))
         return True
-
-    def _enter(self, name: str) -> None:
-        phase(name)
-        self._memory.enter(name)
 
     def _where(self) -> dict[str, Any]:
         return {"epoch": self.progress.epoch, "step": self.progress.step}
 
-    # --- checkpoints and validation
+    def _finish_epoch(self) -> bool:
+        """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
+        history, folder, plan = self.progress.history, self.folder, self.plan
+        newest = history[-1]
+        if self.ema is not None and folder is not None and newest.epoch in folder.milestones:
+            with folder.writing():
+                self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
+        if plan.valid is not None and newest.metrics is None:
+            self.journal.phase("validate")
+            newest = history[-1] = replace(newest, metrics=self.validation.run(self.data))
+        best = plan.best_epoch(history)
+        if folder is not None:
+            with folder.writing():
+                if best == newest.epoch:
+                    folder.mark_best()
+                folder.prune(self.progress.position, best)
+        numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
+        pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
+        self.journal.epoch(newest.epoch, numbers, pace)
+        is_done = self.setup.on_epoch is not None and self.setup.on_epoch(newest) is True
+        self._stop_or_save()
+        return is_done or plan.is_early(history)
+
+    # --- stops and checkpoints
+
+    def _stop_or_save(self) -> None:
+        """Stop here if a signal asked for it, with a checkpoint of this moment; or save if the last one is old."""
+        signal_name = self.stop.noted
+        is_due = signal_name is not None or time.monotonic() >= self._next_save
+        if is_due and not self._is_saved:
+            self._save()
+            if signal_name is None:
+                self.journal.phase("train")
+        if signal_name is not None:
+            self.journal.stop(signal_name, self.progress.position)
+            raise self._stopped(signal_name)
+
+    def _stopped(self, signal_name: str) -> StoppedError:
+        epoch, step = self.progress.position
+        where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
+        rule = "without checkpoint_dir nothing is saved: it will start over."
+        if self.folder is not None:
+            rule = f"{self.folder.path} holds this very moment: nothing will be repeated."
+        if (epoch, step) == (0, 0):
+            where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
+        return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
     def _save(self) -> Path:
-        folder, progress = self.folder, self.progress
+        folder, progress, self._is_saved = self.folder, self.progress, True
         if folder is None:
             return Path()
-        self._enter("checkpoint")
+        self.journal.phase("checkpoint")
 
         def save() -> Path:
-            state = capture(self._parts(), progress, self.identity)
-            state["data"] = self.data.state_dict()
-            state["provenance"] = dict(self.trainer.provenance)
+            state = self.resume.capture(progress)
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
@@ -305,50 +254,18 @@ class Fit:
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
-        epoch, step = progress.position
-        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
-        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
-        if step:
+        self.journal.checkpoint(path, progress.position)
+        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
+        if progress.step:
             with folder.writing():
-                folder.prune(progress.position, self._best_epoch())
+                folder.prune(progress.position, self.plan.best_epoch(progress.history))
         return path
-
-    def _finish_epoch(self) -> bool:
-        """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
-        history, folder = self.progress.history, self.folder
-        newest = history[-1]
-        if self.ema is not None and folder is not None and newest.epoch in folder.milestones:
-            with folder.writing():
-                self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
-        if self.plan.valid is not None and newest.metrics is None:
-            newest = history[-1] = replace(newest, metrics=self._validate())
-        best = self._best_epoch()
-        if folder is not None:
-            with folder.writing():
-                if best == newest.epoch:
-                    folder.mark_best()
-                folder.prune(self.progress.position, best)
-        numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
-        figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
-        text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
-        memory = self._memory.end()
-        pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
-        text = f"{text}  {describe(pace)}".rstrip()
-        shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **shown, text=text)
-        say(text)
-        if leak := self._leaks.end_epoch():
-            print(f"memfit: {leak}", file=sys.stderr)
-        is_done = self.trainer.on_epoch is not None and self.trainer.on_epoch(newest) is True
-        if self.stop.noted:
-            raise self._stopped()
-        return is_done or self._is_early()
 
     def _save_average(self, ema: Ema, path: Path) -> None:
         """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
-        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": self.identity}
-        with ema.applied(self.trainer.model):
-            state = {"epoch": epoch, "model": self.trainer.model.state_dict(), "provenance": self.trainer.provenance}
+        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": self.resume.identity}
+        with ema.applied(self.step.model):
+            state = {"epoch": epoch, "model": self.step.model.state_dict(), "provenance": self.setup.provenance}
             save_checkpoint(path, {**facts, **state})
         record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
 
@@ -361,90 +278,3 @@ class Fit:
             record("ema_missing", epochs=missed, num_epochs=done)
             text = f"There is no average of the weights at epochs {missed}: the training ended after epoch {done}."
             warnings.warn(text, CheckpointWarning, stacklevel=4)
-
-    def _validate(self) -> dict[str, float]:
-        self._enter("validate")
-        if not self._has_room_for_both():
-            self.data.close(persistent_too=True)
-        remedy = "make the validation batches smaller, or keep less of each in evaluate"
-        try:
-            return attempt_twice(self.step, "validate", self._where(), self._validate_once, remedy)
-        except RuntimeError:
-            self._leave_if_stopped()  # the signal went to the workers of validation too, and they have gone
-            raise
-
-    def _validate_once(self) -> dict[str, float]:
-        """Validate from the first batch, wherever the loader was left: by a stop, an out-of-memory or ``evaluate``."""
-        plan, model = self.plan, self.trainer.model
-        if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
-            set_epoch(0)
-        precision = None if plan.evaluate is None else self.trainer.precision  # the mean loss has its own
-        with preserved_generators(plan.valid), autocast(model, precision):
-            metrics = evaluated(plan.evaluate or self.mean_loss, model, plan.valid)
-        if plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
-            raise UsageError(
-                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{plan.best_metric}'.",
-                rule=f"the chosen name is among the metrics; none is named {sorted(_RESERVED_NAMES)}.",
-                remedy="pass best_metric=... with one of the names, or return it from evaluate",
-            )
-        return metrics
-
-    def _has_room_for_both(self) -> bool:
-        """Return whether validation's worker processes fit beside persistent ones of training."""
-        workers = self.data.worker_pids()
-        if not workers or not isinstance(self.plan.valid, DataLoader):
-            return True
-        largest = max(psutil.Process(pid).memory_full_info().uss for pid in workers)
-        return self.plan.valid.num_workers * largest <= Budget.read().headroom_bytes
-
-    def _best_epoch(self) -> int | None:
-        plan = self.plan
-        return best_epoch(self.progress.history, plan.best_metric, plan.direction) if plan.valid is not None else None
-
-    # --- stops
-
-    def _is_early(self) -> bool:
-        """Return whether ``patience`` epochs in a row brought no better metric."""
-        history, patience = self.progress.history, self.plan.patience
-        if patience is None or not history or history[-1].metrics is None:
-            return False
-        return len(history) < self.plan.num_epochs and len(history) - (self._best_epoch() or 0) >= patience
-
-    def _tell_early(self) -> None:
-        done, best, metric = len(self.progress.history), self._best_epoch(), self.plan.best_metric
-        record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
-        why = f"{metric} was best in epoch {best}" if self._is_early() else "on_epoch said so"
-        say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
-
-    def _leave_if_stopped(self) -> None:
-        if self.stop.noted and self.folder is not None:
-            raise self._stopped()
-
-    def _stopped(self) -> StoppedError:
-        (epoch, step), signal_name = self.progress.position, self.stop.noted
-        record("stop", signal=signal_name, epoch=epoch, step=step)
-        where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
-        rule = "without checkpoint_dir nothing is saved: it will start over."
-        if self.folder is not None:
-            rule = f"{self.folder.path} holds this very moment: nothing will be repeated."
-        if (epoch, step) == (0, 0):
-            where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
-        return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
-
-    def _count_batches_per_step(self) -> int:
-        wanted = self.trainer.global_batch_size
-        if wanted is None:
-            return 1
-        size = getattr(self.data.batches, "batch_size", None)
-        if size is None and self.data.kind == "indexed":
-            self.data.set_epoch(1)
-            with preserved_rng(), preserved_generators(self.data.batches):
-                size = self.step.split.count(self.plan.train[0])
-        if size is None or wanted < size or wanted % size:
-            raise UsageError(
-                f"global_batch_size is {wanted}, and a batch of the training data has "
-                f"{'a size that is not known' if size is None else size}.",
-                rule="an optimizer step takes a whole number of the loader's batches.",
-                remedy="pass a DataLoader with batch_size, and a global_batch_size that is a multiple of it",
-            )
-        return wanted // int(size)

@@ -83,32 +83,35 @@ class Failure:
     limit: int | None = None
 
 
-class Gradients:
-    """The half of a step that is this process's own. ``SafeStep`` explains the settings."""
+@dataclass(frozen=True)
+class StepSetup:
+    """The parts and settings of a ``SafeStep`` that its passes need; it explains each."""
 
-    def __init__(  # noqa: PLR0913 - the settings of a SafeStep that the passes need
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Loss,
-        *,
-        microbatch_size: int | str | None,
-        split: Split,
-        cost: Callable[[Any], int],
-        scaler: torch.amp.GradScaler | None,
-        backward: Callable[[torch.Tensor], object],
-        allow_inexact: bool,
-        skip: SkipPolicy | None,
-    ) -> None:
-        self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.split, self.cost, self.backward, self.skip = split, cost, backward, skip
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.sizes = MicrobatchSizes(None if isinstance(microbatch_size, str) else microbatch_size)
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    microbatch_size: int | str | None
+    split: Split
+    cost: Callable[[Any], int]
+    scaler: torch.amp.GradScaler | None
+    backward: Callable[[torch.Tensor], object]
+    allow_inexact: bool
+    skip: SkipPolicy | None
+
+
+class Gradients:
+    """The half of a step that is this process's own."""
+
+    def __init__(self, setup: StepSetup) -> None:
+        self.model, self.optimizer, self.loss = setup.model, setup.optimizer, setup.loss
+        self.split, self.cost, self.backward, self.skip = setup.split, setup.cost, setup.backward, setup.skip
+        self.scaler = setup.scaler if setup.scaler is not None and setup.scaler.is_enabled() else None
+        self.sizes = MicrobatchSizes(None if isinstance(setup.microbatch_size, str) else setup.microbatch_size)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self.num_batches = 0
-        self.never_splits = microbatch_size is None
-        self.before = Snapshot(model, optimizer, self.scaler)
-        self.exactness = Exactness(model, loss, split, allow_inexact)
+        self.never_splits = setup.microbatch_size is None
+        self.before = Snapshot(self.model, self.optimizer, self.scaler)
+        self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 
     def batch(self, content: Any) -> Batch:
         """Look at a batch before it is used."""

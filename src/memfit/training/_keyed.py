@@ -20,6 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
+from memfit.training._process import preserved_rng
+from memfit.training._split import Split
 from memfit.training._workers import FIRST_BATCH_SECONDS, Workers, workers_in
 
 
@@ -165,6 +167,7 @@ class TrainingData:
         self._at_start: list[torch.Tensor] = []
         self._iterator: Iterator[Any] | None = None
         self._key = (0, 0)
+        self._state: Mapping[str, Any] | None = None
         self._is_first = False
 
     def identity(self) -> dict[str, Any]:
@@ -175,6 +178,25 @@ class TrainingData:
             if self.kind != "keyed":
                 facts["num_workers"] = self.batches.num_workers
         return facts
+
+    def batches_per_step(self, global_batch_size: int | None, split: Split) -> int:
+        """Return how many batches make a step over ``global_batch_size`` samples; None is one batch."""
+        if global_batch_size is None:
+            return 1
+        size = getattr(self.batches, "batch_size", None)
+        if size is None and self.kind == "indexed":
+            self.set_epoch(1)
+            with preserved_rng(), preserved_generators(self.batches):
+                first: Any = self.batches
+                size = split.count(first[0])
+        if size is None or global_batch_size < size or global_batch_size % size:
+            raise UsageError(
+                f"global_batch_size is {global_batch_size}, and a batch of the training data has "
+                f"{'a size that is not known' if size is None else size}.",
+                rule="an optimizer step takes a whole number of the loader's batches.",
+                remedy="pass a DataLoader with batch_size, and a global_batch_size that is a multiple of it",
+            )
+        return global_batch_size // int(size)
 
     def check_replayable(self) -> None:
         """Refuse a loader whose batches cannot be had a second time."""
@@ -192,29 +214,20 @@ class TrainingData:
                 "workers; deterministic_collate=True with a collate_fn), or pass allow_inexact=True to the Trainer",
             )
 
-    def open(
-        self, epoch: int, skip: int = 0, state: Mapping[str, Any] | None = None, stopped: Callable[[], Any] = bool
-    ) -> bool:
+    def open(self, epoch: int, skip: int = 0, check_stop: Callable[[], object] = bool) -> None:
         """Begin an epoch at the batch after ``skip`` others; ``close`` first.
 
-        ``state`` is what ``state_dict`` gave. Returns False if ``stopped`` said so while batches were run forward.
+        ``check_stop`` is called between batches that are run forward; it raises if the fit should stop.
         """
         loader: Any = self.batches
-        if state is not None:
-            states = state["generators"]
-            if len(states) != len(self._generators):
-                raise UsageError(
-                    f"The training data hold {len(self._generators)} random generators, and {len(states)} are saved.",
-                    rule="a resume puts the generator= of loader and samplers back to where it was.",
-                    remedy="build the data as they were, or pass another checkpoint_dir",
-                )
-            for generator, saved in zip(self._generators, states, strict=True):
-                generator.set_state(saved)
+        state, self._state = self._state, None
+        for generator, saved in zip(self._generators, state["generators"] if state else (), strict=False):
+            generator.set_state(saved)
         self._at_start = [generator.get_state() for generator in self._generators]
         self.set_epoch(epoch)
         if self.kind == "indexed":
             self._iterator = (loader[number] for number in range(skip, len(loader)))
-            return True
+            return
         self._key = (epoch, skip)
         if self.kind == "keyed" and skip:
             loader.sampler.skip(skip * (loader.batch_size or 1))
@@ -227,7 +240,8 @@ class TrainingData:
         with keyed_rng(self.seed, epoch, 0):
             self._iterator = self.workers.start()
         self._is_first = True
-        return self._key[1] == skip or self._run_forward(skip, stopped)
+        if self._key[1] != skip:
+            self._run_forward(skip, check_stop)
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the batches and of what a ``DataLoader`` is made of."""
@@ -235,11 +249,10 @@ class TrainingData:
             if (set_epoch := getattr(part, "set_epoch", None)) is not None:
                 set_epoch(epoch)
 
-    def _run_forward(self, skip: int, stopped: Callable[[], Any]) -> bool:
+    def _run_forward(self, skip: int, check_stop: Callable[[], object]) -> None:
         start = time.monotonic()
         while self._key[1] < skip:
-            if stopped():
-                return False
+            check_stop()
             if next(self, self) is self:
                 raise DataError(
                     f"Epoch {self._key[0]} ended after {self._key[1] - 1} batches, and {skip} were trained.",
@@ -247,7 +260,6 @@ class TrainingData:
                     remedy="give back the training data as they were, or pass another checkpoint_dir",
                 )
         record("replay", epoch=self._key[0], num_batches=skip, seconds=round(time.monotonic() - start, 3))
-        return True
 
     def __iter__(self) -> TrainingData:
         return self
@@ -265,11 +277,22 @@ class TrainingData:
             return next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``open`` needs to come back here, beside epoch and number of batches."""
+        """Return what the next ``open`` needs to come back here, beside epoch and number of batches."""
         loader: Any = self.batches
         is_replayed = self._iterator is not None and self.kind != "indexed"
         states = self._at_start if is_replayed else [generator.get_state() for generator in self._generators]
         return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``open`` go on from what ``state_dict`` gave."""
+        if len(state["generators"]) != len(self._generators):
+            raise UsageError(
+                f"The training data hold {len(self._generators)} random generators, and {len(state['generators'])} are "
+                "saved.",
+                rule="a resume puts the generator= of loader and samplers back to where it was.",
+                remedy="build the data as they were, or pass another checkpoint_dir",
+            )
+        self._state = state
 
     def worker_pids(self) -> list[int]:
         """Return the worker processes that live on between epochs."""

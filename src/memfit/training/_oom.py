@@ -209,11 +209,18 @@ def device_bytes() -> dict[str, dict[str, int]]:
             "reserved_peak_bytes": backend.max_memory_reserved(index),
         }
         for backend in _backends()
-        for index in own_devices(backend)
+        for index in _own_devices(backend)
     }
 
 
-def own_devices(backend: Any) -> list[int]:
+def reset_device_peaks() -> None:
+    """Let the peaks of ``device_bytes`` begin anew."""
+    for backend in _backends():
+        for index in _own_devices(backend):
+            backend.reset_peak_memory_stats(index)
+
+
+def _own_devices(backend: Any) -> list[int]:
     """Return which visible devices of a torch backend hold tensors of this process, or else the current one."""
     return [n for n in range(backend.device_count()) if backend.memory_reserved(n)] or [backend.current_device()]
 

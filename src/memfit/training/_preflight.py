@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.memory import Meter, measure
+from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import phase, record
 from memfit.training._keyed import preserved_generators
-from memfit.training._oom import Failed, attempt, device_bytes, memory_now, own_devices
+from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import held_bytes
@@ -141,34 +141,33 @@ def preflight(
         step.prepare()  # with the gradients there: for the weights that have one
         return step.gradients(*batches).microbatch_size
 
-    def evaluate() -> None:
-        model.eval()
-        with torch.no_grad():
-            if validate is not None:
-                validate()
-
-    before = step.state_dict()
-    with ExitStack() as stack:
-        for owner in (step.optimizer, model):
-            stack.callback(owner.zero_grad, set_to_none=True)
+    num_ooms = -step.num_ooms
+    try:
         with measure(interval_seconds=_INTERVAL_SECONDS) as meter:
             with _untouched(step):
                 microbatch_size = _take("train", train, meter, devices)
-                num_ooms = step.num_ooms - before["num_ooms"]
+                num_ooms += step.num_ooms
                 if validate is not None:
-                    _take("validate", evaluate, meter, devices)
+                    model.eval()
+                    with torch.no_grad():
+                        _take("validate", validate, meter, devices)
             if save is not None:
                 path = _take("checkpoint", save, meter, devices)
-    phases = {}
-    for name, sizes in devices.items():
-        host = meter.footprint.phases[name]
-        allocated = {device: one["allocated_peak_bytes"] for device, one in sizes.items()}
-        reserved = {device: one["reserved_peak_bytes"] for device, one in sizes.items()}
-        phases[name] = PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
+    finally:
+        step.optimizer.zero_grad()
+        model.zero_grad()
+    phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
     size = None if path is None else path.stat().st_size
     report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))
     return report
+
+
+def _memory_of(host: PhasePeak, sizes: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
+    allocated, reserved = (
+        {device: one[f"{kind}_peak_bytes"] for device, one in sizes.items()} for kind in ("allocated", "reserved")
+    )
+    return PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
 
 
 @contextmanager
@@ -190,9 +189,7 @@ def _untouched(step: SafeStep) -> Iterator[None]:
 def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
     """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
     meter.phase(phase)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in own_devices(torch.cuda):
-            torch.cuda.reset_peak_memory_stats(index)
+    reset_device_peaks()
     result = attempt(action)
     devices[phase] = device_bytes()
     if not isinstance(result, Failed):
@@ -244,16 +241,15 @@ def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATC
 def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
     lengths = getattr(loader.dataset, "lengths", None)
     how: Literal["lengths", "sampled"] = "sampled"
-    if isinstance(loader.dataset, IterableDataset):
-        batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    else:
+    batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if lengths is None:
             chosen = list(itertools.islice(sampler, _NUM_SAMPLED))
         else:
             chosen, how = [_longest_indices(loader, torch.as_tensor(lengths).flatten())], "lengths"
-        of_one = {"sampler": chosen, "batch_size": None}
-        batching = of_one if loader.batch_sampler is None else {"batch_sampler": chosen}
+        is_single = loader.batch_sampler is None
+        batching = {"sampler": chosen, "batch_size": None} if is_single else {"batch_sampler": chosen}
     probe: Iterable[Any] = DataLoader(  # shares no iterator, worker or generator with the user's
         loader.dataset,
         **batching,

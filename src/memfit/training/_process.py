@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -55,45 +55,54 @@ def rng_state() -> dict[str, Any]:
         >>> torch.equal(first, torch.rand(2))
         True
     """
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    words = torch.from_numpy(np.asarray(keys, np.int64))
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), words, int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        # asking a GPU that nothing has touched yet would cost this process a CUDA context
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-    }
+    python, numpy, cpu, cuda = read_rng()
+    words = torch.from_numpy(np.asarray(numpy["state"]["key"], np.int64))
+    position, has_gauss = int(numpy["state"]["pos"]), int(numpy["has_gauss"])
+    named = (str(numpy["bit_generator"]), words, position, has_gauss, float(numpy["gauss"]))
+    return {"python": python, "numpy": named, "torch": cpu, "cuda": cuda}
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put the global generators back to what ``rng_state`` gave, on the GPUs that are visible now."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:  # those of GPUs that are not visible any more have nowhere to go
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    name, keys, *others = state["numpy"]
+    numpy = (name, keys.numpy().astype(np.uint32), *others)
+    cuda = state["cuda"][: torch.cuda.device_count()]  # those of GPUs that are not visible any more have nowhere to go
+    write_rng(((version, tuple(internal), gauss), numpy, state["torch"], cuda))
+
+
+def read_rng() -> tuple[Any, ...]:
+    """Return the state of the global generators as ``write_rng`` wants it: cheap, and for this process only."""
+    # asking a GPU that nothing has touched yet would cost this process a CUDA context
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
+
+
+def write_rng(state: tuple[Any, ...]) -> None:
+    """Put the global generators back to what ``read_rng`` gave."""
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Put the global generators back afterwards."""
-    before = rng_state()
+    before = read_rng()
     try:
         yield
     finally:
-        set_rng_state(before)
+        write_rng(before)
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 while it is entered in the main thread; with ``interrupt`` also the first Ctrl-C."""
+    """Notes the name of a signal that asks a fit to stop."""
 
-    def __init__(self, *, interrupt: bool = False) -> None:
+    def __init__(self) -> None:
         self.noted: str | None = None
-        self._interrupt = interrupt
-        self._previous: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -102,17 +111,18 @@ class StopSignals:
             os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
         self.noted = signal.Signals(number).name
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-            # What ignores Ctrl-C, or has a handler of its own, keeps that.
-            if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
-                signal.signal(number, handler)
+    @contextmanager
+    def heard(self, *, interrupt: bool) -> Iterator[StopSignals]:
+        """Note SIGTERM and SIGUSR1 inside, in the main thread only; with ``interrupt`` also the first Ctrl-C."""
+        previous: dict[int, Any] = {}
+        try:
+            if threading.current_thread() is threading.main_thread():
+                # what ignores Ctrl-C, or has a handler of its own, keeps that
+                is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                for number in [*STOP_SIGNALS, *[signal.SIGINT] * (interrupt and is_default)]:
+                    previous[number] = signal.signal(number, self._note)
+            yield self
+        finally:
+            for number, handler in previous.items():
+                if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
+                    signal.signal(number, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,11 +109,3 @@ class FitResult:
     epochs_run: int
     resumed_from: int | None
     stopped_early: bool = False
-
-
-def best_epoch(history: Sequence[EpochRecord], metric: str, direction: Direction) -> int | None:
-    """Return the epoch with the best metric, the first of equals; one without a number is never best."""
-    sign = 1.0 if direction == "maximize" else -1.0
-    values = [(sign * (entry.metrics or {}).get(metric, math.nan), -entry.epoch) for entry in history]
-    found = [pair for pair in values if not math.isnan(pair[0])]
-    return -max(found)[1] if found else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
+
+from memfit.training._process import read_rng, write_rng
 
 
 class Snapshot:
@@ -26,8 +26,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Note how things are, over the copies of the last time: only the first call allocates."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._rng = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
+        self._rng = read_rng()
         children = [child for module in self.modules for child in module._modules.values()]
         if children != self._children or not self.modules:  # walking the tree anew costs ten times as much
             self.modules = list(self._model.modules())
@@ -47,11 +46,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back; allocates nothing."""
-        random.setstate(self._rng[0])
-        np.random.set_state(self._rng[1])
-        torch.set_rng_state(self._rng[2])
-        if self._rng[3]:
-            torch.cuda.set_rng_state_all(self._rng[3])
+        write_rng(self._rng)
         for module, before in self._buffers:
             if isinstance(module, torch.jit.ScriptModule):  # what it shows are not its own dicts
                 for name, buffer in before.items():

@@ -164,6 +164,17 @@ def is_opaque(leaf: Any) -> bool:
     return _length(leaf) is None and not is_number and not isinstance(leaf, _SAME_IN_EVERY_PART)
 
 
+def samples_in(batch: Any) -> int:
+    """Return the samples of a batch; 0 if only its author can count them, as in a batch of graphs."""
+    content = list(leaves(batch))
+    if any(is_opaque(leaf) for _, leaf in content):
+        return 0
+    try:
+        return BySample().count_of(content)
+    except UsageError:  # its tensors are not equally long: a split of the user's own cuts it
+        return 0
+
+
 def held_bytes(batch: Any) -> int:
     """Return the bytes of the tensors and arrays in a batch; other lists and texts count by their length."""
     total = 0

@@ -14,21 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _dump_files: list[IO[str]] = []
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a process is doing.
+    """What a process is doing, as far as it and ``/proc`` tell.
 
-    Attributes:
-        text: The stacks of all its Python threads as ``faulthandler`` writes them; empty if the process did not answer.
-        state: The kernel's letter for its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended);
-            empty if there is no such process, or no ``/proc``.
-        wchan: The kernel function that its main thread sleeps in; empty if it runs or this is not shown.
-        num_threads: All threads of the process, not only Python's.
-        is_forked: It is a copy of its parent: it runs the same command line.
+    ``text``: the stacks of all its Python threads as ``faulthandler`` writes them. ``state``: the kernel's letter for
+    its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended), empty if it is gone. ``wchan``: the
+    kernel function that this thread sleeps in. ``num_threads``: all its threads, not only Python's. ``is_forked``: it
+    runs the same command line as its parent.
     """
 
     text: str = ""
@@ -38,29 +35,18 @@ class Stack:
     is_forked: bool = False
 
     @property
-    def frames(self) -> tuple[str, ...]:
+    def frames(self) -> list[str]:
         """The calls of the main thread, the innermost first, such as ``collect (x/polars/frame.py:7)``."""
         sections = re.split(r"\n(?=(?:Current thread|Thread) )", self.text.strip())
         chosen = next((section for section in sections if section.startswith("Current thread")), sections[-1])
-        found = filter(None, map(_FRAME.match, chosen.splitlines()))
-        return tuple(f"{one['function']} ({'/'.join(one['file'].split('/')[-3:])}:{one['line']})" for one in found)
+        found = _FRAME.findall(chosen)
+        return [f"{function} ({'/'.join(file.split('/')[-3:])}:{line})" for file, line, function in found]
 
 
 def register_stack_dump(folder: Path | str) -> None:
     """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` when it gets SIGUSR2.
 
     It answers even if it hangs in C and holds the interpreter's lock. It replaces what SIGUSR2 did before.
-
-    Raises:
-        OSError: If the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> register_stack_dump(folder)
-        >>> stack = stacks_of([os.getpid()], folder)[os.getpid()]
-        >>> any(frame.startswith("stacks_of ") for frame in stack.frames)
-        True
     """
     file = open(Path(folder, f"{os.getpid()}.stack"), "w")  # noqa: SIM115 - stays open as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
@@ -70,12 +56,9 @@ def register_stack_dump(folder: Path | str) -> None:
 
 
 def stacks_of(pids: Iterable[int], folder: Path | str, *, wait_seconds: float = 2.0) -> dict[int, Stack]:
-    """Return what each process is doing now, with the Python stacks of those that registered.
+    """Return what each process of this user does now, with the Python stacks of those that registered in the folder.
 
-    Args:
-        pids: Processes of this user.
-        folder: The folder that the processes gave to ``register_stack_dump``.
-        wait_seconds: How long to wait for all answers together. A stopped process, or one in state D, never answers.
+    All answers together are waited for; a stopped process, or one in state D, never answers.
     """
     views = {pid: _kernel_view(pid) for pid in pids}
     paths, sizes = {pid: Path(folder, f"{pid}.stack") for pid in views}, dict[int, int]()
@@ -111,20 +94,13 @@ def _catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _read(pid: int, name: str) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def likely_cause(stacks: Mapping[int, Stack]) -> str:
-    """Return in one sentence what holds most of these processes up, and where.
-
-    Example:
-        >>> text = 'Current thread 0x1 (most recent call first):\\n  File "/x/polars/frame.py", line 7 in collect\\n'
-        >>> likely_cause({9: Stack(text, "S", "futex_do_wait", 1, is_forked=True)})  # doctest: +ELLIPSIS
-        '1 of 1: waits for a lock that no thread is left to free: ... It is in collect (x/polars/frame.py:7).'
-    """
+    """Return in one sentence what holds most of these processes up, and where."""
     causes = {pid: _cause_of(stack) for pid, stack in stacks.items()}
     cause, count = Counter(causes.values()).most_common(1)[0]
     places = Counter(stack.frames[0] for pid, stack in stacks.items() if causes[pid] == cause and stack.frames)
@@ -139,6 +115,7 @@ _PIPE_WAITS = ("pipe_read", "unix_stream", "sk_wait", "poll_schedule", "ep_poll"
 
 def _cause_of(stack: Stack) -> str:
     state, wchan = stack.state, stack.wchan
+    is_importing = any("importlib._bootstrap" in frame for frame in stack.frames)
     if state in _STATES and (state or not stack.text):
         return _STATES[state]
     if state == "D" or wchan.startswith(_DISK_WAITS):
@@ -148,10 +125,9 @@ def _cause_of(stack: Stack) -> str:
             "waits for a lock that no thread is left to free: it was forked, fork copies locks but not the threads "
             f"that hold them ({wchan}, 1 thread)"
         )
-    importing = any("importlib._bootstrap" in frame for frame in stack.frames)
     if "futex" in wchan:
-        return f"waits for a lock{' while it imports a module' if importing else ''} ({wchan})"
-    if importing:
+        return f"waits for a lock{' while it imports a module' if is_importing else ''} ({wchan})"
+    if is_importing:
         return "still imports modules"
     if wchan.startswith(_PIPE_WAITS):
         return f"waits for data of another process or the network ({wchan})"

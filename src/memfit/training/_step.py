@@ -19,7 +19,7 @@ from memfit.rundir import record
 from memfit.training._checks import Checked, check_parts, checked_arguments
 from memfit.training._exactness import Loss, place
 from memfit.training._flight import record_oom
-from memfit.training._gradients import Batch, Failure, Gradients, Local
+from memfit.training._gradients import Batch, Failure, Gradients, Local, StepSetup
 from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import Failed, attempt, memory_now
 from memfit.training._process import say
@@ -88,18 +88,9 @@ class SafeStep(Gradients):
         skip: SkipPolicy | None = None,
     ) -> None:
         check_parts(model, optimizer, loss, split)
-        super().__init__(
-            model,
-            optimizer,
-            loss,
-            microbatch_size=microbatch_size,
-            split=BySample() if split is None else split,
-            cost=held_bytes if cost is None else cost,
-            scaler=scaler,
-            backward=backward,
-            allow_inexact=allow_inexact,
-            skip=skip,
-        )
+        split, cost = BySample() if split is None else split, held_bytes if cost is None else cost
+        setup = StepSetup(model, optimizer, loss, microbatch_size, split, cost, scaler, backward, allow_inexact, skip)
+        super().__init__(setup)
         self.max_grad_norm = max_grad_norm
         self._guard = OptimizerGuard(optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -17,13 +17,13 @@ from memfit.training._checks import Checked, check_parts, checked_arguments
 from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
-from memfit.training._fit import Fit, Plan
+from memfit.training._fit import Fit
 from memfit.training._keyed import Batches
 from memfit.training._process import StopSignals
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
+from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._split import Split
 from memfit.training._step import SafeStep
-from memfit.training._validation import Evaluate
 from memfit.training._workers import FIRST_BATCH_SECONDS
 
 
@@ -121,27 +121,37 @@ class Trainer:
             optimizer = torch.optim.AdamW(model.parameters())
         check_parts(model, optimizer, loss, step.get("split"))
         assert optimizer is not None
-        loss, self.precision = place(model, optimizer, loss, device, precision)
-        if self.precision == "fp16-mixed" and step.get("scaler") is None:
+        loss, chosen = place(model, optimizer, loss, device, precision)
+        if chosen == "fp16-mixed" and step.get("scaler") is None:
             step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
         scaler = step.get("scaler")
-        self.model, self.optimizer, self.schedule, self.ema = model, optimizer, schedule, ema
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.step = SafeStep(model, optimizer, loss, **step)
-        self.seed, self.global_batch_size = seed, global_batch_size
-        self.folder = (
-            None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones)
-        )
-        self.checkpoint_seconds, self.first_batch_seconds = checkpoint_seconds, first_batch_seconds
-        self.on_step, self.on_epoch, self.provenance = on_step, on_epoch, dict(provenance or {})
         self.identity = {  # read now: some schedules change what they are made of
             "seed": seed,
             "max_grad_norm": step.get("max_grad_norm"),
-            "precision": None if self.precision == "float32" else self.precision,
+            "precision": None if chosen == "float32" else chosen,
             "global_batch_size": global_batch_size,
             "scaler": None if scaler is None else type(scaler).__name__,
             "schedule": None if schedule is None else _describe(schedule),
             "average": ema is not None,
         }
+        folder = None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones)
+        self._setup = Setup(
+            step=self.step,
+            schedule=schedule,
+            ema=ema,
+            folder=folder,
+            precision=chosen,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            checkpoint_seconds=checkpoint_seconds,
+            first_batch_seconds=first_batch_seconds,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            provenance=dict(provenance or {}),
+            identity=self.identity,
+        )
 
     @checked_arguments
     def fit(  # noqa: PLR0913 - one each for the data, how long, and what is best
@@ -183,20 +193,19 @@ class Trainer:
             UsageError: If the checkpoint is of another training, or validation does not give ``best_metric``.
         """
         plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
-        _check(plan)
         record(
             "trainer",
             optimizer=_describe(self.optimizer),
             schedule=self.identity["schedule"],
-            precision=self.precision,
+            precision=self._setup.precision,
             device=str(next(self.model.parameters()).device),
             num_parameters=sum(one.numel() for one in self.model.parameters() if one.requires_grad),
             loss=_describe_loss(self.step.loss),
             num_threads=torch.get_num_threads(),
             num_workers=getattr(plan.train, "num_workers", None),
         )
-        with StopSignals(interrupt=self.folder is not None) as stop:
-            return Fit(self, plan, stop).run()
+        with StopSignals().heard(interrupt=self._setup.folder is not None) as stop:
+            return Fit(self._setup, plan, stop).run()
 
 
 #: What a schedule counts in, beside its constants.
@@ -222,37 +231,4 @@ def _describe_loss(loss: Loss) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(one, int | float | str) for one in value)
-    return isinstance(value, int | float | str)
-
-
-def _check(plan: Plan) -> None:
-    needs_valid = {"evaluate": plan.evaluate, "patience": plan.patience}
-    if without := [name for name, value in needs_valid.items() if value is not None and plan.valid is None]:
-        raise UsageError(
-            f"{without[0]} was given without validation batches.",
-            rule=f"{without[0]} is used in the validation after each epoch.",
-            remedy=f"pass valid=..., or leave {without[0]} out",
-        )
-    if plan.valid is not None and plan.evaluate is None and plan.best_metric != "valid_loss":
-        raise UsageError(
-            f"best_metric is {plan.best_metric!r}, and there is no evaluate.",
-            rule="without evaluate, validation gives 'valid_loss' alone.",
-            remedy="pass evaluate=..., which returns it by name, or leave best_metric out",
-        )
-    try:
-        len(plan.train)
-    except TypeError as error:
-        raise UsageError(
-            f"The training data have no length: {error}.",
-            rule="the steps of an epoch are known before it begins.",
-            remedy="give the data set a __len__: samples, or of an IterableDataset those of one epoch",
-        ) from error
-    for name, batches in (("training", plan.train), ("validation", plan.valid)):
-        if isinstance(batches, Sized) and len(batches) == 0:
-            raise UsageError(
-                f"There are no {name} batches: an epoch has 0.",
-                rule="there is at least one batch to an epoch.",
-                remedy=f"check how the {name} data were filtered",
-            )
+    return all(isinstance(one, int | float | str) for one in (value if isinstance(value, list | tuple) else [value]))

@@ -1,4 +1,4 @@
-"""Run validation and saving again after an out-of-memory, from the same random state."""
+"""Validate an epoch; run validation and saving again after an out-of-memory, from the same random state."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+import psutil
 import torch
+from torch.utils.data import DataLoader
 
-from memfit.errors import JobFailedError, UsageError
+from memfit.errors import JobFailedError, MemfitError, UsageError
+from memfit.memory import Budget
 from memfit.rundir import record
+from memfit.training._compute import autocast
 from memfit.training._flight import record_oom
-from memfit.training._oom import Failed, attempt
-from memfit.training._process import preserved_rng, rng_state, set_rng_state
+from memfit.training._keyed import TrainingData, preserved_generators
+from memfit.training._oom import Failed, attempt, classify_oom
+from memfit.training._process import preserved_rng, read_rng, write_rng
+from memfit.training._records import MEASURED
+from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._snapshot import Snapshot
 from memfit.training._step import SafeStep
 from memfit.training._workers import watched
 
-Evaluate = Callable[[Any, Any], Mapping[str, float]]
-
 T = TypeVar("T")
+
+_RESERVED_NAMES = frozenset(
+    {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *MEASURED, "num_threads"}
+)
 
 
 def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: Callable[[], T]) -> T | Failed:
     """Return the result of a phase; or ``Failed``, with the random state as it was."""
 
     note = partial(record_oom, model=step.model, optimizer=step.optimizer, where={**where, "phase": phase})
-    before = rng_state()
+    before = read_rng()
     result = attempt(action, note)
     if isinstance(result, Failed):
-        set_rng_state(before)
+        write_rng(before)
     return result
 
 
@@ -48,39 +57,101 @@ def attempt_twice(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
     )
 
 
-class MeanLoss:
-    """Computes the mean loss over the batches of validation, as ``valid_loss``.
+class Validation:
+    """Validates the epochs of a fit by the user's ``evaluate``, or the mean loss as ``valid_loss``.
 
-    A batch that does not fit is tried again, then in halves; the size that fitted holds from then on.
+    A batch of the mean loss that does not fit is tried again, then in halves; the size that fitted holds from then on.
+
+    Args:
+        where: Returns the present epoch and step.
+        check_stop: Called between batches; it raises if the fit should stop.
     """
 
     def __init__(
-        self,
-        step: SafeStep,
-        where: Callable[[], Mapping[str, Any]],
-        leave_if_stopped: Callable[[], None],
-        first_batch_seconds: float,
+        self, setup: Setup, plan: Plan, where: Callable[[], Mapping[str, Any]], check_stop: Callable[[], object]
     ) -> None:
-        self.step, self.where = step, where
-        self.leave_if_stopped, self.first_batch_seconds = leave_if_stopped, first_batch_seconds
-        self.size: int | None = None
+        self._setup, self._plan, self._step, self._where, self._check_stop = setup, plan, setup.step, where, check_stop
+        self._size: int | None = None
 
-    def __call__(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    def run(self, training: TrainingData) -> dict[str, float]:
+        """Return the metrics; end the workers of the training data first where there is no room for both."""
+        if not self._has_room_beside(training):
+            training.close(persistent_too=True)
+        remedy = "make the validation batches smaller, or keep less of each in evaluate"
+        try:
+            return attempt_twice(self._step, "validate", self._where(), self._run_once, remedy)
+        except RuntimeError:
+            self._check_stop()  # a signal that stops the fit went to the workers of validation too, and they have gone
+            raise
+
+    def try_one(self, batch: Any) -> None:
+        """Compute the loss of one batch; the user's ``evaluate`` sees whole validations only."""
+        try:
+            self._evaluated(self._mean_loss, [batch])
+        except Exception as error:  # batches that only evaluate understands
+            if self._plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
+                raise
+            record("preflight_validation", reason=f"{type(error).__name__}: {error}".partition("\n")[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self._size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._size = state["size"]
+
+    def _has_room_beside(self, training: TrainingData) -> bool:
+        """Return whether validation's worker processes fit beside persistent ones of training."""
+        workers, valid = training.worker_pids(), self._plan.valid
+        if not workers or not isinstance(valid, DataLoader):
+            return True
+        largest = max(psutil.Process(pid).memory_full_info().uss for pid in workers)
+        return valid.num_workers * largest <= Budget.read().headroom_bytes
+
+    def _run_once(self) -> dict[str, float]:
+        """Validate from the first batch, wherever the loader was left: by a stop, an out-of-memory or ``evaluate``."""
+        plan = self._plan
+        if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
+            set_epoch(0)
+        precision = None if plan.evaluate is None else self._setup.precision  # the mean loss has its own
+        with preserved_generators(plan.valid), autocast(self._step.model, precision):
+            metrics = self._evaluated(plan.evaluate or self._mean_loss, plan.valid)
+        if plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
+            raise UsageError(
+                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{plan.best_metric}'.",
+                rule=f"the chosen name is among the metrics; none is named {sorted(_RESERVED_NAMES)}.",
+                remedy="pass best_metric=... with one of the names, or return it from evaluate",
+            )
+        return metrics
+
+    def _evaluated(self, evaluate: Evaluate, batches: Any) -> dict[str, float]:
+        """Return the metrics in evaluation mode without gradients; the random state is afterwards as it was."""
+        model = self._step.model.eval()
+        with preserved_rng(), torch.no_grad():
+            metrics = evaluate(model, batches)
+            if not isinstance(metrics, Mapping):
+                raise UsageError(
+                    f"evaluate gave {type(metrics).__name__}.",
+                    rule="evaluate(model, valid) returns its metrics by name.",
+                    remedy="end it with for example return {'valid_loss': mean}",
+                )
+            return {name: float(value) for name, value in metrics.items()}
+
+    def _mean_loss(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         total = weight_total = 0.0
-        with watched(batches, self.first_batch_seconds, "validation") as each:
+        with watched(batches, self._setup.first_batch_seconds, "validation") as each:
             for batch in each:
-                self.leave_if_stopped()
+                self._check_stop()
                 loss_sum, weight = self._sum(model, batch)
                 total += loss_sum
                 weight_total += weight
         return {"valid_loss": total / weight_total if weight_total else math.nan}
 
     def _sum(self, model: torch.nn.Module, batch: Any) -> tuple[float, float]:
-        split, failures = self.step.split, 0
+        step, failures = self._step, 0
         while True:
-            count = split.count(batch) if self.size is not None or failures else 1
-            size = min(count, self.size or count)
-            result = attempt_phase(self.step, "validate", self.where(), partial(self._parts, model, batch, size, count))
+            count = step.split.count(batch) if self._size is not None or failures else 1
+            size = min(count, self._size or count)
+            result = attempt_phase(step, "validate", self._where(), partial(self._parts, model, batch, size, count))
             if not isinstance(result, Failed):
                 return result
             failures += 1
@@ -92,37 +163,17 @@ class MeanLoss:
                     rule="a batch of validation is tried again after caches were cleared, then in halves down to one.",
                     remedy="make its samples shorter or smaller, evaluate in a smaller dtype, or give more memory",
                 )
-            before = Snapshot(model, self.step.optimizer, None)
+            before = Snapshot(model, step.optimizer, None)
             before.take()
-            self.step.exactness.allow_split(batch, count, before, self.where())
-            self.size = (size + 1) // 2
-            record("microbatch", phase="validate", size=self.size, text=f"validates in microbatches of {self.size}")
+            step.exactness.allow_split(batch, count, before, self._where())
+            self._size = (size + 1) // 2
+            record("microbatch", phase="validate", size=self._size, text=f"validates in microbatches of {self._size}")
 
     def _parts(self, model: torch.nn.Module, batch: Any, size: int, count: int) -> tuple[float, float]:
         total = weight_total = 0.0
         for start in range(0, count, size):
-            part = batch if size == count else self.step.split.take(batch, start, min(start + size, count))
-            loss_sum, weight = self.step.loss(model, part)
+            part = batch if size == count else self._step.split.take(batch, start, min(start + size, count))
+            loss_sum, weight = self._step.loss(model, part)
             total += float(loss_sum)
             weight_total += float(weight)
         return total, weight_total
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.size = state["size"]
-
-
-def evaluated(evaluate: Evaluate, model: torch.nn.Module, batches: Any) -> dict[str, float]:
-    """Return the metrics in evaluation mode without gradients; the random state is afterwards as it was."""
-    model.eval()
-    with preserved_rng(), torch.no_grad():
-        metrics = evaluate(model, batches)
-        if not isinstance(metrics, Mapping):
-            raise UsageError(
-                f"evaluate gave {type(metrics).__name__}.",
-                rule="evaluate(model, valid) returns its metrics by name.",
-                remedy="end it with for example return {'valid_loss': mean}",
-            )
-        return {name: float(value) for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""What an epoch's record and event say of samples a second, waiting and memory."""
+"""What a journal writes: of an epoch its samples a second, waiting and memory."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memfit.errors import UsageError
-from memfit.training import WHOLE, Trainer, _figures, load_checkpoint, seed_everything
+from memfit.training import WHOLE, Trainer, _journal, load_checkpoint, seed_everything
 
 MIB = 1 << 20
 
@@ -57,40 +57,63 @@ def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events
     assert not capfd.readouterr().err  # a run shows its events
 
 
+def test_a_loop_without_a_trainer_is_read_as_a_training(tmp_path, events, capfd):
+    journal = _journal.Journal()
+    (tmp_path / "own.pt").write_bytes(b"x" * 7)
+    journal.resume(tmp_path / "own.pt", (2, 0))
+    journal.begin_epoch()
+    journal.phase("train")
+    journal.step({"epoch": 3, "step": 1, "num_steps": 4}, loss=None)
+    journal.took(seconds=2.0, wait_seconds=1.0, num_samples=8)
+    journal.checkpoint(tmp_path / "own.pt", (2, 1))
+    journal.epoch(3, {"train_loss": 0.5}, journal.pace())
+    journal.stop("SIGTERM", (3, 0))
+    (epoch,), (step,), (saved,) = events("epoch"), events("step"), events("checkpoint")
+    assert epoch["text"] == "fold_1 epoch 3  train_loss 0.5  4.00 samples/s  waits 50.0 %"
+    assert (epoch["num_epochs"], epoch["seconds"], list(epoch["memory"]["phases"])) == (None, 2.0, ["train"])
+    assert (step["epoch"], step["num_steps"], step["loss"], saved["bytes"], saved["step"]) == (3, 4, None, 7, 1)
+    assert events("stop")[0]["signal"] == "SIGTERM" and events("resume")[0]["text"] == "fold_1 continues after epoch 2"
+    assert not capfd.readouterr().err, "a run shows its events"
+
+
 def test_the_use_of_a_gpu_is_the_mean_of_what_its_driver_says(monkeypatch):
     said = iter([30, 50])
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(said))  # stands in for a GPU
-    pace = _figures.Pace(seconds=1.0)
+    monkeypatch.setattr(_journal, "_STEP_EVENT_SECONDS", 0.0)
+    journal = _journal.Journal()
     for _ in range(3):  # the third time the driver gives no answer
-        pace.look_at(torch.device("cuda:0"))
-    assert pace.figures()["device_use"] == pytest.approx(0.4)
+        journal.step({"epoch": 1, "step": 1, "num_steps": 3}, 0.5, torch.device("cuda:0"))
+        journal.took(1.0, 0.0)
+    assert journal.pace()["device_use"] == pytest.approx(0.4)
+    assert journal.pace() == {}, "the next epoch begins with nothing"
 
 
-def test_a_devices_peaks_are_those_of_each_phase(monkeypatch):
+def test_a_devices_peaks_are_those_of_each_phase(monkeypatch, events):
     peak, starts = {"now": 0}, []
 
     def device_bytes():
         sizes = dict.fromkeys(("allocated_bytes", "reserved_bytes"), 1)
         return {"cuda:1": sizes | {"allocated_peak_bytes": peak["now"], "reserved_peak_bytes": 2 * peak["now"]}}
 
-    monkeypatch.setattr(_figures, "device_bytes", device_bytes)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", starts.append)
-    memory = _figures.EpochMemory()
+    monkeypatch.setattr(_journal, "device_bytes", device_bytes)
+    monkeypatch.setattr(_journal, "reset_device_peaks", lambda: starts.append(1))
+    journal = _journal.Journal(num_epochs=2)
     for phase, peak_bytes in (("train", 50), ("checkpoint", 20), ("train", 40), ("validate", 70)):
-        memory.enter(phase)
+        journal.phase(phase)
         peak["now"] = peak_bytes
-    found = {name: one["devices"]["cuda:1"] for name, one in memory.end()["phases"].items()}
-    assert found == {
+    journal.epoch(1, {"train_loss": 0.5}, {})
+    journal.epoch(2, {"train_loss": 0.5}, {})
+    first, second = (event["memory"]["phases"] for event in events("epoch"))
+    assert {name: one["devices"]["cuda:1"] for name, one in first.items()} == {
         name: {"allocated_peak_bytes": size, "reserved_peak_bytes": 2 * size}
         for name, size in (("train", 50), ("checkpoint", 20), ("validate", 70))
     }
     assert starts == [1, 1, 1, 1]
-    assert memory.end()["phases"] == {}, "the next epoch begins with nothing"
+    assert second == {}, "the next epoch begins with nothing"
 
 
 def test_an_epoch_that_was_stopped_counts_all_its_batches_once_and_saves_no_times(tmp_path):
     whole = make().fit(Slow(), num_epochs=2)
-    trainer = make(tmp_path, checkpoint_seconds=0)
     seen = []
 
     def die_in_the_fourth_step(outcome):
@@ -98,9 +121,8 @@ def test_an_epoch_that_was_stopped_counts_all_its_batches_once_and_saves_no_time
         if len(seen) == 4:
             raise RuntimeError("killed")
 
-    trainer.on_step = die_in_the_fourth_step
     with pytest.raises(RuntimeError, match="killed"):
-        trainer.fit(Slow(), num_epochs=2)
+        make(tmp_path, checkpoint_seconds=0, on_step=die_in_the_fourth_step).fit(Slow(), num_epochs=2)
     saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
     times = {"samples_per_second", "wait_share", "seconds", "device_use", "pace"}
     assert not times & {*saved["history"][0], *saved["within_epoch"]}

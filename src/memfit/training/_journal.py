@@ -1,0 +1,199 @@
+"""Write how a training goes into the run directory: phases, steps, epochs, checkpoints and stops.
+
+It knows no trainer, model or optimizer, so any training loop can keep one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from memfit.memory import ProcReader
+from memfit.rundir import phase, record
+from memfit.training._leaks import LeakDetector
+from memfit.training._oom import device_bytes, reset_device_peaks
+from memfit.training._process import say
+
+_STEP_EVENT_SECONDS = 0.5
+
+
+class Journal:
+    """Writes the events of one training, and prints the main ones where no run shows them.
+
+    ``num_epochs`` is None in a loop that does not know how many it will make. Positions are whole epochs, then steps of
+    the next one. Seconds are those of steps and what they waited for; checkpoints and validation are not in them.
+
+    Example:
+        >>> journal = Journal(num_epochs=1)
+        >>> journal.phase("train")
+        >>> journal.step({"epoch": 1, "step": 1, "num_steps": 1}, loss=0.5)
+        >>> journal.took(seconds=2.0, wait_seconds=0.5, num_samples=8)
+        >>> journal.pace()
+        {'seconds': 2.0, 'wait_share': 0.25, 'samples_per_second': 4.0}
+    """
+
+    def __init__(self, num_epochs: int | None = None) -> None:
+        self.num_epochs = num_epochs
+        self._next_step = 0.0
+        self._leaks = LeakDetector()
+        self._phase = ""
+        self._phases: dict[str, dict[str, Any]] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self._seconds = self._wait_seconds = 0.0
+        self._num_samples = 0
+        self._device_uses: list[float] = []
+
+    # --- phases
+
+    def begin_epoch(self) -> None:
+        """Forget the phases so far: those of the preflight belong to no epoch."""
+        self._phase, self._phases = "", {}
+
+    def phase(self, name: str) -> None:
+        """End the phase before with what this process holds now, and start the devices' peaks anew."""
+        phase(name)
+        self._leave()
+        self._phase = name
+        reset_device_peaks()
+
+    def _leave(self) -> None:
+        if not self._phase:
+            return
+        peaks = ("allocated_peak_bytes", "reserved_peak_bytes")
+        devices = {device: {name: sizes[name] for name in peaks} for device, sizes in device_bytes().items()}
+        now: dict[str, Any] = {"host_bytes": _read_host()[1], "devices": devices}
+        before = self._phases.get(self._phase, now)  # entered twice: after a checkpoint within the epoch
+        self._phases[self._phase] = _highest(before, now)
+
+    # --- steps
+
+    def step(self, where: Mapping[str, int], loss: float | None, device: torch.device | None = None) -> None:
+        """Record a step, at most twice a second, and read from NVML as often how busy a GPU was.
+
+        Args:
+            where: ``epoch``, ``step`` and ``num_steps``, counted from 1.
+            loss: Its mean loss; None when nothing was counted.
+            device: Where it ran.
+        """
+        now = time.monotonic()
+        if now < self._next_step:
+            return
+        self._next_step = now + _STEP_EVENT_SECONDS
+        record("step", **where, num_epochs=self.num_epochs, loss=loss)
+        if device is not None and device.type == "cuda":
+            with suppress(Exception):  # a driver without NVML: it raises what it likes
+                self._device_uses.append(torch.cuda.utilization(device) / 100)
+
+    def took(self, seconds: float, wait_seconds: float, num_samples: int = 0) -> None:
+        """Add the time of a step, or of a wait without one."""
+        self._seconds += seconds
+        self._wait_seconds += wait_seconds
+        self._num_samples += num_samples
+
+    def pace(self) -> dict[str, float]:
+        """End the epoch's steps; return ``seconds``, ``wait_share``, and where known ``samples_per_second`` and
+        ``device_use``.
+        """
+        found = {}
+        if self._seconds:
+            found = {"seconds": self._seconds, "wait_share": self._wait_seconds / self._seconds}
+            if self._num_samples:
+                found["samples_per_second"] = self._num_samples / self._seconds
+            if self._device_uses:
+                found["device_use"] = sum(self._device_uses) / len(self._device_uses)
+        self._restart()
+        return found
+
+    # --- epochs
+
+    def epoch(self, epoch: int, numbers: Mapping[str, float], pace: Mapping[str, float]) -> None:
+        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows.
+
+        The event's ``memory`` names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its
+        loader workers), or ``rss`` where the kernel does not tell that. Its ``phases`` hold ``host_bytes`` at the end
+        of each phase, and the peaks of its ``devices``.
+        """
+        self._leave()
+        memory = {"metric": _read_host()[0], "phases": self._phases}
+        self.begin_epoch()
+        figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        whole = f"/{self.num_epochs}" if self.num_epochs else ""
+        text = f"epoch {epoch}{whole}  {figures}  {describe(pace)}".rstrip()
+        shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
+        record("epoch", epoch=epoch, num_epochs=self.num_epochs, **shown, text=text)
+        say(text)
+        if leak := self._leaks.end_epoch():
+            print(f"memfit: {leak}", file=sys.stderr)
+
+    def early_stop(self, epoch: int, why: str, **fields: Any) -> None:
+        """Record that the training ends after this epoch, before its last one."""
+        record("early_stop", epoch=epoch, num_epochs=self.num_epochs, **fields)
+        say(f"stops early after epoch {epoch} of {self.num_epochs}: {why}")
+
+    # --- checkpoints and stops
+
+    def checkpoint(self, path: Path, position: tuple[int, int]) -> None:
+        """Record a checkpoint that was written."""
+        epoch, step = position
+        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
+
+    def resume(self, path: Path, position: tuple[int, int]) -> None:
+        """Record that the training continues from a checkpoint; seconds are counted from here."""
+        epoch, step = position
+        where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
+        record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
+        say(f"goes on {where}{f', of {self.num_epochs} epochs' if self.num_epochs else ''} ({path})")
+        self._restart()
+
+    def stop(self, signal_name: str, position: tuple[int, int]) -> None:
+        """Record that a signal stops the training here."""
+        epoch, step = position
+        record("stop", signal=signal_name, epoch=epoch, step=step)
+
+
+def describe(figures: Mapping[str, float | None]) -> str:
+    """Return the figures as a line for people.
+
+    >>> describe({"samples_per_second": 412.3, "wait_share": 0.0031})
+    '412 samples/s  waits 0.3 %'
+    """
+    words = []
+    if (rate := figures.get("samples_per_second")) is not None:
+        words.append(f"{rate:,.{0 if rate >= 10 else 2}f} samples/s")
+    for name, word in (("wait_share", "waits"), ("device_use", "device busy")):
+        if (share := figures.get(name)) is not None:
+            words.append(f"{word} {share * 100:.1f} %")
+    return "  ".join(words)
+
+
+def _highest(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the larger of each figure.
+
+    >>> _highest({"host_bytes": 3, "devices": {"cuda:0": {"a": 1}}}, {"host_bytes": 2, "devices": {"cuda:0": {"a": 4}}})
+    {'host_bytes': 3, 'devices': {'cuda:0': {'a': 4}}}
+    """
+    found = dict(one)
+    for name, value in other.items():
+        before = found.get(name)
+        if isinstance(value, Mapping):
+            found[name] = _highest(before or {}, value)
+        else:
+            found[name] = value if before is None else max(before, value)
+    return found
+
+
+def _read_host() -> tuple[str, int]:
+    status = ProcReader().status(os.getpid())
+    if status is None:
+        return "rss", psutil.Process().memory_info().rss
+    return "non_reclaimable", status.private

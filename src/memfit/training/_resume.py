@@ -1,0 +1,225 @@
+"""Make the content of a checkpoint, load the newest one, and refuse one of another training."""
+
+from __future__ import annotations
+
+import math
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import HalfUpdatedError, UsageError
+from memfit.rundir import record
+from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, position_of
+from memfit.training._journal import Journal
+from memfit.training._keyed import TrainingData
+from memfit.training._oom import release
+from memfit.training._process import rng_state, set_rng_state
+from memfit.training._records import MEASURED, EpochRecord, StepOutcome
+from memfit.training._setup import Plan, Setup
+from memfit.training._validation import Validation
+
+_MAX_ROLLBACKS = 3
+
+
+@dataclass
+class Progress:
+    """How far a fit has come: whole epochs, and the steps of the one under way."""
+
+    fit: str = field(default_factory=lambda: uuid.uuid4().hex)  # names the training in all of its files
+    history: list[EpochRecord] = field(default_factory=list)
+    step: int = 0
+    num_batches: int = 0
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    num_skipped: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch under way, counted from 1."""
+        return len(self.history) + 1
+
+    @property
+    def position(self) -> Position:
+        return len(self.history), self.step
+
+    def add_step(self, outcome: StepOutcome, num_batches: int) -> None:
+        """Count an optimizer step and its batches."""
+        self.step += 1
+        self.num_batches += num_batches
+        self.num_skipped += outcome.skipped
+        if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
+            self.loss_sum += outcome.loss_sum
+            self.weight += outcome.weight
+
+    def end_epoch(self, pace: Mapping[str, Any]) -> None:
+        """Make the epoch under way a whole one."""
+        train_loss = self.loss_sum / self.weight if self.weight else math.nan
+        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped, **pace))
+        self.step = self.num_batches = self.num_skipped = 0
+        self.loss_sum = self.weight = 0.0
+
+
+class Resume:
+    """Makes the content of a fit's checkpoints, and continues the fit from the newest one."""
+
+    def __init__(
+        self, setup: Setup, plan: Plan, data: TrainingData, validation: Validation, journal: Journal, num_steps: int
+    ) -> None:
+        self._setup, self._plan, self._data, self._journal = setup, plan, data, journal
+        step = setup.step
+        parts = {
+            "model": step.model,
+            "optimizer": step.optimizer,
+            "schedule": setup.schedule,
+            "ema": setup.ema,
+            "sizes": step,
+            "validation": validation,
+        }
+        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
+            "steps per epoch": num_steps,
+            "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
+            **setup.identity,
+            **data.identity(),
+            **_optimizer_identity(step.optimizer, scheduled=setup.schedule is not None),
+        }
+        self._rollbacks: Counter[Position] = Counter()
+
+    def capture(self, progress: Progress) -> dict[str, Any]:
+        """Return a checkpoint's content: the state of every part, the random state, and how far the fit has come."""
+        entries = asdict(progress)
+        for entry in entries["history"]:  # times are in the events: two equal fits have equal checkpoints
+            for name in MEASURED:
+                del entry[name]
+        return {
+            "memfit_checkpoint": FORMAT,
+            "epoch": len(progress.history),
+            **{name: entries.pop(name) for name in ("fit", "step", "history")},
+            "within_epoch": entries,
+            **{name: part.state_dict() for name, part in self._parts.items()},
+            "buffers": {path: module._buffers[name] for path, module, name in _unsaved(self._parts["model"])},
+            "rng": rng_state(),
+            "identity": dict(self.identity),
+            "environment": _environment(),
+            "data": self._data.state_dict(),
+            "provenance": dict(self._setup.provenance),
+        }
+
+    def newest(self) -> Progress | None:
+        """Load the newest whole checkpoint and return its progress; None if there is none."""
+        folder = self._setup.folder
+        taken = None if folder is None else folder.newest()
+        return None if taken is None else self._restore(*taken)
+
+    def go_back(self, error: HalfUpdatedError, position: Position) -> Progress:
+        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way.
+
+        Raises:
+            HalfUpdatedError: If there is none, or this step was left half-way again and again.
+        """
+        self._rollbacks[position] += 1
+        self._data.close()
+        progress = self.newest() if self._rollbacks[position] <= _MAX_ROLLBACKS else None
+        if progress is None:
+            raise error
+        release(error)
+        record("rollback", from_epoch=position[0], from_step=position[1], error=error.what)
+        return progress
+
+    def _restore(self, path: Path, state: Mapping[str, Any]) -> Progress:
+        self._refuse_others(path, state)
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(state[name])
+            except RuntimeError as error:
+                if name != "model":
+                    raise
+                raise UsageError(
+                    f"{path} holds another model: {error}",
+                    rule="the names and shapes of all weights must be the checkpoint's.",
+                    remedy="build the model as it was, or pass another checkpoint_dir",
+                ) from error
+        _restore_buffers(self._parts["model"], state.get("buffers", {}))
+        set_rng_state(state["rng"])
+        self._data.load_state_dict(state["data"])
+        if state["environment"] != _environment():
+            then, now = state["environment"], _environment()
+            text = f"{path} was made with {then}, this is {now}: the resume is not bit-exact."
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        history = [EpochRecord(**entry) for entry in state["history"]]
+        progress = Progress(fit=state["fit"], history=history, step=state["step"], **state["within_epoch"])
+        self._journal.resume(path, progress.position)
+        return progress
+
+    def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that lies beyond the plan, or is of another training."""
+        if position_of(state) > (self._plan.num_epochs, 0):
+            raise UsageError(
+                f"{path} has {state['epoch']} whole epochs, and num_epochs is {self._plan.num_epochs}.",
+                rule="a fit goes on from its newest checkpoint; it cannot go back.",
+                remedy=f"pass num_epochs={state['epoch'] + bool(state['step'])} or more, or another checkpoint_dir",
+            )
+        saved, identity = dict(state["identity"]), self.identity
+        if not any(entry["metrics"] for entry in state["history"]):
+            saved["best"] = identity["best"]  # no epoch was chosen by it yet: a wrong best_metric can be put right
+        differing = [name for name in sorted({*saved, *identity}) if saved.get(name) != identity.get(name)]
+        if "optimizer" in differing:  # another type has other settings: they say nothing more
+            differing = [name for name in differing if not name.startswith("optimizer group ")]
+        if differing:
+            details = "; ".join(f"{name}: {saved.get(name)} then, {identity.get(name)} now" for name in differing)
+            raise UsageError(
+                f"{path} was made otherwise. {details}.",
+                rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
+                remedy="set these back, or pass another checkpoint_dir to start over",
+            )
+
+
+def _unsaved(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """Return the buffers that a state dict leaves out: the buffer's path, its module and its name there."""
+    return [
+        (f"{prefix}.{name}".lstrip("."), module, name)
+        for prefix, module in model.named_modules()
+        for name in sorted(getattr(module, "_non_persistent_buffers_set", ()))
+        if name in module._buffers
+    ]
+
+
+def _restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor | None]) -> None:
+    """Put back the buffers that the state dict leaves out, in place where that can be."""
+    for path, module, name in _unsaved(model):
+        if path not in saved:
+            continue
+        now, then = module._buffers[name], saved[path]
+        if now is None or then is None or (now.shape, now.dtype) != (then.shape, then.dtype):
+            device = next((tensor.device for tensor in model.parameters()), None) if now is None else now.device
+            module._buffers[name] = None if then is None else then.to(device)
+        elif not torch.equal(now.cpu(), then):
+            now.copy_(then)
+
+
+def _optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
+    """Return the optimizer's settings without those that a schedule moves."""
+    identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    moved = {"lr", "momentum", "betas"} if scheduled else set()
+    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+        for name, value in group.items():
+            value = len(value) if name == "params" else value
+            if isinstance(value, int | float | str | bool | tuple | None) and name not in moved:
+                identity[f"optimizer group {index}, {name}"] = value
+    return identity
+
+
+def _environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "none"  # type: ignore[no-untyped-call]
+    return {
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": device,
+    }
