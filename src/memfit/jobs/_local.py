@@ -60,10 +60,11 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
 
 @dataclass
 class _Followed(Followed):
-    """``shim_pid`` is None if its shim is no child of this process, but only its lock is seen; ``host`` if not here."""
+    """``shim`` is its watcher, if that is known already; ``is_child`` if of this process; ``host`` if not here."""
 
     group: JobGroup | None = None
-    shim_pid: int | None = None
+    shim: int | None = None
+    is_child: bool = False
     host: str = ""
 
 
@@ -133,25 +134,27 @@ class LocalBackend(FollowingBackend[_Followed]):
                 "data_limit_bytes": limit_bytes if has_limit else None,
             }
             write_order(folder, job, more)
-            shim_pid = None if self._forks(job, folder, lock) else self._start_shim(job.id, folder, lock)
+            shim = self._fork_shim(job, folder, lock)
+            followed = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group=group, shim=shim)
+            if shim is None:
+                followed.shim = self._start_shim(job.id, folder, lock)
+                followed.is_child = followed.shim is not None
         finally:
             os.close(lock)
-        status = JobStatus(job.id, "pending", attempt=attempt)
-        self._begin(job.id, _Followed(folder, status, group=group, shim_pid=shim_pid))
+        self._begin(job.id, followed)
 
-    def _forks(self, job: Job, folder: Path, lock: int) -> bool:
+    def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
         """Fork the shim of a function's job, if that can be."""
         parent = self.parent
         if parent is None or job.target is None or not parent.takes(child_env(job, self.run)):
-            return False
+            return None
         parent.load(uses=job.uses)
         if not parent.refused:
-            with contextlib.suppress(OSError):
-                parent.start_shim(folder, lock)
-                return True
+            if (shim := parent.start_shim(folder, lock)) is not None:
+                return shim
             parent.refused = "the process from which they are forked has ended"
         self._part_with(parent)
-        return False
+        return None
 
     def make_room(self) -> bool:
         """End the process from which jobs are forked, whose memory a job may need to fit."""
@@ -206,6 +209,9 @@ class LocalBackend(FollowingBackend[_Followed]):
         """Return what jobs that ended left charged to the run."""
         return self.walls.left_bytes() if self.walls is not None else 0
 
+    def _watcher(self, followed: _Followed) -> int | None:
+        return None if followed.host else followed.shim or followed.status.watcher_pid
+
     def _look(self, job_id: str, followed: _Followed) -> None:
         if _has_shim(followed):  # also between its outcome and its end: a job that has ended has no process left
             _read_running(followed)
@@ -228,10 +234,10 @@ class LocalBackend(FollowingBackend[_Followed]):
 
 
 def _has_shim(followed: _Followed) -> bool:
-    if followed.shim_pid is None:
+    if followed.shim is None or not followed.is_child:
         return is_held(followed.folder)
     with contextlib.suppress(ChildProcessError):
-        return os.waitpid(followed.shim_pid, os.WNOHANG)[0] == 0
+        return os.waitpid(followed.shim, os.WNOHANG)[0] == 0
     return False
 
 

@@ -20,7 +20,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -42,6 +41,7 @@ from memfit.jobs._folder import (
     take_lock,
     write_outcome,
 )
+from memfit.jobs._fork import end_of
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
 from memfit.jobs._processes import (
@@ -53,7 +53,6 @@ from memfit.jobs._processes import (
     stop_targets,
     wait_for,
 )
-from memfit.jobs._warm import Forked
 from memfit.masking import mask
 from memfit.memory import GroupState, JobGroup, ProcReader, is_locked
 from memfit.rundir import RunDir
@@ -214,7 +213,7 @@ class Shim:
             except OSError as error:
                 cause = f"could not be started: {error.strerror or error} ({error.filename})"
                 return replace(self._not_started("failed", cause, "job"), started=started)
-            self.is_forked = isinstance(process, Forked)
+            self.is_forked = process.is_forked
             monitor = Monitor(
                 self.run_dir,
                 self.job,
@@ -225,7 +224,7 @@ class Shim:
                 inherited_bytes=held.held if held is not None and self.is_forked else 0,
             )
             monitor.open_series()
-            returncode, stopped_by = self._follow(process, monitor)
+            returncode, stopped_by = self._follow(process.pid, monitor)
             is_asked = stopped_by is not None or self.stop.since is not None
             if is_asked or not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
                 return self._close(monitor, before, returncode, stopped_by)
@@ -243,7 +242,7 @@ class Shim:
         with contextlib.suppress(OSError):
             write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
 
-    def _follow(self, process: subprocess.Popen[bytes] | Forked, monitor: Monitor) -> tuple[int, str | None]:
+    def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
         stopped_by, next_tick, is_first = None, 0.0, True
         while True:
@@ -256,12 +255,12 @@ class Shim:
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
-                self._check_env(process.pid)
+                self._check_env(pid)
             self._end_starved(monitor, now)
-            stopped_by = self._pass_on_stop(process.pid, stopped_by)
+            stopped_by = self._pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_SAMPLE_SECONDS), stopped_by
+            if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
+                return returncode, stopped_by
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Pass a request to stop on; return the strongest signal that was sent so far."""

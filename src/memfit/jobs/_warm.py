@@ -7,29 +7,24 @@ thread and holds nothing that a fork would share, which `why_not` looks for.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import errno
 import importlib
 import json
 import os
-import random
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
 from memfit.jobs._child import REQUEST, die_with, keep_no_bytecode, main, read_answer
+from memfit.jobs._fork import draw_anew, fork, name_process, wait_for_any
 from memfit.jobs._threads import thread_env
 from memfit.memory import ProcReader
 
@@ -42,7 +37,6 @@ _MAPPED = re.compile(r"/(libcuda\.so|libamdhip64|libmpi\.so|nvidia[^/]*|kfd)[^/]
 _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 #: What is imported before the fork where a stage uses it; each was seen to begin no thread.
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
-_PR_SET_NAME = 15  # linux/prctl.h
 _IMPORT_SECONDS, _MOST_NAMES = 300.0, 400
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
 
@@ -119,14 +113,9 @@ class Parent:
         early = {name for name in {**self._env, **wanted} if name.startswith(_EARLY)} - _ONE_THREAD.keys()
         return not self.refused and all(self._env.get(name) == wanted.get(name) for name in early)
 
-    def start_shim(self, job_dir: Path, lock: int) -> None:
-        """Fork the watcher of a job, with the job's lock; the job is forked from it.
-
-        Raises:
-            OSError: If it could not be forked, or the process has ended.
-        """
-        if "pid" not in self._ask({"do": "shim", "job_dir": str(job_dir)}, lock):
-            raise OSError("the process from which jobs are forked has ended")
+    def start_shim(self, job_dir: Path, lock: int) -> int | None:
+        """Fork the watcher of a job, with the job's lock; the job is forked from it. None if this process has ended."""
+        return self._ask({"do": "shim", "job_dir": str(job_dir)}, lock).get("pid")
 
     @property
     def used_bytes(self) -> int:
@@ -140,9 +129,8 @@ class Parent:
         self._connection.close()
         if now:
             self._process.kill()
-        try:
-            self._process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
+        wait_for_any([self.pid], _PATIENCE_SECONDS)
+        if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
@@ -173,6 +161,7 @@ def serve(descriptor: int, run_pid: int) -> int:
     """Answer until the other side closes the socket."""
     die_with(run_pid)
     keep_no_bytecode()
+    importlib.import_module("memfit.jobs._shim")  # here, and not in each fork
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     watchers: set[int] = set()
@@ -195,11 +184,11 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
         case "load":
             return {"refused": _load(question["names"], connection.fileno())}
         case "call":
-            return {"pid": _fork(lambda: _call(Path(question["folder"])), connection)}
+            return {"pid": fork(lambda: _call(Path(question["folder"]), connection))}
         case "wait":
             return {"code": os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])}
         case _:
-            return {"pid": _fork(lambda: _watch(Path(question["job_dir"]), descriptors[0]), connection)}
+            return {"pid": fork(lambda: _watch(Path(question["job_dir"]), descriptors[0], connection))}
 
 
 def _load(wanted: Sequence[str], own: int) -> str:
@@ -267,189 +256,25 @@ def why_not(*own: int) -> str:
     return ""
 
 
-def _fork(run: Callable[[], int], connection: socket.socket) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        connection.close()
-        forget_exits()
-        os.setsid()
-        code = run()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        leave(code)
-    raise AssertionError  # it has left
-
-
-def _call(folder: Path) -> int:
+def _call(folder: Path, connection: socket.socket) -> int:
+    connection.close()
     die_with(os.getppid())
-    descriptor = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    _write_to(folder / "stderr", 2)
     draw_anew()
     return main(folder)
 
 
-def _watch(job_dir: Path, lock: int) -> int:
-    log = os.open(job_dir / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    _name(b"memfit shim")
+def _watch(job_dir: Path, lock: int, connection: socket.socket) -> int:
     from memfit.jobs import _shim
 
+    connection.close()
+    _write_to(job_dir / "shim.log", 1, 2)
+    name_process("memfit shim")
     return _shim.main(job_dir, lock, forks=True)
 
 
-def _name(name: bytes) -> None:
-    """Give this process a name in ``top`` and ``ps``, of which 15 bytes are kept; its command line stays."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
-
-
-def leave(code: int) -> None:
-    """End this process as an interpreter ends, but for what it has inherited."""
-    try:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does after a fork
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)
-    finally:
-        os._exit(code & 0xFF)
-
-
-def forget_exits() -> None:
-    """Leave what the code imported so far does at its end to the process that imported it.
-
-    What this process registers from now on runs at its end, and so do the ends of logging and of child processes.
-    """
-    atexit._clear()
-    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # temporary folders, for example
-        one.atexit = False
-    if weakref.finalize._registered_with_atexit:  # type: ignore[attr-defined]
-        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-    for module, name in (("logging", "shutdown"), ("multiprocessing.util", "_exit_function")):
-        if module in sys.modules:
-            atexit.register(getattr(sys.modules[module], name))
-
-
-def draw_anew() -> None:
-    """Seed what draws random numbers, as a new interpreter does, or all forks would draw the same."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
-
-
-class Forked:
-    """The process of a job that was forked from its watcher; in its place stands ``subprocess.Popen`` elsewhere.
-
-    Attributes:
-        returncode: Its exit code, negative for a signal; None while it runs.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
-        self._descriptor = os.pidfd_open(pid)
-
-    returncode: int | None
-
-    def wait(self, seconds: float) -> int:
-        """Return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: If it still runs after so many seconds.
-        """
-        if self.returncode is None:
-            if not select.select([self._descriptor], [], [], seconds)[0]:
-                raise subprocess.TimeoutExpired("a forked job", seconds)
-            os.close(self._descriptor)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-
-def fork_job(
-    job_dir: Path, become: Callable[[], None], streams: Sequence[int], cwd: str, env: Mapping[str, str]
-) -> Forked | None:
-    """Fork the process of a function's job; None if it did not come to its function.
-
-    Args:
-        become: Called in it first; it may raise an OSError.
-        streams: Descriptors of its standard input, output and error.
-    """
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            _begin_job(job_dir.name, become, streams, cwd, env, writing)
-            code = main(job_dir)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            leave(code)
-    os.close(writing)
-    with open(reading, "rb") as began:
-        ready, _, _ = select.select([began], [], [], _PATIENCE_SECONDS)
-        said = began.read() if ready else b""
-    if said == b"began":
-        return Forked(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if said:
-        number, _, name = said.decode().partition(" ")
-        raise OSError(int(number), os.strerror(int(number)), name)
-    return None
-
-
-def _begin_job(
-    job_id: str, become: Callable[[], None], streams: Sequence[int], cwd: str, env: Mapping[str, str], told: int
-) -> None:
-    """Make this process what a new interpreter would be."""
-    try:
-        forget_exits()
-        os.setsid()
-        become()
-        for asked in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(asked, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-        told = os.dup2(told, len(streams))
-        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # paths would be held by what lists them
-            if int(name) > told:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        os.chdir(cwd)
-        os.environ.update(env)
-        _name(job_id.encode())
-        _set_threads(int(env.get("OMP_NUM_THREADS", "1")))
-        draw_anew()
-    except OSError as error:
-        os.write(told, f"{error.errno or errno.EIO} {error.filename or ''}".encode())
-        os._exit(127)
-    os.write(told, b"began")
-    os.close(told)
-
-
-def _set_threads(threads: int) -> None:
-    """Give the libraries that are loaded, with one thread each, as many as a job wants."""
-    if threads > 1:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(threads)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(threads)
+def _write_to(path: Path, *streams: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in streams:
+        os.dup2(descriptor, number)
+    os.close(descriptor)
