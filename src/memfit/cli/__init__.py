@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.metadata
 import re
 import shlex
 import sys
 from functools import partial
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -17,6 +16,9 @@ from typer.core import TyperGroup
 from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.masking import mask
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 __all__ = ["app", "expand_files", "main"]
 
@@ -107,8 +109,10 @@ class _Verbs(TyperGroup):
         return group
 
 
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group="memfit.verbs")
+def _entry_points() -> EntryPoints:
+    from importlib.metadata import entry_points  # slow to load
+
+    return entry_points(group="memfit.verbs")
 
 
 app = typer.Typer(
@@ -124,7 +128,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"memfit {importlib.metadata.version('memfit')}")
+        from importlib.metadata import version
+
+        typer.echo(f"memfit {version('memfit')}")
         raise typer.Exit
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memfit.jobs._death import memory_place as memory_place
     from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
+    from memfit.jobs._fork import leave as leave
     from memfit.jobs._job import ENDED as ENDED
     from memfit.jobs._job import Backend as Backend
     from memfit.jobs._job import EndedBy as EndedBy

@@ -57,7 +57,7 @@ def fork(run: Callable[[], int]) -> int:
 
         traceback.print_exc()
     finally:
-        _leave(code)
+        leave(code)
     raise AssertionError  # it has left
 
 
@@ -150,7 +150,7 @@ def _forget_exits() -> None:
             atexit.register(getattr(sys.modules[module], name))
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     """End this process as an interpreter ends, but for what it has inherited."""
     try:
         with suppress(BaseException):
