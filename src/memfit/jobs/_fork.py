@@ -31,11 +31,52 @@ def wait_for_any(pids: Iterable[int], seconds: float) -> None:
         os.close(end)
 
 
+def is_alive(pid: int) -> bool:
+    """Return True if a process has not ended; False before Linux 5.3."""
+    try:
+        end = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return False
+    try:
+        return not select.select([end], [], [], 0)[0]
+    finally:
+        os.close(end)
+
+
 def end_of(pid: int, seconds: float) -> int | None:
     """Return the exit code of a child, negative for a signal; None if it still runs after so many seconds."""
     wait_for_any([pid], seconds)
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
+
+
+def start_interpreter(
+    words: Sequence[str], descriptor: int, *, env: Mapping[str, str], log: str = os.devnull, safe_path: bool = True
+) -> int:
+    """Start ``python -m memfit.jobs`` with these words in a session of its own; return its number.
+
+    Args:
+        words: They say what it is, and may hold the descriptor's number.
+        descriptor: It inherits this one.
+        env: Its whole environment.
+        log: What it writes goes there.
+        safe_path: Do not import from the current folder: a file there may be named like one of Python's modules.
+
+    Raises:
+        OSError: If no process can be had.
+    """
+    command = [sys.executable, *["-P"][: int(safe_path)], "-m", "memfit.jobs", *words]
+    streams = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    os.set_inheritable(descriptor, True)
+    try:
+        # Not subprocess, which complains of a child that outlives its parent.
+        return os.posix_spawn(sys.executable, command, env, file_actions=streams, setsid=True)
+    finally:
+        os.set_inheritable(descriptor, False)
 
 
 def fork(run: Callable[[], int]) -> int:
@@ -84,8 +125,7 @@ def fork_job(
         try:
             for number, descriptor in enumerate(streams):
                 os.dup2(descriptor, number)
-            os.closerange(len(streams), told)
-            os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+            close_all_but(told)
             prepare()
         except OSError as error:
             os.write(told, f"{error.errno or errno.EIO} {error.filename or ''}".encode())
@@ -103,6 +143,12 @@ def fork_job(
     os.waitpid(pid, 0)
     number, _, name = said.decode().partition(" ")
     raise OSError(int(number), os.strerror(int(number)), name)
+
+
+def close_all_but(descriptor: int) -> None:
+    """Close all descriptors beside the standard streams and this one."""
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def begin_anew(job_id: str, env: Mapping[str, str]) -> None:

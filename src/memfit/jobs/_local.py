@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from memfit.errors import DamagedError
 from memfit.files import refresh
 from memfit.jobs._folder import (
+    LOCK,
     OUTCOME,
     STATUS,
     is_held,
@@ -26,6 +26,7 @@ from memfit.jobs._folder import (
     write_outcome,
 )
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
+from memfit.jobs._fork import is_alive, start_interpreter
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
@@ -89,6 +90,8 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.walls, self.parent = walls, parent
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
         self._granted: dict[str, JobGroup] = {}
+        self._plain: Parent | None = None  # from which shims are forked, and no functions
+        self._has_plain = False
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_held(folder) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
@@ -144,20 +147,23 @@ class LocalBackend(FollowingBackend[_Followed]):
         self._begin(job.id, followed)
 
     def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
-        """Fork the shim of a function's job, if that can be."""
+        """Fork the shim of a job; from the process that has imported its code if it is a function and that can be."""
         parent = self.parent
-        if parent is None or job.target is None or not parent.takes(child_env(job, self.run)):
-            return None
-        parent.load(uses=job.uses)
-        if not parent.refused:
-            if (shim := parent.start_shim(folder, lock)) is not None:
-                return shim
-            parent.refused = "the process from which they are forked has ended"
-        self._part_with(parent)
-        return None
+        if parent is not None and job.target is not None and parent.takes(child_env(job, self.run)):
+            parent.load(uses=job.uses)
+            if not parent.refused:
+                if (shim := parent.start_shim(folder, lock, forks=True)) is not None:
+                    return shim
+                parent.refused = "the process from which they are forked has ended"
+            self._part_with(parent)
+        if not self._has_plain:
+            self._has_plain = True
+            with contextlib.suppress(OSError):
+                self._plain = Parent.start("", os.environ)
+        return self._plain.start_shim(folder, lock, forks=False) if self._plain is not None else None
 
     def make_room(self) -> bool:
-        """End the process from which jobs are forked, whose memory a job may need to fit."""
+        """End the process from which functions are forked, whose memory a job may need to fit."""
         if (parent := self.parent) is None:
             return False
         parent.refused = f"a job needs the {format_bytes(parent.used_bytes)} of the process from which they are forked"
@@ -169,21 +175,18 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.parent = None
         parent.close()
 
+    def close(self) -> None:
+        """End the process from which shims are forked; they and their jobs go on."""
+        plain, self._plain, self._has_plain = self._plain, None, False
+        if plain is not None:
+            plain.close()
+
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
-        """Start the shim of a job in a session of its own, with the job's lock; None when no process can be had."""
-        # Without -P a file in this folder named like one of Python's modules would be imported in its place.
-        command = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--job", job_id]
-        command += ["--lock", str(lock)]
+        """Start the shim of a job in an interpreter of its own; None when no process can be had."""
         log = f"{folder}/shim.log"
-        streams = [
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ]
         try:
-            os.set_inheritable(lock, True)
-            # Not subprocess, which complains of a child that outlives its parent.
-            return os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setsid=True)
+            words = ["shim", str(self.run.path), "--job", job_id, "--lock", str(lock)]
+            return start_interpreter(words, lock, env=os.environ, log=log)
         except OSError as error:  # the job ends as one whose watcher died
             Path(log).write_text(f"no watcher for {job_id}: {error}\n")
             return None
@@ -234,11 +237,14 @@ class LocalBackend(FollowingBackend[_Followed]):
 
 
 def _has_shim(followed: _Followed) -> bool:
-    if followed.shim is None or not followed.is_child:
-        return is_held(followed.folder)
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(followed.shim, os.WNOHANG)[0] == 0
-    return False
+    if followed.is_child:
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(followed.shim or 0, os.WNOHANG)[0] == 0
+        return False
+    if is_held(followed.folder):
+        return True
+    # Its folder may be out of reach for a while.
+    return followed.shim is not None and not (followed.folder / LOCK).exists() and is_alive(followed.shim)
 
 
 def _read_running(followed: _Followed) -> None:

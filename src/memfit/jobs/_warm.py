@@ -14,17 +14,17 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
 from memfit.jobs._child import REQUEST, die_with, keep_no_bytecode, main, read_answer
-from memfit.jobs._fork import draw_anew, fork, name_process, wait_for_any
+from memfit.jobs._fork import close_all_but, draw_anew, end_of, fork, is_alive, name_process, start_interpreter
 from memfit.jobs._threads import thread_env
 from memfit.memory import ProcReader
 
@@ -46,39 +46,38 @@ class Parent:
 
     Attributes:
         pid: Its number.
-        refused: Why no job may be forked from it; empty if it may be.
+        refused: Why no function may be called in a fork of it; empty if that may be.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, env: Mapping[str, str]) -> None:
-        self._process, self._connection, self._lock = process, connection, threading.Lock()
+    def __init__(self, pid: int, connection: socket.socket, env: Mapping[str, str]) -> None:
+        self._connection, self._lock = connection, threading.Lock()
         self._env, self._loaded = env, set[str]()
-        self.pid, self.refused = process.pid, ""
+        self.pid, self.refused = pid, ""
+        weakref.finalize(self, connection.close)  # which ends it
 
     @classmethod
     def start(cls, target: str, env: Mapping[str, str]) -> Parent | None:
-        """Start one that imports a target's module; None where this system has none.
+        """Start one; None where this system has none.
 
         Args:
-            target: The workload as ``module:name``.
-            env: Its whole environment, but for the number of threads, which is 1.
+            target: The workload as ``module:name``, whose module it imports; empty for none of the user's code.
+            env: Its whole environment, but for the number of threads, which is 1 where it imports a target.
+
+        Raises:
+            OSError: If no process can be had.
         """
-        if not _can_fork():
+        if not is_alive(os.getpid()):  # before Linux 5.3 a fork cannot be followed
             return None
+        env = {**env, **_ONE_THREAD} if target else env
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_IMPORT_SECONDS)
-        env = {**env, **_ONE_THREAD}
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "memfit.jobs", "warm", str(theirs.fileno()), str(os.getpid())],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        parent = cls(process, ours, env)
-        parent.load(target.partition(":")[0])
+        with theirs, contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            words = ["warm", str(theirs.fileno()), str(os.getpid())]
+            parent = cls(start_interpreter(words, theirs.fileno(), env=env, safe_path=not target), ours, env)
+            stack.pop_all()
+        if target:
+            parent.load(target.partition(":")[0])
         return parent
 
     def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
@@ -113,9 +112,12 @@ class Parent:
         early = {name for name in {**self._env, **wanted} if name.startswith(_EARLY)} - _ONE_THREAD.keys()
         return not self.refused and all(self._env.get(name) == wanted.get(name) for name in early)
 
-    def start_shim(self, job_dir: Path, lock: int) -> int | None:
-        """Fork the watcher of a job, with the job's lock; the job is forked from it. None if this process has ended."""
-        return self._ask({"do": "shim", "job_dir": str(job_dir)}, lock).get("pid")
+    def start_shim(self, job_dir: Path, lock: int, *, forks: bool) -> int | None:
+        """Fork the watcher of a job, with the job's lock; return its number, or None if this process has ended.
+
+        With ``forks`` the job, which is a function, is forked from its watcher.
+        """
+        return self._ask({"do": "shim", "job_dir": str(job_dir), "forks": forks}, lock).get("pid")
 
     @property
     def used_bytes(self) -> int:
@@ -128,11 +130,11 @@ class Parent:
         self.refused = self.refused or "it has ended"
         self._connection.close()
         if now:
-            self._process.kill()
-        wait_for_any([self.pid], _PATIENCE_SECONDS)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            if end_of(self.pid, _PATIENCE_SECONDS) is None:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
     def _ask(self, question: Mapping[str, Any], *descriptors: int) -> dict[str, Any]:
         """Return the answer; empty when the process has ended."""
@@ -145,21 +147,13 @@ class Parent:
         return json.loads(answer) if answer else {}
 
 
-def _can_fork() -> bool:
-    """Return True where a fork can be followed as this module does (Linux 5.3)."""
-    with contextlib.suppress(OSError):
-        if sys.platform == "linux":
-            os.close(os.pidfd_open(os.getpid()))
-            return True
-    return False
-
-
 # The process itself
 
 
 def serve(descriptor: int, run_pid: int) -> int:
     """Answer until the other side closes the socket."""
     die_with(run_pid)
+    close_all_but(descriptor)  # what the run itself has inherited
     keep_no_bytecode()
     importlib.import_module("memfit.jobs._shim")  # here, and not in each fork
     connection = socket.socket(fileno=descriptor)
@@ -188,7 +182,7 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
         case "wait":
             return {"code": os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])}
         case _:
-            return {"pid": fork(lambda: _watch(Path(question["job_dir"]), descriptors[0], connection))}
+            return {"pid": fork(lambda: _watch(question, descriptors[0], connection))}
 
 
 def _load(wanted: Sequence[str], own: int) -> str:
@@ -264,13 +258,14 @@ def _call(folder: Path, connection: socket.socket) -> int:
     return main(folder)
 
 
-def _watch(job_dir: Path, lock: int, connection: socket.socket) -> int:
+def _watch(question: Mapping[str, Any], lock: int, connection: socket.socket) -> int:
     from memfit.jobs import _shim
 
     connection.close()
+    job_dir = Path(question["job_dir"])
     _write_to(job_dir / "shim.log", 1, 2)
     name_process("memfit shim")
-    return _shim.main(job_dir, lock, forks=True)
+    return _shim.main(job_dir, lock, forks=question["forks"])
 
 
 def _write_to(path: Path, *streams: int) -> None:
