@@ -5,6 +5,7 @@ import signal
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs.contract import is_alive, submit, wait_for_end, wait_until
@@ -287,6 +288,16 @@ def test_any_number_of_definitions_may_be_named(run_dir, parent):
     assert parent.refused == ""
     parent.load(uses=["no_such_module:fit"])
     assert parent.call("user_code:look", {})["session"]
+
+
+def test_one_that_was_started_early_is_taken_once_and_with_its_environment_alone():
+    before = {one.pid for one in psutil.Process().children()}
+    Parent.start_early()
+    (early,) = {one.pid for one in psutil.Process().children()} - before
+    parents = [Parent.start("", {**os.environ, **more}) for more in ({"OWN": "1"}, {}, {})]
+    assert [one.pid == early for one in parents] == [False, True, False]
+    for one in parents:
+        one.close()
 
 
 def test_a_fork_that_never_comes_to_its_function_is_a_new_interpreter_then(run_dir, parent_of):

@@ -20,7 +20,7 @@ from memfit.masking import mask
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-__all__ = ["app", "expand_files", "main"]
+__all__ = ["app", "expand_files", "load_verb", "main"]
 
 #: What users' commands begin with.
 _PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
@@ -87,9 +87,8 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _VERBS:
-            where, text, usage = _VERBS[cmd_name]
-            home, _, name = where.partition(":")
-            verb = getattr(importlib.import_module(f"memfit.cli.{home}"), name)
+            _, text, usage = _VERBS[cmd_name]
+            verb = load_verb(cmd_name)
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
         else:
@@ -107,6 +106,12 @@ class _Verbs(TyperGroup):
         group = typer.main.get_command(verb)
         group.name, group.short_help = cmd_name, text
         return group
+
+
+def load_verb(name: str) -> Any:
+    """Load the file of a verb of memfit's own; None if there is no such verb."""
+    home, _, function = _VERBS.get(name, ("", "", ""))[0].partition(":")
+    return getattr(importlib.import_module(f"memfit.cli.{home}"), function) if home else None
 
 
 def _entry_points() -> EntryPoints:
