@@ -26,8 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _OOM_SCORE_ADJ = "500"
 #: Names in /dev/shm with the number of the process that made them: torch, Python, OpenMP, joblib.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
-#: How long a fork may take until it calls its function, and what was killed to be gone.
-_FORK_SECONDS, _PATIENCE_SECONDS = 30.0, 2.0
+_PATIENCE_SECONDS = 2.0
 #: Helpers such as multiprocessing's resource tracker end by themselves just after their parent.
 _LEAVING_SECONDS = 0.3
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
@@ -46,10 +45,18 @@ class Started(NamedTuple):
     is_forked: bool
 
 
-def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, *, forks: bool = False) -> Started:
+def spawn(
+    job: Mapping[str, Any],
+    job_dir: Path,
+    group: JobGroup | None,
+    *,
+    forks: bool = False,
+    patience_seconds: float = 30.0,
+) -> Started:
     """Start the process of a job (``job.json``) in its group; its program runs when this returns.
 
-    With ``forks`` the process of a function is forked from this one, unless that fails.
+    With ``forks`` the process of a function is forked from this one, unless it comes to nothing in
+    ``patience_seconds``; then it gets a new interpreter.
 
     Raises:
         OSError: If its program, its folder or its group is missing.
@@ -82,7 +89,7 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, *, fork
             streams.append(stream)
             stack.callback(os.close, stream)
         if forks and job["target"] is not None:
-            pid, has_begun = fork_job(become_function, partial(main, job_dir), streams, _FORK_SECONDS)
+            pid, has_begun = fork_job(become_function, partial(main, job_dir), streams, patience_seconds)
             if has_begun:
                 return Started(pid, is_forked=True)
             os.kill(pid, signal.SIGKILL)
