@@ -136,15 +136,6 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {**found, "text": mask(lines[-1].strip())[:2000], "memory": not names.isdisjoint(_MEMORY_ERRORS)}
 
 
-def keep_no_bytecode() -> None:
-    """Have this process write no bytecode of what it imports.
-
-    Python takes bytecode for that of a file of the same size and second, so a file that is edited within a second of a
-    run would run as it was before.
-    """
-    sys.dont_write_bytecode = True
-
-
 def die_with(parent: int) -> None:
     """End this process when its parent ends, however that ends (Linux only)."""
     if sys.platform == "linux":
@@ -155,7 +146,8 @@ def die_with(parent: int) -> None:
 
 def main(folder: Path) -> int:
     """Call the function that ``request.json`` names; return the job's exit code."""
-    keep_no_bytecode()
+    # Python takes bytecode for that of a file of the same size and second, which may be edited after a run.
+    sys.dont_write_bytecode = True
     request = read_whole(folder / REQUEST)
     if request is None:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)

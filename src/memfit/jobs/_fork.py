@@ -17,6 +17,21 @@ from contextlib import suppress
 
 _PR_SET_NAME = 15  # linux/prctl.h
 _BEGAN = b"began"
+#: What numerical libraries read once, when they are loaded.
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "POLARS_MAX_THREADS",
+    "RAYON_NUM_THREADS",
+)
+
+
+def thread_env(threads: int) -> dict[str, str]:
+    """Return the variables that give each numerical library this number of threads."""
+    return dict.fromkeys(_THREADS, str(threads))
 
 
 def wait_for_any(pids: Iterable[int], seconds: float) -> None:

@@ -26,10 +26,9 @@ from memfit.jobs._folder import (
     write_outcome,
 )
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
-from memfit.jobs._fork import is_alive, start_interpreter
+from memfit.jobs._fork import is_alive, start_interpreter, thread_env
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
-from memfit.jobs._threads import thread_env
 from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir

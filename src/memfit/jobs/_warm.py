@@ -23,9 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
-from memfit.jobs._child import REQUEST, die_with, keep_no_bytecode, main, read_answer
-from memfit.jobs._fork import close_all_but, draw_anew, end_of, fork, is_alive, name_process, start_interpreter
-from memfit.jobs._threads import thread_env
+from memfit.jobs._child import REQUEST, die_with, main, read_answer
+from memfit.jobs._fork import (
+    close_all_but,
+    draw_anew,
+    end_of,
+    fork,
+    is_alive,
+    name_process,
+    start_interpreter,
+    thread_env,
+    wait_for_any,
+)
 from memfit.memory import ProcReader
 
 #: Variables that are read when a process starts or when a library is loaded, not later.
@@ -104,13 +113,9 @@ class Parent:
         with tempfile.TemporaryDirectory(prefix="memfit-") as name:
             folder = Path(name)
             write_json(folder / REQUEST, {"target": target, "arguments": dict(arguments)}, durable=False)
-            reading, writing = os.pipe()
-            with open(reading, "rb") as end:
-                try:
-                    pid = self._ask({"do": "call", "folder": str(folder)}, writing).get("pid")
-                finally:
-                    os.close(writing)
-                end.read()  # until that process has ended
+            pid = self._ask({"do": "call", "folder": str(folder)}).get("pid")
+            while pid is not None and is_alive(pid):
+                wait_for_any([pid], _PATIENCE_SECONDS)
             code = self._ask({"do": "wait", "pid": pid}).get("code", -signal.SIGKILL)
             said = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
             return read_answer(folder, target, code, said)
@@ -163,7 +168,7 @@ def serve(descriptor: int, run_pid: int) -> int:
     """Answer until the other side closes the socket."""
     die_with(run_pid)
     close_all_but(descriptor)  # what the run itself has inherited
-    keep_no_bytecode()
+    sys.dont_write_bytecode = True  # as in a new interpreter
     importlib.import_module("memfit.jobs._shim")  # here, and not in each fork
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
