@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,18 @@ def load_target(target: str) -> Any:
             )
         value = getattr(value, part)
     return value
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Look for no garbage meanwhile: imports leave little, and those of torch take an eighth less time then."""
+    before, ours = gc.get_threshold(), (2**31 - 1, 10, 10)
+    gc.set_threshold(*ours)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == ours:  # the imported code may set its own
+            gc.set_threshold(*before)
 
 
 def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Any:
@@ -155,7 +169,8 @@ def main(folder: Path) -> int:
     if "parent" in request:
         die_with(request["parent"])  # nobody would read its result
     try:
-        function = load_target(request["target"])
+        with importing():
+            function = load_target(request["target"])
         try:
             result = function(**request["arguments"])
         finally:

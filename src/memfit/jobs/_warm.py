@@ -8,22 +8,24 @@ thread and holds nothing that a fork would share, which `why_not` looks for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
-from memfit.jobs._child import REQUEST, die_with, main, read_answer
+from memfit.jobs._child import REQUEST, die_with, importing, main, read_answer
 from memfit.jobs._fork import (
     close_all_but,
     draw_anew,
@@ -48,6 +50,8 @@ _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
 _IMPORT_SECONDS, _MOST_NAMES = 300.0, 400
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
+#: After so long without a question it has time to load more.
+_IDLE_SECONDS = 0.005
 _early: list[Parent] = []
 
 
@@ -169,11 +173,12 @@ def serve(descriptor: int, run_pid: int) -> int:
     die_with(run_pid)
     close_all_but(descriptor)  # what the run itself has inherited
     sys.dont_write_bytecode = True  # as in a new interpreter
-    importlib.import_module("memfit.jobs._shim")  # here, and not in each fork
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     watchers: set[int] = set()
     while True:
+        if not select.select([connection], [], [], _IDLE_SECONDS)[0]:  # nobody waits
+            _shim()
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         watchers = {pid for pid in watchers if not os.waitpid(pid, os.WNOHANG)[0]}
         if not data:
@@ -196,13 +201,27 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
         case "wait":
             return {"code": os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])}
         case _:
-            return {"pid": fork(lambda: _watch(question, descriptors[0], connection))}
+            shim = _shim()
+            return {"pid": fork(lambda: _watch(shim, question, descriptors[0], connection))}
+
+
+def _shim() -> Callable[..., int]:
+    """Load what watches jobs here, once, and not in each fork."""
+    from memfit.jobs._shim import main
+
+    return main
 
 
 def _load(wanted: Sequence[str], own: int) -> str:
     """Import modules, and libraries that definitions (``module:name``) use; say why nothing may be forked then."""
-    import gc
+    with importing():
+        _import(wanted)
+    gc.collect()
+    gc.freeze()
+    return why_not(own)
 
+
+def _import(wanted: Sequence[str]) -> None:
     named: dict[str, set[str]] = {}
     for one in wanted:
         module, is_definition, name = one.partition(":")
@@ -218,9 +237,6 @@ def _load(wanted: Sequence[str], own: int) -> str:
                 getattr(importlib.import_module(module), name, None)
     if "torch" in sys.modules and ("memfit.training" in sys.modules or ("torch", "optim") in found):
         importlib.import_module("torch._dynamo")  # every optimizer does; it takes a second
-    gc.collect()
-    gc.freeze()
-    return why_not(own)
 
 
 def _imports(module: str, names: Container[str]) -> Iterator[tuple[str, str]]:
@@ -272,14 +288,12 @@ def _call(folder: Path, connection: socket.socket) -> int:
     return main(folder)
 
 
-def _watch(question: Mapping[str, Any], lock: int, connection: socket.socket) -> int:
-    from memfit.jobs import _shim
-
+def _watch(shim: Callable[..., int], question: Mapping[str, Any], lock: int, connection: socket.socket) -> int:
     connection.close()
     job_dir = Path(question["job_dir"])
     _write_to(job_dir / "shim.log", 1, 2)
     name_process("memfit shim")
-    return _shim.main(job_dir, lock, forks=question["forks"])
+    return shim(job_dir, lock, forks=question["forks"])
 
 
 def _write_to(path: Path, *streams: int) -> None:
