@@ -36,6 +36,7 @@ def thread_env(threads: int) -> dict[str, str]:
 
 def wait_for_any(pids: Iterable[int], seconds: float) -> None:
     """Wait until one of these processes has ended, and at most so long; always so long before Linux 5.3."""
+    # Not select, which knows 1,024 descriptors.
     ends, poll = [], select.poll()
     for pid in pids if hasattr(os, "pidfd_open") else ():
         with suppress(OSError):
@@ -52,8 +53,10 @@ def is_alive(pid: int) -> bool:
         end = os.pidfd_open(pid)
     except (AttributeError, OSError):
         return False
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
     try:
-        return not select.select([end], [], [], 0)[0]
+        return not poll.poll(0)
     finally:
         os.close(end)
 
@@ -68,17 +71,9 @@ def end_of(pid: int, seconds: float) -> int | None:
 def start_interpreter(
     words: Sequence[str], descriptor: int, *, env: Mapping[str, str], log: str = os.devnull, safe_path: bool = True
 ) -> int:
-    """Start ``python -m memfit.jobs`` with these words in a session of its own; return its number.
+    """Start ``python -m memfit.jobs`` with these words and this descriptor in a session of its own; return its number.
 
-    Args:
-        words: They say what it is, and may hold the descriptor's number.
-        descriptor: It inherits this one.
-        env: Its whole environment.
-        log: What it writes goes there.
-        safe_path: Do not import from the current folder: a file there may be named like one of Python's modules.
-
-    Raises:
-        OSError: If no process can be had.
+    With ``safe_path`` it imports nothing from this folder, where a file may be named like one of Python's modules.
     """
     command = [sys.executable, *["-P"][: int(safe_path)], "-m", "memfit.jobs", *words]
     streams = [
@@ -122,17 +117,8 @@ def fork_job(
 ) -> tuple[int, bool]:
     """Fork a process that prepares itself, which may be to become another program, and then calls a function.
 
-    Args:
-        prepare: It may raise an OSError.
-        call: Returns the exit code.
-        streams: Descriptors of its standard input, output and error. It has no others.
-        seconds: How long it may prepare itself; None for any time.
-
-    Returns:
-        The process, and True if it came to the function.
-
-    Raises:
-        OSError: That of ``prepare``.
+    It has these three streams and no other descriptors. Return its number, and True if it came to the function in so
+    many seconds (None for any). An OSError of ``prepare`` is raised here.
     """
     reading, told = os.pipe()
 
@@ -197,10 +183,7 @@ def name_process(name: str) -> None:
 
 
 def _forget_exits() -> None:
-    """Leave what the code imported so far does at its end to the process that imported it.
-
-    What this process registers from now on runs at its end, and so do the ends of logging and of child processes.
-    """
+    """Leave what the imported code does at its end to the process that imported it, but for logging and children."""
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # temporary folders, for example
         one.atexit = False

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from memfit.errors import DamagedError
@@ -89,8 +90,6 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.walls, self.parent = walls, parent
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
         self._granted: dict[str, JobGroup] = {}
-        self._plain: Parent | None = None  # from which shims are forked, and no functions
-        self._has_plain = False
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_held(folder) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
@@ -155,11 +154,14 @@ class LocalBackend(FollowingBackend[_Followed]):
                     return shim
                 parent.refused = "the process from which they are forked has ended"
             self._part_with(parent)
-        if not self._has_plain:
-            self._has_plain = True
-            with contextlib.suppress(OSError):
-                self._plain = Parent.start("", os.environ)
         return self._plain.start_shim(folder, lock, forks=False) if self._plain is not None else None
+
+    @cached_property
+    def _plain(self) -> Parent | None:
+        """The process from which shims alone are forked."""
+        with contextlib.suppress(OSError):
+            return Parent.start("", os.environ)
+        return None
 
     def make_room(self) -> bool:
         """End the process from which functions are forked, whose memory a job may need to fit."""
@@ -176,8 +178,7 @@ class LocalBackend(FollowingBackend[_Followed]):
 
     def close(self) -> None:
         """End the process from which shims are forked; they and their jobs go on."""
-        plain, self._plain, self._has_plain = self._plain, None, False
-        if plain is not None:
+        if (plain := vars(self).pop("_plain", None)) is not None:
             plain.close()
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:

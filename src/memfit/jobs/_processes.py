@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with, main
-from memfit.jobs._fork import begin_anew, fork_job, wait_for_any
+from memfit.jobs._fork import begin_anew, end_of, fork_job, wait_for_any
 from memfit.memory import JobGroup, ProcReader
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -165,16 +165,13 @@ def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
     """Wait until these children have ended or it is over; return the exit codes."""
     codes: set[int] = set()
     while pids and not is_over():
-        for pid in list(pids):
-            try:
-                found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # not inherited, or gone
-                pids = pids - {pid}
-                continue
-            if found:
-                codes.add(os.waitstatus_to_exitcode(status))
-                pids = pids - {pid}
         wait_for_any(pids, 0.02)
+        for pid in set(pids):
+            with suppress(ChildProcessError):  # not inherited, or gone
+                if (code := end_of(pid, 0)) is None:
+                    continue
+                codes.add(code)
+            pids = pids - {pid}
     return codes
 
 
