@@ -129,7 +129,7 @@ def fork_job(
             close_all_but(told)
             prepare()
         except OSError as error:
-            os.write(told, f"{error.errno or errno.EIO} {error.filename or ''}".encode())
+            os.write(told, os.fsencode(f"{error.errno or errno.EIO} {error.filename or ''}"))
             os._exit(127)
         os.write(told, _BEGAN)
         os.close(told)
@@ -142,7 +142,7 @@ def fork_job(
     if said in (b"", _BEGAN):
         return pid, said == _BEGAN
     os.waitpid(pid, 0)
-    number, _, name = said.decode().partition(" ")
+    number, _, name = os.fsdecode(said).partition(" ")
     raise OSError(int(number), os.strerror(int(number)), name)
 
 

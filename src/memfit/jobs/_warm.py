@@ -2,7 +2,8 @@
 
 It starts by itself: ``python -m memfit.jobs warm DESCRIPTOR``, answers over that socket, and ends with it. A forked
 process shares the imported code with all others, and begins at once. This is safe only while the process has one
-thread and holds nothing that a fork would share, which `why_not` looks for.
+thread and holds nothing that a fork would share, which `why_not` looks for. One that has imported no user code forks
+watchers alone, whose jobs are other programs.
 """
 
 from __future__ import annotations
