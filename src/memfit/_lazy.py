@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+_EXPORT = re.compile(r"^ *from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
 def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -20,8 +22,7 @@ def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
     @cache
     def modules() -> dict[str, str]:
         source = vars(sys.modules[package])["__loader__"].get_source(package)
-        imports = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
-        return {one.name: str(node.module) for node in imports for one in node.names if one.asname == one.name}
+        return {name: module for module, name in _EXPORT.findall(source)}
 
     def find(name: str) -> Any:
         if name == "__all__":

@@ -11,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs.contract import EnforcerContract, ProcessContract, is_alive, python, submit, wait_for_end, wait_until
@@ -163,6 +164,7 @@ def test_a_job_whose_watcher_is_just_starting_is_taken_over_and_not_started_agai
         first = LocalBackend(run_dir)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(slow))
+            patch.delattr(os, "pidfd_open")  # as where no process is there to fork watchers from
             submit(first, job)
         second = LocalBackend(run_dir)  # the first supervisor was killed here
         assert second.adopt(["once"]) == {"once"}
@@ -566,3 +568,30 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     status = wait_for_end(backend, "full")
     assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
     assert "has met its limit" in status.cause
+
+
+def test_watchers_are_forked_from_one_process_and_begin_in_interpreters_when_it_is_gone(run_dir, monkeypatch):
+    backend = LocalBackend(run_dir)
+    submit(backend, sleeper("first"))
+    above = psutil.Process(shim_of(run_dir, "first")).ppid()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nonexistent/python")
+        submit(backend, Job("second", command=("true",)))
+    assert wait_for_end(backend, "second").state == "completed"
+    os.kill(above, signal.SIGKILL)
+    submit(backend, Job("third", command=("true",)))
+    assert wait_for_end(backend, "third").state == "completed"
+    assert backend.poll()["first"].state == "running"
+    backend.cancel("first", now=True)
+    assert wait_for_end(backend, "first").state == "cancelled"
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_wait_is_over_when_a_job_has_ended(run_dir, monkeypatch, is_forked):
+    backend, most = LocalBackend(run_dir), 3600.0  # longer than a test may take
+    if not is_forked:
+        monkeypatch.setattr("memfit.jobs.Parent.start", lambda target, env: None)
+    monkeypatch.setattr(backend, "look_seconds", most)
+    submit(backend, Job("brief", command=("true",)))
+    backend.wait(most)
+    assert backend.poll()["brief"].state == "completed"

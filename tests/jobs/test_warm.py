@@ -5,12 +5,13 @@ import signal
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs.contract import is_alive, submit, wait_for_end, wait_until
 from memfit.errors import JobFailedError, UsageError
 from memfit.files import read_json
-from memfit.jobs import Job, LocalBackend, Parent, read_status, start_env
+from memfit.jobs import Job, LocalBackend, Parent, read_status, spawn, start_env
 from memfit.memory import Walls
 from memfit.rundir import RunDir
 
@@ -289,6 +290,16 @@ def test_any_number_of_definitions_may_be_named(run_dir, parent):
     assert parent.call("user_code:look", {})["session"]
 
 
+def test_one_that_was_started_early_is_taken_once_and_with_its_environment_alone():
+    before = {one.pid for one in psutil.Process().children()}
+    Parent.start_early()
+    (early,) = {one.pid for one in psutil.Process().children()} - before
+    parents = [Parent.start("", {**os.environ, **more}) for more in ({"OWN": "1"}, {}, {})]
+    assert [one.pid == early for one in parents] == [False, True, False]
+    for one in parents:
+        one.close()
+
+
 def test_a_fork_that_never_comes_to_its_function_is_a_new_interpreter_then(run_dir, parent_of):
     """Code that was imported may act in a fork: here it ends the first one of a watcher."""
     Path("ends.py").write_text(
@@ -304,6 +315,25 @@ def test_a_fork_that_never_comes_to_its_function_is_a_new_interpreter_then(run_d
     status, _ = ended(LocalBackend(run_dir, parent=parent_of("ends")), Job("look", target="ends:look"))
     assert (status.state, is_warm(status)) == ("completed", False) and Path("ended").exists()
     assert "did not come to its function" in (run_dir.job_dir("look") / "shim.log").read_text()
+
+
+def test_a_fork_that_makes_no_progress_is_a_new_interpreter_then(tmp_path):
+    class Group:
+        """Holds up whoever enters it first."""
+
+        path = tmp_path / "entered"
+
+        def enter(self):
+            if not self.path.exists():
+                self.path.touch()
+                signal.pause()
+
+    order = {"attempt": 1, "command": (), "target": "builtins:dict", "arguments": {"x": 9}, "stdin": None}
+    order |= {"cwd": str(tmp_path), "env": {}, "data_limit_bytes": None}
+    started = spawn(order, tmp_path, Group(), forks=True, patience_seconds=0.5)
+    assert not started.is_forked and Group.path.exists()
+    assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+    assert read_json(tmp_path / "result.json") == {"result": {"x": 9}}
 
 
 def test_a_fork_without_its_folder_could_not_be_started(run_dir, parent):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.metadata
 import re
 import shlex
 import sys
 from functools import partial
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -18,7 +17,10 @@ from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.masking import mask
 
-__all__ = ["app", "expand_files", "main"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+__all__ = ["app", "expand_files", "load_verb", "main"]
 
 #: What users' commands begin with.
 _PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
@@ -85,9 +87,8 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _VERBS:
-            where, text, usage = _VERBS[cmd_name]
-            home, _, name = where.partition(":")
-            verb = getattr(importlib.import_module(f"memfit.cli.{home}"), name)
+            _, text, usage = _VERBS[cmd_name]
+            verb = load_verb(cmd_name)
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
         else:
@@ -107,8 +108,16 @@ class _Verbs(TyperGroup):
         return group
 
 
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group="memfit.verbs")
+def load_verb(name: str) -> Any:
+    """Load the file of a verb of memfit's own; None if there is no such verb."""
+    home, _, function = _VERBS.get(name, ("", "", ""))[0].partition(":")
+    return getattr(importlib.import_module(f"memfit.cli.{home}"), function) if home else None
+
+
+def _entry_points() -> EntryPoints:
+    from importlib.metadata import entry_points  # slow to load
+
+    return entry_points(group="memfit.verbs")
 
 
 app = typer.Typer(
@@ -124,7 +133,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"memfit {importlib.metadata.version('memfit')}")
+        from importlib.metadata import version
+
+        typer.echo(f"memfit {version('memfit')}")
         raise typer.Exit
 
 

@@ -105,8 +105,9 @@ def place(loc: Sequence[Any], tree: Any) -> tuple[str | int, ...]:
 
 def origin_of(name: str, origins: Mapping[str, str]) -> str:
     """Return where a value came from; for a section, where its values came from."""
-    below = [origin for key, origin in origins.items() if not name or re.match(rf"{re.escape(name)}(\.|\[|$)", key)]
-    above = [origin for key, origin in origins.items() if re.match(rf"{re.escape(key)}[.\[]", name)]
+    under = (f"{name}.", f"{name}[")
+    below = [origin for key, origin in origins.items() if not name or key == name or key.startswith(under)]
+    above = [origin for key, origin in origins.items() if name.startswith((f"{key}.", f"{key}["))]
     return ", ".join(list(dict.fromkeys(below or above[-1:]))[:3]) or DEFAULT
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memfit.jobs._death import memory_place as memory_place
     from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
+    from memfit.jobs._fork import leave as leave
+    from memfit.jobs._fork import thread_env as thread_env
     from memfit.jobs._job import ENDED as ENDED
     from memfit.jobs._job import Backend as Backend
     from memfit.jobs._job import EndedBy as EndedBy
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
     from memfit.jobs._local import child_env as child_env
     from memfit.jobs._local import start_env as start_env
     from memfit.jobs._monitor import Monitor as Monitor
+    from memfit.jobs._monitor import Unsupervised as Unsupervised
     from memfit.jobs._monitor import phase_of_log as phase_of_log
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
+    from memfit.jobs._processes import spawn as spawn
     from memfit.jobs._retry import Retry as Retry
     from memfit.jobs._retry import decide as decide
     from memfit.jobs._scheduler import Scheduler as Scheduler
-    from memfit.jobs._shim import Unsupervised as Unsupervised
     from memfit.jobs._shim import run_element as run_element
     from memfit.jobs._slurm import SHIM_BYTES as SHIM_BYTES
     from memfit.jobs._slurm import SlurmBackend as SlurmBackend
@@ -58,7 +61,6 @@ if TYPE_CHECKING:
     from memfit.jobs._stop import running_jobs as running_jobs
     from memfit.jobs._stop import stop as stop
     from memfit.jobs._stop import take_stop as take_stop
-    from memfit.jobs._threads import limit_threads as limit_threads
     from memfit.jobs._warm import Parent as Parent
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -10,20 +10,22 @@ python -m memfit.jobs warm DESCRIPTOR PID             what jobs are forked from,
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    match sys.argv[1:]:
+
+def main(words: list[str]) -> int:
+    """Be the process that these words name; return its exit code, if nothing of the user's has to end."""
+    match words:
         case ["shim", run_dir, "--job", job_id, *lock] if lock[:1] in ([], ["--lock"]):
             from memfit.jobs import _shim
 
-            sys.exit(_shim.main(Path(run_dir) / "jobs" / job_id, *map(int, lock[1:2])))
+            return _shim.main(Path(run_dir) / "jobs" / job_id, *map(int, lock[1:2]))
         case ["shim", run_dir, "--array", file]:
             from memfit.jobs import _shim
 
-            sys.exit(_shim.run_element(Path(run_dir), Path(file)))
+            return _shim.run_element(Path(run_dir), Path(file))
         case ["shim", folder, "--node"]:
             from memfit.jobs import _shim
 
-            sys.exit(_shim.run_node(Path(folder)))
+            return _shim.run_node(Path(folder))
         case ["child", folder]:
             from memfit.jobs import _child
 
@@ -31,6 +33,11 @@ if __name__ == "__main__":
         case ["warm", descriptor, run_pid]:
             from memfit.jobs import _warm
 
-            sys.exit(_warm.serve(int(descriptor), int(run_pid)))
-        case _:
-            sys.exit(__doc__)
+            return _warm.serve(int(descriptor), int(run_pid))
+    sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    from memfit.jobs._fork import leave
+
+    leave(main(sys.argv[1:]))

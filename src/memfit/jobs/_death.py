@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import StoppedError
+from memfit.errors import DamagedError, StoppedError
+from memfit.files import open_own, read_json
+from memfit.jobs._child import ERROR_SHAPE
 from memfit.jobs._job import EndedBy, State
 from memfit.memory import JobGroup, memory_group, oom_kills_above
 from memfit.units import format_bytes
@@ -202,3 +206,18 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return str(number)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(path, ERROR_SHAPE)
+    except DamagedError as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def read_end(path: Path) -> str:
+    with suppress(OSError), open_own(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        return file.read().decode(errors="replace")
+    return ""

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from memfit.errors import UsageError
 from memfit.jobs._folder import OUTCOME, STATUS, STOP_REQUESTED, ask_to_stop, read_record, write_outcome
+from memfit.jobs._fork import wait_for_any
 from memfit.jobs._job import JobStatus, Verdict
 from memfit.rundir import RunDir
 
@@ -69,7 +70,10 @@ class FollowingBackend(ABC, Generic[F]):
         return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
 
     def wait(self, seconds: float) -> None:
-        time.sleep(max(0.0, min(seconds, self.look_seconds)))
+        wait_for_any(filter(None, map(self._watcher, self._live.values())), min(seconds, self.look_seconds))
+
+    def _watcher(self, followed: F) -> int | None:
+        """Return the process on this host whose end is that of a job."""
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         if (followed := self._live.get(job_id)) is not None:

@@ -6,14 +6,15 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.files import refresh
 from memfit.jobs._folder import (
+    LOCK,
     OUTCOME,
     STATUS,
     is_held,
@@ -26,9 +27,9 @@ from memfit.jobs._folder import (
     write_outcome,
 )
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
+from memfit.jobs._fork import is_alive, start_interpreter, thread_env
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
-from memfit.jobs._threads import thread_env
 from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
@@ -60,10 +61,11 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
 
 @dataclass
 class _Followed(Followed):
-    """``shim_pid`` is None if its shim is no child of this process, but only its lock is seen; ``host`` if not here."""
+    """``shim`` is its watcher, if that is known already; ``is_child`` if of this process; ``host`` if not here."""
 
     group: JobGroup | None = None
-    shim_pid: int | None = None
+    shim: int | None = None
+    is_child: bool = False
     host: str = ""
 
 
@@ -133,28 +135,36 @@ class LocalBackend(FollowingBackend[_Followed]):
                 "data_limit_bytes": limit_bytes if has_limit else None,
             }
             write_order(folder, job, more)
-            shim_pid = None if self._forks(job, folder, lock) else self._start_shim(job.id, folder, lock)
+            shim = self._fork_shim(job, folder, lock)
+            followed = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group=group, shim=shim)
+            if shim is None:
+                followed.shim = self._start_shim(job.id, folder, lock)
+                followed.is_child = followed.shim is not None
         finally:
             os.close(lock)
-        status = JobStatus(job.id, "pending", attempt=attempt)
-        self._begin(job.id, _Followed(folder, status, group=group, shim_pid=shim_pid))
+        self._begin(job.id, followed)
 
-    def _forks(self, job: Job, folder: Path, lock: int) -> bool:
-        """Fork the shim of a function's job, if that can be."""
+    def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
+        """Fork the shim of a job; from the process that has imported its code if it is a function and that can be."""
         parent = self.parent
-        if parent is None or job.target is None or not parent.takes(child_env(job, self.run)):
-            return False
-        parent.load(uses=job.uses)
-        if not parent.refused:
-            with contextlib.suppress(OSError):
-                parent.start_shim(folder, lock)
-                return True
-            parent.refused = "the process from which they are forked has ended"
-        self._part_with(parent)
-        return False
+        if parent is not None and job.target is not None and parent.takes(child_env(job, self.run)):
+            parent.load(uses=job.uses)
+            if not parent.refused:
+                if (shim := parent.start_shim(folder, lock, forks=True)) is not None:
+                    return shim
+                parent.refused = "the process from which they are forked has ended"
+            self._part_with(parent)
+        return self._plain.start_shim(folder, lock, forks=False) if self._plain is not None else None
+
+    @cached_property
+    def _plain(self) -> Parent | None:
+        """The process from which shims alone are forked."""
+        with contextlib.suppress(OSError):
+            return Parent.start("", os.environ)
+        return None
 
     def make_room(self) -> bool:
-        """End the process from which jobs are forked, whose memory a job may need to fit."""
+        """End the process from which functions are forked, whose memory a job may need to fit."""
         if (parent := self.parent) is None:
             return False
         parent.refused = f"a job needs the {format_bytes(parent.used_bytes)} of the process from which they are forked"
@@ -166,21 +176,17 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.parent = None
         parent.close()
 
+    def close(self) -> None:
+        """End the process from which shims are forked; they and their jobs go on."""
+        if (plain := vars(self).pop("_plain", None)) is not None:
+            plain.close()
+
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
-        """Start the shim of a job in a session of its own, with the job's lock; None when no process can be had."""
-        # Without -P a file in this folder named like one of Python's modules would be imported in its place.
-        command = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--job", job_id]
-        command += ["--lock", str(lock)]
+        """Start the shim of a job in an interpreter of its own; None when no process can be had."""
         log = f"{folder}/shim.log"
-        streams = [
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ]
         try:
-            os.set_inheritable(lock, True)
-            # Not subprocess, which complains of a child that outlives its parent.
-            return os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setsid=True)
+            words = ["shim", str(self.run.path), "--job", job_id, "--lock", str(lock)]
+            return start_interpreter(words, lock, env=os.environ, log=log)
         except OSError as error:  # the job ends as one whose watcher died
             Path(log).write_text(f"no watcher for {job_id}: {error}\n")
             return None
@@ -206,6 +212,9 @@ class LocalBackend(FollowingBackend[_Followed]):
         """Return what jobs that ended left charged to the run."""
         return self.walls.left_bytes() if self.walls is not None else 0
 
+    def _watcher(self, followed: _Followed) -> int | None:
+        return None if followed.host else followed.shim or followed.status.watcher_pid
+
     def _look(self, job_id: str, followed: _Followed) -> None:
         if _has_shim(followed):  # also between its outcome and its end: a job that has ended has no process left
             _read_running(followed)
@@ -228,11 +237,14 @@ class LocalBackend(FollowingBackend[_Followed]):
 
 
 def _has_shim(followed: _Followed) -> bool:
-    if followed.shim_pid is None:
-        return is_held(followed.folder)
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(followed.shim_pid, os.WNOHANG)[0] == 0
-    return False
+    if followed.is_child:
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(followed.shim or 0, os.WNOHANG)[0] == 0
+        return False
+    if is_held(followed.folder):
+        return True
+    # Its folder may be out of reach for a while.
+    return followed.shim is not None and not (followed.folder / LOCK).exists() and is_alive(followed.shim)
 
 
 def _read_running(followed: _Followed) -> None:

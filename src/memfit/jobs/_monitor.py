@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 import time
@@ -16,11 +17,26 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.files import fits, open_own
 from memfit.jobs._job import JobStatus
-from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
+from memfit.memory import (
+    HOST,
+    Footprint,
+    GroupState,
+    JobGroup,
+    Sample,
+    SeriesWriter,
+    Sizes,
+    TreeMeter,
+    device_reader,
+    is_locked,
+)
 from memfit.rundir import EventTail, RunDir, event_time
+from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
+#: After so long without a supervisor a job may take what the run has, and is ended. The jobs of a run end at different
+#: times, so that the others get what the first gives back.
+_ALONE_SECONDS, _STARVED_SECONDS = 5.0, 60.0
 _MOST_LOG_BYTES, _MOST_BYTES = 1 << 16, 1 << 50
 #: A refusal counts from this part of the limit on; below it the kernel reclaimed page cache.
 _AT_WALL = 0.9
@@ -241,6 +257,35 @@ class Monitor:
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
         )
+
+
+class Unsupervised:
+    """Follows one job that may wait at its limit while no supervisor holds the run's ``supervisor.lock``."""
+
+    def __init__(self, run_path: Path, group: JobGroup) -> None:
+        self._lock, self._group = run_path / "supervisor.lock", group
+        self._ends_after = _STARVED_SECONDS * random.uniform(1, 2)
+        self._look_at = 0.0
+        self._since: float | None = None
+
+    def look(self, state: GroupState | None, now: float) -> str:
+        """Raise a stalled job's limit to that of the whole run; return why to end the job if that did not help."""
+        if state is not None and state.stalled and now < self._look_at:
+            return ""
+        self._look_at = now + 1.0
+        if state is None or not state.stalled or is_locked(self._lock):
+            self._since = None
+            return ""
+        self._since = self._since or now
+        waited = now - self._since
+        if waited >= self._ends_after:
+            return (
+                f"it waited {waited:.0f} s at its limit with {format_bytes(state.used_bytes)} in use, no supervisor "
+                "was there, and none of its run's memory was free: ended by its watcher"
+            )
+        if waited >= _ALONE_SECONDS and (run := JobGroup(self._group.path.parent, self._group.version).state()):
+            self._group.set_wall(run.wall_bytes)
+        return ""
 
 
 def _pid_of(event_file: Path) -> str:

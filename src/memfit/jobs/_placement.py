@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from memfit.jobs._job import Job
@@ -79,6 +78,8 @@ def _knows_fraction(job: Job) -> bool:
         program = shutil.which(job.command[0])
         if program is None or Path(program).parent != Path(sys.executable).parent:
             return False
+    from importlib import metadata  # slow to load, and without a device of no use
+
     try:
         found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
     except metadata.PackageNotFoundError:

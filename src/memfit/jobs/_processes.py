@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.files import write_masked
-from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with
-from memfit.jobs._warm import Forked, fork_job
+from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with, main
+from memfit.jobs._fork import begin_anew, end_of, fork_job, wait_for_any
 from memfit.memory import JobGroup, ProcReader
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -40,12 +38,25 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Started(NamedTuple):
+    """The process of a job, and whether it was forked from its watcher to call a function."""
+
+    pid: int
+    is_forked: bool
+
+
 def spawn(
-    job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, *, forks: bool = False
-) -> subprocess.Popen[bytes] | Forked:
+    job: Mapping[str, Any],
+    job_dir: Path,
+    group: JobGroup | None,
+    *,
+    forks: bool = False,
+    patience_seconds: float = 30.0,
+) -> Started:
     """Start the process of a job (``job.json``) in its group; its program runs when this returns.
 
-    With ``forks`` the process of a function is forked from this one, unless that fails.
+    With ``forks`` the process of a function is forked from this one, unless it comes to nothing in
+    ``patience_seconds``; then it gets a new interpreter.
 
     Raises:
         OSError: If its program, its folder or its group is missing.
@@ -57,61 +68,73 @@ def spawn(
     if job["target"] is not None:
         write_masked(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
-    watcher, limit_bytes = os.getpid(), job["data_limit_bytes"]
+    enter = partial(_enter, job, group, os.getpid())
 
-    def become() -> None:
-        die_with(watcher)  # so that no later attempt runs beside it
-        with contextlib.suppress(OSError):  # Linux only
-            Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
-        if group is not None:
-            group.enter()
-        if limit_bytes is not None:  # allocations beyond it fail in the program
-            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            wanted = limit_bytes + (ProcReader().data_bytes(os.getpid()) if forks else 0)
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    def become_function() -> None:
+        enter(ProcReader().data_bytes(os.getpid()))
+        begin_anew(job_dir.name, job["env"])
 
-    with contextlib.ExitStack() as stack:
-        private = partial(os.open, mode=0o600)
-        out, err = (stack.enter_context(open(job_dir / one, "a+b", opener=private)) for one in ("out.log", "err.log"))
-        for log in (out, err):
-            if log.tell() and os.pread(log.fileno(), 1, log.tell() - 1) != b"\n":
-                log.write(b"\n")  # an attempt that was killed in the middle of a line
-                log.flush()
-        has_stdin = job["stdin"] is not None and job["attempt"] == 1
-        stdin = stack.enter_context(open(job["stdin"] if has_stdin else os.devnull, "rb"))
+    def become_program() -> None:
+        enter(0)
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+            signal.signal(ignored, signal.SIG_DFL)
         try:
-            if forks and job["target"] is not None:
-                streams = [stdin.fileno(), out.fileno(), err.fileno()]
-                if (forked := fork_job(job_dir, become, streams, job["cwd"], job["env"])) is not None:
-                    return forked
-                print("a fork did not come to its function: starting a new interpreter", file=sys.stderr)
-            return subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=out,
-                stderr=err,
-                cwd=job["cwd"],
-                env={**os.environ, **job["env"]},
-                start_new_session=True,
-                preexec_fn=become,
-            )
-        except subprocess.SubprocessError as error:  # raised in ``become``
-            raise OSError(errno.EACCES, "it cannot enter its group", str(group.path if group else "")) from error
+            os.execvpe(command[0], command, {**os.environ, **job["env"]})
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, command[0]) from None
+
+    with ExitStack() as stack:
+        streams = []
+        for stream in _open_streams(job, job_dir):
+            streams.append(stream)
+            stack.callback(os.close, stream)
+        if forks and job["target"] is not None:
+            pid, has_begun = fork_job(become_function, partial(main, job_dir), streams, patience_seconds)
+            if has_begun:
+                return Started(pid, is_forked=True)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            print("a fork did not come to its function: starting a new interpreter", file=sys.stderr)
+        return Started(fork_job(become_program, lambda: 127, streams)[0], is_forked=False)
+
+
+def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:
+    """Bring this process under a job's limits, and into its folder."""
+    die_with(watcher)  # so that no later attempt runs beside it
+    with suppress(OSError):  # Linux only
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
+    if group is not None:
+        group.enter()
+    if job["data_limit_bytes"] is not None:  # allocations beyond it fail in the program
+        hard, soft = resource.getrlimit(resource.RLIMIT_DATA)[1], job["data_limit_bytes"] + inherited_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    os.chdir(job["cwd"])
+
+
+def _open_streams(job: Mapping[str, Any], job_dir: Path) -> Iterator[int]:
+    """Open the standard input, output and error of a job's process."""
+    has_stdin = job["stdin"] is not None and job["attempt"] == 1
+    yield os.open(job["stdin"] if has_stdin else os.devnull, os.O_RDONLY)
+    for name in ("out.log", "err.log"):
+        log = os.open(job_dir / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        size = os.fstat(log).st_size
+        if size and os.pread(log, 1, size - 1) != b"\n":
+            os.write(log, b"\n")  # an attempt that was killed in the middle of a line
+        yield log
 
 
 def end_children() -> set[int]:
     """End what the job left running, which this process has inherited; return the ended processes."""
     ended: set[int] = set()
-    now = time.monotonic()
-    while _has_children() and time.monotonic() < now + _LEAVING_SECONDS + _PATIENCE_SECONDS:
-        if time.monotonic() > now + _LEAVING_SECONDS:
-            left = set(ProcReader().children(os.getpid()))
+    kill_at = time.monotonic() + _LEAVING_SECONDS
+    while _has_children() and (left_seconds := kill_at + _PATIENCE_SECONDS - time.monotonic()) > 0:
+        left = set(ProcReader().children(os.getpid()))
+        if left_seconds <= _PATIENCE_SECONDS:
             for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             ended |= left
-        time.sleep(0.01)
+        wait_for_any(left, 0.01)
     return ended
 
 
@@ -142,22 +165,19 @@ def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
     """Wait until these children have ended or it is over; return the exit codes."""
     codes: set[int] = set()
     while pids and not is_over():
-        for pid in list(pids):
-            try:
-                found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # not inherited, or gone
-                pids = pids - {pid}
-                continue
-            if found:
-                codes.add(os.waitstatus_to_exitcode(status))
-                pids = pids - {pid}
-        time.sleep(0.02)
+        wait_for_any(pids, 0.02)
+        for pid in set(pids):
+            with suppress(ChildProcessError):  # not inherited, or gone
+                if (code := end_of(pid, 0)) is None:
+                    continue
+                codes.add(code)
+            pids = pids - {pid}
     return codes
 
 
 def _has_children() -> bool:
     """Return True if any child is alive; reap the dead."""
-    with contextlib.suppress(ChildProcessError):
+    with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
         return True
@@ -180,7 +200,7 @@ def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/
         if not found or found[1] not in ours or Path(f"/proc/{found[1]}").exists():
             continue
         path = folder / name
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             stat = path.lstat()
             if stat.st_uid != os.geteuid() or stat.st_mtime < since - 1:
                 continue

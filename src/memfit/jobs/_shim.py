@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -28,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import DamagedError, StoppedError, UsageError
+from memfit.errors import StoppedError, UsageError
 from memfit.files import open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
-from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
-from memfit.jobs._death import Counters, Death, explain_death, memory_place
+from memfit.jobs._child import ERROR, RESULT
+from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error
 from memfit.jobs._folder import (
     JOB,
     OUTCOME,
@@ -42,8 +40,9 @@ from memfit.jobs._folder import (
     take_lock,
     write_outcome,
 )
+from memfit.jobs._fork import end_of
 from memfit.jobs._job import EndedBy, JobStatus, State
-from memfit.jobs._monitor import STATUS_SECONDS, Monitor
+from memfit.jobs._monitor import STATUS_SECONDS, Monitor, Unsupervised
 from memfit.jobs._processes import (
     become_subreaper,
     end_children,
@@ -53,9 +52,8 @@ from memfit.jobs._processes import (
     stop_targets,
     wait_for,
 )
-from memfit.jobs._warm import Forked
 from memfit.masking import mask
-from memfit.memory import GroupState, JobGroup, ProcReader, is_locked
+from memfit.memory import JobGroup, ProcReader
 from memfit.rundir import RunDir
 from memfit.units import MIB, format_bytes
 
@@ -64,9 +62,6 @@ _SAMPLE_SECONDS = 0.1
 _MAXRSS_UNIT = 1024 if sys.platform == "linux" else 1
 #: Less may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
-#: After so long without a supervisor a job may take what the run has, and is ended. The jobs of a run end at different
-#: times, so that the others get what the first gives back.
-ALONE_SECONDS, STARVED_SECONDS = 5.0, 60.0
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -77,35 +72,6 @@ _PORTS = range(20000, 40000)
 def _broke_at_once(returncode: int, phase: str | None) -> bool:
     """Return True if a process crashed, not from memory or a stop, before it did anything: a fork may not suit it."""
     return -returncode in _CRASHES and phase in (None, "load")
-
-
-class Unsupervised:
-    """Follows one job that may wait at its limit while no supervisor holds the run's ``supervisor.lock``."""
-
-    def __init__(self, run_path: Path, group: JobGroup) -> None:
-        self._lock, self._group = run_path / "supervisor.lock", group
-        self._ends_after = STARVED_SECONDS * random.uniform(1, 2)
-        self._look_at = 0.0
-        self._since: float | None = None
-
-    def look(self, state: GroupState | None, now: float) -> str:
-        """Raise a stalled job's limit to that of the whole run; return why to end the job if that did not help."""
-        if state is not None and state.stalled and now < self._look_at:
-            return ""
-        self._look_at = now + 1.0
-        if state is None or not state.stalled or is_locked(self._lock):
-            self._since = None
-            return ""
-        self._since = self._since or now
-        waited = now - self._since
-        if waited >= self._ends_after:
-            return (
-                f"it waited {waited:.0f} s at its limit with {format_bytes(state.used_bytes)} in use, no supervisor "
-                "was there, and none of its run's memory was free: ended by its watcher"
-            )
-        if waited >= ALONE_SECONDS and (run := JobGroup(self._group.path.parent, self._group.version).state()):
-            self._group.set_wall(run.wall_bytes)
-        return ""
 
 
 class Stop:
@@ -214,7 +180,7 @@ class Shim:
             except OSError as error:
                 cause = f"could not be started: {error.strerror or error} ({error.filename})"
                 return replace(self._not_started("failed", cause, "job"), started=started)
-            self.is_forked = isinstance(process, Forked)
+            self.is_forked = process.is_forked
             monitor = Monitor(
                 self.run_dir,
                 self.job,
@@ -225,7 +191,7 @@ class Shim:
                 inherited_bytes=held.held if held is not None and self.is_forked else 0,
             )
             monitor.open_series()
-            returncode, stopped_by = self._follow(process, monitor)
+            returncode, stopped_by = self._follow(process.pid, monitor)
             is_asked = stopped_by is not None or self.stop.since is not None
             if is_asked or not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
                 return self._close(monitor, before, returncode, stopped_by)
@@ -243,7 +209,7 @@ class Shim:
         with contextlib.suppress(OSError):
             write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
 
-    def _follow(self, process: subprocess.Popen[bytes] | Forked, monitor: Monitor) -> tuple[int, str | None]:
+    def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
         stopped_by, next_tick, is_first = None, 0.0, True
         while True:
@@ -256,12 +222,12 @@ class Shim:
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
-                self._check_env(process.pid)
+                self._check_env(pid)
             self._end_starved(monitor, now)
-            stopped_by = self._pass_on_stop(process.pid, stopped_by)
+            stopped_by = self._pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_SAMPLE_SECONDS), stopped_by
+            if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
+                return returncode, stopped_by
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Pass a request to stop on; return the strongest signal that was sent so far."""
@@ -376,7 +342,7 @@ class Shim:
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         # What it said may repeat its arguments and variables.
-        said = {"error": _read_error(self.job_dir / ERROR), "end": _read_end(self.job_dir / "err.log")}
+        said = {"error": read_error(self.job_dir / ERROR), "end": read_end(self.job_dir / "err.log")}
         said = mask({name: self.job.get(name) for name in ("command", "params", "env")} | said)
         return Death(
             returncode=returncode,
@@ -483,18 +449,3 @@ class NodesShim(Shim):
             for path in self._files(JOB):
                 ask_to_stop(path.parent, now=is_over)
         return word
-
-
-def _read_error(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(path, ERROR_SHAPE)
-    except DamagedError as error:
-        print(error, file=sys.stderr)
-        return None
-
-
-def _read_end(path: Path) -> str:
-    with contextlib.suppress(OSError), open_own(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-        return file.read().decode(errors="replace")
-    return ""

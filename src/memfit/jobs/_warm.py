@@ -2,24 +2,21 @@
 
 It starts by itself: ``python -m memfit.jobs warm DESCRIPTOR``, answers over that socket, and ends with it. A forked
 process shares the imported code with all others, and begins at once. This is safe only while the process has one
-thread and holds nothing that a fork would share, which `why_not` looks for.
+thread and holds nothing that a fork would share, which `why_not` looks for. One that has imported no user code forks
+watchers alone, whose jobs are other programs.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import errno
+import gc
 import importlib
 import json
 import os
-import random
 import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,8 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
-from memfit.jobs._child import REQUEST, die_with, keep_no_bytecode, main, read_answer
-from memfit.jobs._threads import thread_env
+from memfit.jobs._child import REQUEST, die_with, importing, main, read_answer
+from memfit.jobs._fork import (
+    close_all_but,
+    draw_anew,
+    end_of,
+    fork,
+    is_alive,
+    name_process,
+    start_interpreter,
+    thread_env,
+    wait_for_any,
+)
 from memfit.memory import ProcReader
 
 #: Variables that are read when a process starts or when a library is loaded, not later.
@@ -42,9 +49,11 @@ _MAPPED = re.compile(r"/(libcuda\.so|libamdhip64|libmpi\.so|nvidia[^/]*|kfd)[^/]
 _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 #: What is imported before the fork where a stage uses it; each was seen to begin no thread.
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
-_PR_SET_NAME = 15  # linux/prctl.h
 _IMPORT_SECONDS, _MOST_NAMES = 300.0, 400
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
+#: After so long without a question it has time to load more.
+_IDLE_SECONDS = 0.005
+_early: list[Parent] = []
 
 
 class Parent:
@@ -52,40 +61,47 @@ class Parent:
 
     Attributes:
         pid: Its number.
-        refused: Why no job may be forked from it; empty if it may be.
+        refused: Why no function may be called in a fork of it; empty if that may be.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, env: Mapping[str, str]) -> None:
-        self._process, self._connection, self._lock = process, connection, threading.Lock()
+    def __init__(self, pid: int, connection: socket.socket, env: Mapping[str, str]) -> None:
+        self._connection, self._lock = connection, threading.Lock()
         self._env, self._loaded = env, set[str]()
-        self.pid, self.refused = process.pid, ""
+        self.pid, self.refused = pid, ""
+        weakref.finalize(self, connection.close)  # which ends it
 
     @classmethod
     def start(cls, target: str, env: Mapping[str, str]) -> Parent | None:
-        """Start one that imports a target's module; None where this system has none.
+        """Start one; None where this system has none.
 
         Args:
-            target: The workload as ``module:name``.
-            env: Its whole environment, but for the number of threads, which is 1.
+            target: The workload as ``module:name``, whose module it imports; empty for none of the user's code.
+            env: Its whole environment, but for the number of threads, which is 1 where it imports a target.
+
+        Raises:
+            OSError: If no process can be had.
         """
-        if not _can_fork():
+        if not target and _early and _early[0]._env == env:
+            return _early.pop()
+        if not is_alive(os.getpid()):  # before Linux 5.3 a fork cannot be followed
             return None
+        env = {**env, **(_ONE_THREAD if target else {})}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_IMPORT_SECONDS)
-        env = {**env, **_ONE_THREAD}
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "memfit.jobs", "warm", str(theirs.fileno()), str(os.getpid())],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        parent = cls(process, ours, env)
-        parent.load(target.partition(":")[0])
+        with theirs, contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            words = ["warm", str(theirs.fileno()), str(os.getpid())]
+            parent = cls(start_interpreter(words, theirs.fileno(), env=env, safe_path=not target), ours, env)
+            stack.pop_all()
+        if target:
+            parent.load(target.partition(":")[0])
         return parent
+
+    @classmethod
+    def start_early(cls) -> None:
+        """Start one without user code, which `start` returns later: it loads while this program does."""
+        with contextlib.suppress(OSError):
+            _early.extend(filter(None, [cls.start("", dict(os.environ))]))
 
     def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
         """Have it import modules, and the libraries that code of the user's uses; it may refuse then.
@@ -106,13 +122,9 @@ class Parent:
         with tempfile.TemporaryDirectory(prefix="memfit-") as name:
             folder = Path(name)
             write_json(folder / REQUEST, {"target": target, "arguments": dict(arguments)}, durable=False)
-            reading, writing = os.pipe()
-            with open(reading, "rb") as end:
-                try:
-                    pid = self._ask({"do": "call", "folder": str(folder)}, writing).get("pid")
-                finally:
-                    os.close(writing)
-                end.read()  # until that process has ended
+            pid = self._ask({"do": "call", "folder": str(folder)}).get("pid")
+            while pid is not None and is_alive(pid):
+                wait_for_any([pid], _PATIENCE_SECONDS)
             code = self._ask({"do": "wait", "pid": pid}).get("code", -signal.SIGKILL)
             said = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
             return read_answer(folder, target, code, said)
@@ -123,14 +135,12 @@ class Parent:
         early = {name for name in {**self._env, **wanted} if name.startswith(_EARLY)} - _ONE_THREAD.keys()
         return not self.refused and all(self._env.get(name) == wanted.get(name) for name in early)
 
-    def start_shim(self, job_dir: Path, lock: int) -> None:
-        """Fork the watcher of a job, with the job's lock; the job is forked from it.
+    def start_shim(self, job_dir: Path, lock: int, *, forks: bool) -> int | None:
+        """Fork the watcher of a job, with the job's lock; return its number, or None if this process has ended.
 
-        Raises:
-            OSError: If it could not be forked, or the process has ended.
+        With ``forks`` the job, which is a function, is forked from its watcher.
         """
-        if "pid" not in self._ask({"do": "shim", "job_dir": str(job_dir)}, lock):
-            raise OSError("the process from which jobs are forked has ended")
+        return self._ask({"do": "shim", "job_dir": str(job_dir), "forks": forks}, lock).get("pid")
 
     @property
     def used_bytes(self) -> int:
@@ -143,12 +153,11 @@ class Parent:
         self.refused = self.refused or "it has ended"
         self._connection.close()
         if now:
-            self._process.kill()
-        try:
-            self._process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            if end_of(self.pid, _PATIENCE_SECONDS) is None:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
     def _ask(self, question: Mapping[str, Any], *descriptors: int) -> dict[str, Any]:
         """Return the answer; empty when the process has ended."""
@@ -161,26 +170,20 @@ class Parent:
         return json.loads(answer) if answer else {}
 
 
-def _can_fork() -> bool:
-    """Return True where a fork can be followed as this module does (Linux 5.3)."""
-    with contextlib.suppress(OSError):
-        if sys.platform == "linux":
-            os.close(os.pidfd_open(os.getpid()))
-            return True
-    return False
-
-
 # The process itself
 
 
 def serve(descriptor: int, run_pid: int) -> int:
     """Answer until the other side closes the socket."""
     die_with(run_pid)
-    keep_no_bytecode()
+    close_all_but(descriptor)  # what the run itself has inherited
+    sys.dont_write_bytecode = True  # as in a new interpreter
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     watchers: set[int] = set()
     while True:
+        if not select.select([connection], [], [], _IDLE_SECONDS)[0]:  # nobody waits
+            _shim()
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         watchers = {pid for pid in watchers if not os.waitpid(pid, os.WNOHANG)[0]}
         if not data:
@@ -199,17 +202,31 @@ def _answer(question: Mapping[str, Any], descriptors: Sequence[int], connection:
         case "load":
             return {"refused": _load(question["names"], connection.fileno())}
         case "call":
-            return {"pid": _fork(lambda: _call(Path(question["folder"])), connection)}
+            return {"pid": fork(lambda: _call(Path(question["folder"]), connection))}
         case "wait":
             return {"code": os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])}
         case _:
-            return {"pid": _fork(lambda: _watch(Path(question["job_dir"]), descriptors[0]), connection)}
+            shim = _shim()
+            return {"pid": fork(lambda: _watch(shim, question, descriptors[0], connection))}
+
+
+def _shim() -> Callable[..., int]:
+    """Load what watches jobs here, once, and not in each fork."""
+    from memfit.jobs._shim import main
+
+    return main
 
 
 def _load(wanted: Sequence[str], own: int) -> str:
     """Import modules, and what ``module:name`` or ``module:*`` imports; say why nothing may be forked then."""
-    import gc
+    with importing():
+        _import(wanted)
+    gc.collect()
+    gc.freeze()
+    return why_not(own)
 
+
+def _import(wanted: Sequence[str]) -> None:
     named: dict[str, set[str]] = {}
     for one in wanted:
         module, is_definition, name = one.partition(":")
@@ -225,9 +242,6 @@ def _load(wanted: Sequence[str], own: int) -> str:
                 getattr(importlib.import_module(module), name, None)
     if "torch" in sys.modules and ("memfit.training" in sys.modules or ("torch", "optim") in found):
         importlib.import_module("torch._dynamo")  # every optimizer does; it takes a second
-    gc.collect()
-    gc.freeze()
-    return why_not(own)
 
 
 def _imports(module: str, names: set[str]) -> Iterator[tuple[str, str]]:
@@ -271,189 +285,24 @@ def why_not(*own: int) -> str:
     return ""
 
 
-def _fork(run: Callable[[], int], connection: socket.socket) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        connection.close()
-        forget_exits()
-        os.setsid()
-        code = run()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        leave(code)
-    raise AssertionError  # it has left
-
-
-def _call(folder: Path) -> int:
+def _call(folder: Path, connection: socket.socket) -> int:
+    connection.close()
     die_with(os.getppid())
-    descriptor = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    _write_to(folder / "stderr", 2)
     draw_anew()
     return main(folder)
 
 
-def _watch(job_dir: Path, lock: int) -> int:
-    log = os.open(job_dir / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    _name(b"memfit shim")
-    from memfit.jobs import _shim
-
-    return _shim.main(job_dir, lock, forks=True)
+def _watch(shim: Callable[..., int], question: Mapping[str, Any], lock: int, connection: socket.socket) -> int:
+    connection.close()
+    job_dir = Path(question["job_dir"])
+    _write_to(job_dir / "shim.log", 1, 2)
+    name_process("memfit shim")
+    return shim(job_dir, lock, forks=question["forks"])
 
 
-def _name(name: bytes) -> None:
-    """Give this process a name in ``top`` and ``ps``, of which 15 bytes are kept; its command line stays."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
-
-
-def leave(code: int) -> None:
-    """End this process as an interpreter ends, but for what it has inherited."""
-    try:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does after a fork
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)
-    finally:
-        os._exit(code & 0xFF)
-
-
-def forget_exits() -> None:
-    """Leave what the code imported so far does at its end to the process that imported it.
-
-    What this process registers from now on runs at its end, and so do the ends of logging and of child processes.
-    """
-    atexit._clear()
-    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # temporary folders, for example
-        one.atexit = False
-    if weakref.finalize._registered_with_atexit:  # type: ignore[attr-defined]
-        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-    for module, name in (("logging", "shutdown"), ("multiprocessing.util", "_exit_function")):
-        if module in sys.modules:
-            atexit.register(getattr(sys.modules[module], name))
-
-
-def draw_anew() -> None:
-    """Seed what draws random numbers, as a new interpreter does, or all forks would draw the same."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
-
-
-class Forked:
-    """The process of a job that was forked from its watcher; in its place stands ``subprocess.Popen`` elsewhere.
-
-    Attributes:
-        returncode: Its exit code, negative for a signal; None while it runs.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
-        self._descriptor = os.pidfd_open(pid)
-
-    returncode: int | None
-
-    def wait(self, seconds: float) -> int:
-        """Return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: If it still runs after so many seconds.
-        """
-        if self.returncode is None:
-            if not select.select([self._descriptor], [], [], seconds)[0]:
-                raise subprocess.TimeoutExpired("a forked job", seconds)
-            os.close(self._descriptor)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-
-def fork_job(
-    job_dir: Path, become: Callable[[], None], streams: Sequence[int], cwd: str, env: Mapping[str, str]
-) -> Forked | None:
-    """Fork the process of a function's job; None if it did not come to its function.
-
-    Args:
-        become: Called in it first; it may raise an OSError.
-        streams: Descriptors of its standard input, output and error.
-    """
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            _begin_job(job_dir.name, become, streams, cwd, env, writing)
-            code = main(job_dir)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            leave(code)
-    os.close(writing)
-    with open(reading, "rb") as began:
-        ready, _, _ = select.select([began], [], [], _PATIENCE_SECONDS)
-        said = began.read() if ready else b""
-    if said == b"began":
-        return Forked(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if said:
-        number, _, name = said.decode().partition(" ")
-        raise OSError(int(number), os.strerror(int(number)), name)
-    return None
-
-
-def _begin_job(
-    job_id: str, become: Callable[[], None], streams: Sequence[int], cwd: str, env: Mapping[str, str], told: int
-) -> None:
-    """Make this process what a new interpreter would be."""
-    try:
-        forget_exits()
-        os.setsid()
-        become()
-        for asked in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(asked, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-        told = os.dup2(told, len(streams))
-        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # paths would be held by what lists them
-            if int(name) > told:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        os.chdir(cwd)
-        os.environ.update(env)
-        _name(job_id.encode())
-        _set_threads(int(env.get("OMP_NUM_THREADS", "1")))
-        draw_anew()
-    except OSError as error:
-        os.write(told, f"{error.errno or errno.EIO} {error.filename or ''}".encode())
-        os._exit(127)
-    os.write(told, b"began")
-    os.close(told)
-
-
-def _set_threads(threads: int) -> None:
-    """Give the libraries that are loaded, with one thread each, as many as a job wants."""
-    if threads > 1:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(threads)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(threads)
+def _write_to(path: Path, *streams: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in streams:
+        os.dup2(descriptor, number)
+    os.close(descriptor)

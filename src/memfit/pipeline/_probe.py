@@ -18,7 +18,7 @@ from typing import Any
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
-from memfit.jobs import JobStatus, call_in_child, limit_threads
+from memfit.jobs import JobStatus, call_in_child, thread_env
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
@@ -55,7 +55,7 @@ def call_alone(
     file = Path(source)
     resolved = config.resolve(RunConfig, file=file, overrides=overrides)
     child_env = dict(os.environ) | python_path([str(file.resolve().parent)], os.environ)
-    limit_threads(resolved.value.threads_per_job, env=child_env, modules=())
+    child_env |= thread_env(resolved.value.threads_per_job)
     order = {"target": resolved.value.target, "resolved": resolved.to_json(), **arguments}
     found: dict[str, Any] = call_in_child(function, order, env=child_env)
     return found

@@ -412,6 +412,7 @@ def _set_up(
         parent = None
     backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls, parent=parent)
     backend.say = lambda text: events.write("plan", text=text)
+    stack.callback(backend.close)
     claims.write(used=Counter(), unused=Counter(), group=group)
     events.write("budget", **facts)
     return backend, claims
