@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jobs.contract import FakeBackend, FakeJob, ListSource
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
+from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, SlurmBackend, StopRequest, Submission, Verdict
 from memfit.memory import HOST, Budget, Device, Footprint, Others
 from memfit.units import GIB, MIB
 
@@ -67,6 +67,8 @@ class World:
             params = {"kind": kind} if kind else {}
             self.admission.forecast.learn(Job("known", command=("true",), params=params), Footprint(size))
         self.scheduler = Scheduler(source or ListSource(self.made), self.backend, self.admission, say=say)
+        if not is_shared:
+            self.backend.traits = SlurmBackend.traits
         if told:
             poll = self.backend.poll
             self.backend.poll = lambda: {name: replace(status, **told) for name, status in poll().items()}

@@ -209,7 +209,7 @@ class LocalAdmission:
         """Return what decides whether a job fits: two for which it is equal fit or do not fit both."""
         job, progress = entry.job, entry.progress
         needed, guess = tuple(sorted(progress.needed.items())), self.forecast.guess(job)
-        return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.num_asides
+        return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.restarts["aside"]
 
     def admit(self, entry: Entry) -> Admitted | Wait:
         """Admit a job if it fits now at each place; else return why it does not."""
@@ -227,8 +227,8 @@ class LocalAdmission:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
-        if entry.progress.num_asides >= _MOST_ASIDES and not alone:
-            return Wait("memory", f"it gave way {entry.progress.num_asides} times, so it runs alone next")
+        if entry.progress.restarts["aside"] >= _MOST_ASIDES and not alone:
+            return Wait("memory", f"it gave way {entry.progress.restarts['aside']} times, so it runs alone next")
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
         held |= set() if alone else {HOST}
         devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)

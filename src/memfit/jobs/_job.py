@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -228,11 +228,21 @@ class Traits:
         queues_jobs: True if a submitted job may wait in a queue before it starts.
         enforces_memory: True if a job that takes more than its request ends as ``out_of_memory``.
         patience_seconds: How long a status may lag behind the truth.
+        outside: Ends that are no fault of a job here: another start after one is no retry.
+        most_outside: How many of them in a row are followed by another start.
+        saving_forgives: A checkpoint between two of them begins a new row.
+        more: What a job that ran out of memory gets next, as a multiple of what it had or took.
+        last_gets_all: Its last retry gets the whole budget.
     """
 
     queues_jobs: bool
     enforces_memory: bool
     patience_seconds: float
+    outside: Collection[State] = frozenset[State]({"preempted"})
+    most_outside: int = 1
+    saving_forgives: bool = False
+    more: float = 1.5
+    last_gets_all: bool = True
 
 
 class Enforcer(Protocol):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._job import Job, JobStatus, Verdict
+from memfit.jobs._retry import Restart, Retry
 from memfit.jobs.policy import STILL_SHARE, Guess, Held
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
 
@@ -60,8 +61,7 @@ class Progress:
         told_bytes: The largest reservation that was told of this attempt.
         set_aside: When it was asked to stop so that others can go on, by the same clock.
         verdict: What its end is recorded as, once memfit has given it up.
-        num_preempted: How often the platform ended it in a row without a checkpoint in between.
-        num_retries, num_asides: How often it was restarted for its own sake, and for others'.
+        restarts: How often it was restarted, by what that counts as. ``outside`` counts from the last checkpoint on.
         learned: The peaks that the forecast knows already.
     """
 
@@ -73,9 +73,7 @@ class Progress:
     told_bytes: int = 0
     set_aside: float | None = None
     verdict: Verdict | None = None
-    num_preempted: int = 0
-    num_retries: int = 0
-    num_asides: int = 0
+    restarts: Counter[Restart] = field(default_factory=Counter)
     learned: Sizes = field(default_factory=Counter)
 
     def begin(self, now: float) -> None:
@@ -152,7 +150,7 @@ class Entry:
             still=now - self.progress.grown_at,
             stalled=None if stalled is None else now - stalled,
             at_risk=self.seconds_since_checkpoint(),
-            asides=self.progress.num_asides,
+            asides=self.progress.restarts["aside"],
             is_leaving=self.progress.set_aside is not None,
         )
 
@@ -211,9 +209,12 @@ class Entry:
         host = max(host, self.status.evidence.get("data_limit_bytes") or 0)
         return Counter({HOST: host, DEVICE: max((self.reserved[place] for place in self.devices), default=0)})
 
-    def take_back(self, needed: Sizes) -> None:
-        """Queue it again; from now on it needs so much, or what it needed before."""
-        self.progress.needed = Counter({**self.progress.needed, **needed})
+    def take_back(self, again: Retry, *, is_forgiven: bool) -> None:
+        """Queue it again; from now on it needs what the retry says, or what it needed before."""
+        if is_forgiven:
+            self.progress.restarts["outside"] = 0
+        self.progress.restarts[again.counts_as] += 1
+        self.progress.needed = Counter({**self.progress.needed, **again.needed})
         self.sizes = Reservation()
         self.progress.set_aside, self.progress.stalled_since = None, None
 
