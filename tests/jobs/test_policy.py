@@ -74,11 +74,55 @@ def test_a_guess_is_the_mean_with_what_similar_jobs_differ_by():
     assert policy.guess_from(two, slack=0.3, usual=0.0, has_walls=False).size == 1100 + 330 + 100
 
 
+def ended(*peaks, **params):
+    return [
+        (frozenset({*params.items(), ("seed", f"{params}{at}")}), Ended(peak, 1.0, 9.0))
+        for at, peak in enumerate(peaks)
+    ]
+
+
 def test_similar_jobs_differ_within_groups_and_not_between_them():
-    assert policy.spread_within([(100, 100), (900, 900)]) == 0.0
-    assert policy.spread_within([(100,), (900,)]) is None
-    assert policy.spread_within([(100, 120), (50,)]) is None
-    assert policy.spread_within([(0, 0, 0)]) == 0.0
+    assert policy.usual_spread([*ended(100, 100, kind="a"), *ended(900, 900, kind="b")]) == 0.0
+    assert policy.usual_spread([*ended(90, 110, kind="a"), *ended(900, 1100, kind="b")]) == pytest.approx(
+        math.sqrt(0.02)
+    )
+    assert policy.usual_spread([*ended(100, kind="a"), *ended(900, kind="b")]) is None
+    assert policy.usual_spread([*ended(100, 120, kind="a")]) is None
+    assert policy.usual_spread(ended(0, 0, 0)) == 0.0
+
+
+def test_names_tell_more_of_a_job_than_numbers():
+    found = [*ended(100, kind="a", x="1", y="1"), *ended(900, kind="b", x="2", y="1MiB")]
+    guess = lambda **params: policy.guess_for(frozenset(params.items()), found, usual=0.0).most  # noqa: E731
+    assert (guess(kind="a", x="2", y="1MiB"), guess(x="2", y="1MiB"), guess()) == (100, 900, 900)
+    standing = [(frozenset({("kind", "a")}), 400), (frozenset({("kind", "b")}), 5000)]
+    assert policy.guess_for(frozenset({("kind", "a")}), found, standing, usual=0.0).most == 400
+
+
+@pytest.mark.parametrize(
+    ("need", "jobs", "room", "follows"),
+    [
+        ((700, 1000), [], 800, 800),
+        ((700, 1000), [], 600, 700),  # it lacks a hundred
+        (None, [], 6400, 400),
+        (None, [], 100, 100),
+        ((700, 1000), [held(100, guess=KNOWN)], 1200, 1000),
+        ((700, 1000), [held(100, guess=KNOWN)], 900, "room is kept"),
+        (None, [held(100, age=3.0)], 300, 400),
+    ],
+)
+def test_what_a_job_holds_from_its_start_on(need, jobs, room, follows):
+    need = need and policy.Need(*(size * MIB for size in need))
+    found = policy.start(need, need and KNOWN, jobs, room * MIB, CAPACITY)
+    assert follows in found if isinstance(follows, str) else found == follows * MIB
+
+
+def test_a_job_that_gave_way_three_times_runs_alone_and_one_without_walls_gets_all_there_is():
+    need, jobs = policy.Need(MIB, MIB), [held(1, guess=EARLY, age=3.0, still=3.0)]
+    find = lambda **more: policy.start(need, None, jobs, CAPACITY, CAPACITY, **more)  # noqa: E731
+    assert (find(asides=2), find(asides=3)) == (MIB, "it gave way 3 times, so it runs alone next")
+    assert policy.start(need, None, [], CAPACITY, CAPACITY, asides=3) == MIB
+    assert policy.start(None, None, jobs, 5000 * MIB, CAPACITY, has_walls=False) == 5000 * MIB
 
 
 def reserved_of(*jobs, free, first=None):

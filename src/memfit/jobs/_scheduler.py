@@ -107,7 +107,7 @@ class Scheduler:
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
             need = self.admission.need(entry, HOST)
-            reserved = Counter({HOST: need[1] if need else 0})
+            reserved = Counter({HOST: need.wanted if need else 0})
             self._start(entry, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
         if taken:  # what they use was read before they were known
             self._poll()

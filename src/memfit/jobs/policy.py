@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memfit.units import MIB
+from memfit.errors import ConfigError
+from memfit.units import MIB, parse_bytes
 
 #: How long a job that gets no more memory waits at its limit, at least, before another one gives way to it; and how
 #: long if all wait.
@@ -41,6 +43,8 @@ _LATE_FACTOR, _LATE_SECONDS = 1.5, 1.0
 _FIRST_SHARE = 1 / 16
 #: Such jobs start one by one, so many seconds apart; and at most so many that still grow run side by side.
 _APART_SECONDS, _MOST_BLIND = 0.5, 4
+#: A job that gave way so often runs alone the next time.
+_MOST_ASIDES = 3
 #: Without walls, a job that needs more than was thought fails: all margins are wider.
 _NO_WALLS = 3.0
 #: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
@@ -49,12 +53,18 @@ _LEAST_STEP, _STEP_SHARE = 32 * MIB, 1 / 64
 _UNKNOWN_SPREAD, _LEAST_KNOWN = 1.0, 2
 #: Jobs that reach their peak before this share of their time stand still for good once they stand still.
 _EARLY = 0.35
+#: The square of a larger number would overflow.
+_LARGEST = 1e15
 #: How many standard deviations of the sum of all bets are kept free.
 _SURE = 0.1
 #: What a job holds above the mean of similar ones, in standard deviations of these and of that mean.
 _ABOVE, _ERROR = 1.0, 0.3
 #: What is added to the most that similar jobs took, without walls.
 _LEAST_SLACK = 0.1
+
+
+#: The parameters of a job, as pairs of name and value.
+Params = frozenset[tuple[str, str]]
 
 
 class Ended(NamedTuple):
@@ -86,18 +96,63 @@ class Guess:
     is_early: bool = False
 
 
-def spread_within(groups: Iterable[Sequence[int]]) -> float | None:
-    """Return by how much similar jobs differ, as a share of their mean; None while too few of them ended.
+def number_of(text: str) -> float | None:
+    """Return a parameter as a number or a size in bytes; None for a name."""
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            value = float(parse_bytes(text))
+        except ConfigError:
+            return None
+    return value if abs(value) <= _LARGEST else None  # not for a NaN either
 
-    >>> spread_within([(90, 110), (900, 1100), (50,)]), spread_within([(50,), (60, 60)])
-    (0.1414..., None)
+
+def likeness(params: Params, others: Params) -> tuple[int, int]:
+    """Return how many parameters two jobs share: names first, then all.
+
+    >>> likeness(frozenset({("model", "t5"), ("seed", "1")}), frozenset({("model", "t5"), ("seed", "2")}))
+    (1, 1)
     """
+    shared = params & others
+    return sum(number_of(value) is None for _, value in shared), len(shared)
+
+
+def usual_spread(ended: Collection[tuple[Params, Ended]]) -> float | None:
+    """Return by how much jobs differ that share all parameters which repeat, as a share of their mean.
+
+    None while too few of them ended.
+    """
+    times = Counter(pair for params, _ in ended for pair in params)
+    groups = defaultdict[Params, list[int]](list)
+    for params, one in ended:
+        groups[frozenset(pair for pair in params if times[pair] > 1)].append(one.peak)
     squares, num = 0.0, 0
-    for peaks in groups:
+    for peaks in groups.values():
         mean = statistics.fmean(peaks)
         squares += sum((peak / mean - 1) ** 2 for peak in peaks) if mean else 0.0
         num += len(peaks) - 1
     return math.sqrt(squares / num) if num >= _LEAST_KNOWN else None
+
+
+def guess_for(
+    params: Params,
+    ended: Sequence[tuple[Params, Ended]],
+    standing: Iterable[tuple[Params, int]] = (),
+    slack: float = 0.0,
+    usual: float | None = None,
+    *,
+    has_walls: bool = True,
+) -> Guess | None:
+    """Return what a job is thought to need, from those of the jobs that ended with most parameters in common.
+
+    ``standing`` are jobs that run and stand still, with what they use; the rest is as in `guess_from`.
+    """
+    shared = [likeness(params, others) for others, _ in ended]
+    most = max(shared, default=(0, 0))
+    similar = [one for (_, one), like in zip(ended, shared, strict=True) if like == most]
+    running = [used for others, used in standing if likeness(params, others) == most]
+    return guess_from(similar, running, slack, usual, has_walls=has_walls)
 
 
 def guess_from(
@@ -291,18 +346,50 @@ def most_of(held: Held, capacity: int, *, has_walls: bool = True) -> int:
     return min(capacity, max(now, held.guess.most if held.guess else 2 * held.used))
 
 
-def may_start(
-    guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
-) -> str:
-    """Return why a job that fits must not start yet; empty if it may.
+class Need(NamedTuple):
+    """What a waiting job needs: the least that it can start with, and what it is to hold, in bytes."""
+
+    least: int
+    wanted: int
+
+
+def start(
+    need: Need | None,
+    guess: Guess | None,
+    jobs: Sequence[Held],
+    room: int,
+    capacity: int,
+    *,
+    asides: int = 0,
+    has_walls: bool = True,
+) -> int | str:
+    """Return what a waiting job holds from its start on, which may be more than the room; or why it must not start yet.
 
     Args:
-        guess: What is known of it.
-        size: What it is to hold at its start.
+        need: What it needs; None if nothing is known of it.
+        guess: The same with what an exception would need, if similar jobs ended.
         jobs: Those that run.
         room: What is free for it beside what they hold.
         capacity: What all may have together.
+        asides: How often it gave way already.
         has_walls: Jobs wait at their limits.
+    """
+    size = first_size(jobs, capacity, has_walls=has_walls) if need is None else need.wanted
+    if not jobs:  # the slack is for jobs beside it
+        return min(size, max(need.least if need else 0, room))
+    if asides >= _MOST_ASIDES:
+        return f"it gave way {asides} times, so it runs alone next"
+    known = None if need is None else guess or Guess(size, size)
+    why = may_start(known, size, jobs, room, capacity, has_walls=has_walls)
+    return why or (size if need or has_walls else max(room, size))  # without walls it cannot be raised later
+
+
+def may_start(
+    guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
+) -> str:
+    """Return why a job that fits must not start yet beside others; empty if it may.
+
+    Args as in `start`; ``size`` is what it is to hold at its start.
     """
     if waiting := _in_order((job for job in jobs if job.stalled is not None), None):
         return f"{waiting[0].id} waits for more memory"  # it may take all that is free at any moment
