@@ -217,6 +217,24 @@ def test_a_job_of_unknown_size_holds_at_its_start_what_others_like_it_use():
     assert policy.first_size([held(6000)], CAPACITY) == CAPACITY
 
 
+@pytest.mark.parametrize(
+    ("jobs", "busy"),
+    [
+        ([held(1, cores=1.0)] * 3, None),  # fewer than cores
+        ([held(1, cores=1.0, threads=2)] * 2, None),
+        ([held(1, cores=1.6, threads=2)] * 2, "3.2"),
+        ([held(1, cores=0.79)] * 4, None),
+        ([held(1, cores=0.8)] * 4, "3.2"),
+        ([held(1, cores=0.1)] * 30, None),
+        ([held(1)] * 30, None),  # nobody knows yet
+        ([held(1, guess=Guess(1, 1, cores=1.0))] * 4, "4.0"),
+        ([held(1, cores=0.1, guess=Guess(1, 1, cores=1.0))] * 4, None),  # measured
+    ],
+)
+def test_no_more_jobs_start_once_those_that_run_keep_the_cores_busy(jobs, busy):
+    assert policy.why_no_core(jobs, 4) == (f"{len(jobs)} jobs keep {busy} of 4 cores busy" if busy else "")
+
+
 WAITS = held(100, name="waits", stalled=1.0, at_risk=50.0)
 WORKS = held(100, name="works", at_risk=20.0)
 
@@ -329,6 +347,19 @@ def test_two_large_jobs_of_unknown_size_start_side_by_side_where_both_could_doub
     at = {}
     SIMULATOR.simulate(jobs, limit_bytes=20480 * MIB, say=seen, on_tick=lambda backend, _: at.setdefault(len(starts), backend.now))  # fmt: skip
     assert at[2] < 5.0
+
+
+@pytest.mark.parametrize(("cores", "least", "most"), [(1.0, 4, 8), (0.5, 7, 11), (0.0, 14, 99)])
+def test_jobs_that_compute_run_as_many_at_once_as_cores_and_others_by_memory_alone(cores, least, most):
+    waits, running = [], []
+    SIMULATOR.simulate(
+        [SIMULATOR.SimJob(90, 6.0, cores=cores) for _ in range(40)],
+        say=lambda kind, **fields: waits.append(fields) if kind == "wait" else None,
+        on_tick=lambda backend, scheduler: running.append((backend.now, len(scheduler.admission.running))),
+    )
+    assert least <= max(num for now, num in running if now > 12.0) <= most
+    assert ("cores" in {wait["on"] for wait in waits}) == (cores > 0)
+    assert all("cores busy (max_parallel: auto)" in wait["reason"] for wait in waits if wait["on"] == "cores")
 
 
 @pytest.mark.slow

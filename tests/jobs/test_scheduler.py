@@ -502,6 +502,18 @@ def test_a_job_that_stands_still_gives_back_what_it_does_not_use(world):
     assert {size for now, size in seen if 1.5 < now < 4} <= {600, 750}  # at most a quarter above what it uses
 
 
+def test_a_job_that_ended_tells_when_it_had_reached_its_peak_and_how_long_it_ran_without_its_waits(world):
+    def times(limit, **others):
+        found = world({"a": FakeJob((100, 100, 100, 300, 300, 300, 300, 300)), **others}, limit, jobs=kinds("a", "b"))
+        guess = found.run().admission.forecast.guess(replace(found.made[0], id="next"))
+        return round(guess.peaked, 1), round(guess.seconds, 1), round(found.backend.now, 1)
+
+    peaked, seconds, free = times(10_000)
+    assert (peaked, seconds) == (0.4, 0.8)
+    peaked, seconds, narrow = times(400, b=FakeJob((200,) * 30))
+    assert (peaked, seconds) == (0.4, 0.8) and narrow > free + 1
+
+
 def test_the_first_that_lacks_memory_is_named_once(world):
     found = world({"a": FakeJob((100, *[300] * 9)), "b": FakeJob((100, *[300] * 9)), "c": FakeJob((100,) * 20)}, 350,
                   known=100)  # fmt: skip

@@ -16,7 +16,7 @@ from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._reservation import Entry, Wait
-from memfit.jobs.policy import STILL_SECONDS, Held, Need, start
+from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
 from memfit.memory import (
     HOST,
     Budget,
@@ -169,8 +169,8 @@ class LocalAdmission:
             footprint = replace(footprint, device_bytes={})  # what it takes there still grows
         entry.progress.learned |= footprint.sizes
         progress, is_final = entry.progress, status.state == "completed"
-        peaked, seconds = progress.grown_at - progress.started, self.now() - progress.started
-        self.forecast.learn(entry.job, footprint, is_final=is_final, peaked=peaked, seconds=seconds)
+        cores, times = status.cpu_seconds / max(progress.age, 0.1), {"peaked": progress.peaked, "seconds": progress.age}
+        self.forecast.learn(entry.job, footprint, is_final=is_final, cores=cores, **times)
         if known is not None and not footprint.exceeds(known, 1.01):
             return {}
         return {
@@ -192,6 +192,10 @@ class LocalAdmission:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
         if self.policy.force:
             return None
+        if most is None and self.is_shared:
+            cores = max(1, self.budget.now.num_cpus // (1 + self.budget.others.num))
+            if why := why_no_core(self.held(), cores):
+                return Wait("cores", f"{why} (max_parallel: auto)")
         for entry in () if self.is_shared else self.running.values():
             if not entry.is_measured:
                 passed = "passed each phase once" if entry.job.phases else "stopped growing"

@@ -76,6 +76,7 @@ class Forecast:
         is_final: bool = True,
         peaked: float = math.inf,
         seconds: float = math.inf,
+        cores: float = 0.0,
     ) -> None:
         """Learn what a job took; one that still runs adds no point to a line.
 
@@ -85,11 +86,12 @@ class Forecast:
             is_final: It has ended.
             peaked: After how many seconds it had reached its peak; infinite if nobody knows.
             seconds: How long it ran.
+            cores: How many cores it kept busy.
         """
         self._forget()
         if is_final:
             self._ended_pairs[job.stage] |= _pairs(job)
-            self._ended[job.stage].append((_pairs(job), Ended(footprint.private_bytes, peaked, seconds)))
+            self._ended[job.stage].append((_pairs(job), Ended(footprint.private_bytes, peaked, seconds, cores)))
         for key in _keys(job):
             known = self._largest.get(key)
             self._largest[key] = footprint if known is None else known.merge(footprint)

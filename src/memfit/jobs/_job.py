@@ -131,7 +131,7 @@ class JobStatus:
         watcher_pid: The process id of its shim; None before the start of that.
         stalled: It waits at its limit: the kernel lets it allocate no more until the limit is raised.
         wants_more: An allocation of it was refused or delayed at its limit in this attempt.
-        cpu_seconds: The CPU time of all its processes; 0 before its end.
+        cpu_seconds: The CPU time of all its processes so far.
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.
         asked: Its end was asked for by ``cancel`` or ``memfit stop``.
@@ -317,7 +317,7 @@ class Policy:
     """How jobs are admitted.
 
     Attributes:
-        max_parallel: The most jobs at once; None for as many as fit.
+        max_parallel: The most jobs at once; None for as many as fit, while they leave cores idle.
         on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on.
         slack: The share that is reserved on top of a measured footprint.
         force: Admit without asking whether it fits, and without measuring one job first.

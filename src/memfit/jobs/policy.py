@@ -45,6 +45,8 @@ _FIRST_SHARE = 1 / 16
 _APART_SECONDS, _MOST_BLIND = 0.5, 4
 #: A job that gave way so often runs alone the next time.
 _MOST_ASIDES = 3
+#: All cores count as busy from this share on: another job would only take from the others.
+_BUSY = 0.8
 #: Without walls, a job that needs more than was thought fails: all margins are wider.
 _NO_WALLS = 3.0
 #: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
@@ -68,11 +70,12 @@ Params = frozenset[tuple[str, str]]
 
 
 class Ended(NamedTuple):
-    """A job that ended: its peak in bytes, seconds from its start to that, and to its end."""
+    """A job that ended: its peak in bytes, seconds from its start to that and to its end, the cores it kept busy."""
 
     peak: int
     peaked: float
     seconds: float
+    cores: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Guess:
         peaked: After how many seconds it has reached its peak; infinite if nobody knows.
         seconds: How long it will run; infinite if nobody knows.
         is_early: Such jobs reach their peak early, so that one that stands still has reached it.
+        cores: How many cores it will keep busy.
     """
 
     size: int
@@ -94,6 +98,7 @@ class Guess:
     peaked: float = math.inf
     seconds: float = math.inf
     is_early: bool = False
+    cores: float = 0.0
 
 
 def number_of(text: str) -> float | None:
@@ -173,7 +178,7 @@ def guess_from(
         has_walls: A job that needs more waits at its limit. Without walls it fails there, so that it gets the most.
 
     >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
-    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True)
+    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True, cores=0.0)
     """
     if not similar:
         return None
@@ -186,9 +191,8 @@ def guess_from(
     size = round(mean + min(_ABOVE * spread, slack * mean) + _ERROR * spread / math.sqrt(num))
     if not has_walls:
         size = max(size, round(max(peaks) * (1 + max(slack, _LEAST_SLACK))) + round(_ABOVE * spread))
-    return Guess(
-        size, max(size, round(max(peaks))), round(spread), max(one.peaked for one in similar), seconds, is_early
-    )
+    peaked, cores = max(one.peaked for one in similar), statistics.median(one.cores for one in similar)
+    return Guess(size, max(size, round(max(peaks))), round(spread), peaked, seconds, is_early, cores)
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,14 @@ class Held:
         reserved: What it was granted.
         guess: What it is thought to need; None if nothing is known of similar jobs.
         at_least: What it is to hold whatever it uses, because it ran out of memory before.
-        age: Seconds since its start.
+        age: Seconds since its start, without those in which it waited at its limit.
         still: Seconds since it grew last.
         stalled: For how many seconds it has waited at its limit; None if it does not.
         at_risk: Seconds of work that would be lost if it ended now.
         asides: How often it gave way already.
         is_leaving: It was asked to stop.
+        cores: How many cores it keeps busy; None before that was measured.
+        threads: How many it may keep busy.
     """
 
     id: str
@@ -219,6 +225,8 @@ class Held:
     at_risk: float = 0.0
     asides: int = 0
     is_leaving: bool = False
+    cores: float | None = None
+    threads: int = 1
 
     @property
     def left_seconds(self) -> float:
@@ -407,6 +415,21 @@ def may_start(
     if not is_safe([*pairs, (0, min(capacity, max(size, guess.most if guess else 0)))], capacity):
         return "the running jobs may need what is free"
     return ""
+
+
+def why_no_core(jobs: Collection[Held], cores: int) -> str:
+    """Return why no job more starts however much memory is free; empty if one may.
+
+    As many as there are cores always may. Beyond that, more jobs only share what is there once all cores are busy.
+
+    >>> why_no_core([Held("a", 1, 1, cores=1.0), Held("b", 1, 1, cores=0.8)], 2)
+    '2 jobs keep 1.8 of 2 cores busy'
+    """
+    expected = [job.guess.cores if job.guess else 0.0 for job in jobs]
+    busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
+    if sum(job.threads for job in jobs) < cores or busy < _BUSY * cores:
+        return ""
+    return f"{len(jobs)} jobs keep {busy:.1f} of {cores} cores busy"
 
 
 def first_size(jobs: Iterable[Held], capacity: int, *, has_walls: bool = True) -> int:
