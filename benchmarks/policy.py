@@ -49,7 +49,7 @@ from memfit.units import MIB
 
 LIMIT_MIB, RESERVE_MIB, NUM_CORES = 2048, 256, 4
 #: What jobs that share cores lose, each time that as many more of them as there are cores want one. Measured on two
-#: cores: eight processes that stream 64 MiB each took 1.3 to 1.5 times as long together as two at a time.
+#: cores: eight processes that stream 64 MiB each took 1.1 to 1.7 times as long together as two at a time.
 CROWDED = 0.12
 TICK_SECONDS = 0.1
 #: How long a process takes to start, what it holds before it begins, and how long it takes to end when it is asked to.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._job import ENDED, Job, JobStatus, Verdict
 from memfit.jobs._retry import Restart, Retry
-from memfit.jobs.policy import STILL_SHARE, Guess, Held
+from memfit.jobs.policy import STILL_SHARE, Guess, Held, likely
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
 
 #: The CPU use of a running job is measured over so long at least.
@@ -167,7 +167,7 @@ class Entry:
             self.job.id,
             self.status.used_bytes,
             self.reserved[HOST],
-            guess,
+            likely(guess, self.status.used_bytes),
             at_least=self.progress.needed[HOST],
             age=self.progress.age,
             still=now - self.progress.grown_at,

@@ -6,8 +6,9 @@ over real jobs, and ``benchmarks/policy.py`` over simulated ones. The rules:
 - A job without similar ones that ended is taken to double while it grows. Once it stands still, its margin shrinks.
 - A job with similar ones that ended is taken to need what most of them needed. When it stands still for longer than
   they took to reach their peaks, its margin shrinks too.
-- What is granted and not used returns at once.
+- What is granted and not used returns at once. While one waits, those that stand still for now keep no more than they use.
 - Of the jobs that wait at their limits, one grows at a time: the one that ends first.
+- No more jobs start beside as many as there are cores once these keep the cores busy.
 - A job starts if all that run could still end one after another, should each need the most that it may.
 - A job that waits at its limit is helped by a restart of another one only when that costs less than the wait did.
 """
@@ -41,12 +42,14 @@ _STANDING_FACTOR = 1.25
 _LATE_FACTOR, _LATE_SECONDS = 1.5, 1.0
 #: What a job holds at least while nothing at all is known of it, as a share of the capacity.
 _FIRST_SHARE = 1 / 16
-#: Such jobs start one by one, so many seconds apart; and at most so many that still grow run side by side.
-_APART_SECONDS, _MOST_BLIND = 0.5, 4
+#: Of such jobs at most so many run side by side that still grow, and so many that are younger than this.
+_MOST_BLIND, _MOST_YOUNG, _YOUNG_SECONDS = 4, 2, 0.1
 #: A job that gave way so often runs alone the next time.
 _MOST_ASIDES = 3
 #: All cores count as busy from this share on: another job would only take from the others.
 _BUSY = 0.8
+#: A job that takes more than this multiple of the most of similar ones is not similar.
+_OUTGROWN = 1.25
 #: Without walls, a job that needs more than was thought fails: all margins are wider.
 _NO_WALLS = 3.0
 #: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
@@ -234,6 +237,11 @@ class Held:
         return max(0.0, self.guess.seconds - self.age) if self.guess else math.inf
 
 
+def likely(guess: Guess | None, used: int) -> Guess | None:
+    """Return a job's guess; None once it uses much more than any similar job took, so that they tell nothing of it."""
+    return None if guess is not None and used > _OUTGROWN * guess.most else guess
+
+
 def has_peaked(held: Held) -> bool:
     """Return True if a job stands still, and similar ones had reached their peaks by now.
 
@@ -244,8 +252,11 @@ def has_peaked(held: Held) -> bool:
     return held.guess.is_early or held.age >= _LATE_FACTOR * held.guess.peaked + _LATE_SECONDS
 
 
-def wanted(held: Held, capacity: int, *, has_walls: bool = True) -> int:
-    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses."""
+def wanted(held: Held, capacity: int, *, is_tight: bool = False, has_walls: bool = True) -> int:
+    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses.
+
+    ``is_tight``: another one waits for memory, so that one that stands still for now keeps no more than it uses.
+    """
     wider = 1.0 if has_walls else _NO_WALLS
     guess, step = held.guess, min(_LEAST_STEP, int(capacity * _STEP_SHARE))
     known = 0
@@ -260,7 +271,7 @@ def wanted(held: Held, capacity: int, *, has_walls: bool = True) -> int:
     elif guess is not None:
         margin = wider * _STANDING * held.used
     elif held.still >= STILL_SECONDS:
-        margin = wider * _UNPROVEN * held.used
+        margin = wider * (_SETTLED if is_tight else _UNPROVEN) * held.used
     else:
         margin = max(step, wider * _GROWING * held.used)
         if held.age < STILL_SECONDS:
@@ -285,7 +296,8 @@ def grow(
     Args:
         first: The job that others gave way to; it comes before all others that wait.
     """
-    wants = {job.id: wanted(job, capacity, has_walls=has_walls) for job in jobs}
+    is_tight = any(job.stalled is not None for job in jobs)
+    wants = {job.id: wanted(job, capacity, is_tight=is_tight, has_walls=has_walls) for job in jobs}
     reserved = {job.id: job.reserved for job in jobs}
     for job in jobs:
         least = max(job.used, wants[job.id], 1)
@@ -404,10 +416,9 @@ def may_start(
     if guess is None:
         wider = 1.0 if has_walls else _NO_WALLS
         growing = [job for job in jobs if job.guess is None and job.still < wider * STILL_SECONDS]
-        apart, most = _APART_SECONDS * wider, _MOST_BLIND if has_walls else 1
-        youngest = min((job for job in jobs if job.guess is None), key=lambda job: job.age, default=None)
-        if len(growing) >= most or (youngest is not None and youngest.age < apart):
-            return f"{youngest.id if youngest else growing[0].id} is being measured"
+        num_young = sum(job.age < _YOUNG_SECONDS for job in growing)
+        if num_young >= _MOST_YOUNG or len(growing) >= (_MOST_BLIND if has_walls else 1):
+            return f"{min(growing, key=lambda job: job.age).id} is being measured"
     bets = [job.guess.spread for job in jobs if job.guess is not None and not has_peaked(job)]
     if guess is not None and size + _SURE * math.hypot(guess.spread, *bets) > room:
         return "room is kept for running jobs that may need more than similar ones"
