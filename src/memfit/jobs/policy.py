@@ -6,7 +6,7 @@ over real jobs, and ``benchmarks/policy.py`` over simulated ones. The rules:
 - A job without similar ones that ended is taken to double while it grows. Once it stands still, its margin shrinks.
 - A job with similar ones that ended is taken to need what most of them needed. When it stands still for longer than
   they took to reach their peaks, its margin shrinks too.
-- What is granted and not used returns at once. While one waits, those that stand still for now keep no more than they use.
+- What is granted and not used returns at once. While a job waits, one that stands still for now keeps what it uses.
 - Of the jobs that wait at their limits, one grows at a time: the one that ends first.
 - No more jobs start beside as many as there are cores once these keep the cores busy.
 - A job starts if all that run could still end one after another, should each need the most that it may.
