@@ -1,6 +1,8 @@
 """What a job's watcher says of its memory, its phase and its limit."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -57,6 +59,13 @@ def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_p
         assert not watch.settled
     watch._enter("checkpoint")
     assert watch.settled
+
+
+def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
+    subprocess.run([sys.executable, "-ISc", "sum(range(4_000_000))"], check=True)
+    watch, used = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001")), os.times()
+    watch.observe()
+    assert watch.status().cpu_seconds >= sum(used[:4]) - 0.05 > 0
 
 
 @pytest.mark.parametrize(

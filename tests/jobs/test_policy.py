@@ -74,11 +74,60 @@ def test_a_guess_is_the_mean_with_what_similar_jobs_differ_by():
     assert policy.guess_from(two, slack=0.3, usual=0.0, has_walls=False).size == 1100 + 330 + 100
 
 
+def ended(*peaks, **params):
+    return [
+        (frozenset({*params.items(), ("seed", f"{params}{at}")}), Ended(peak, 1.0, 9.0))
+        for at, peak in enumerate(peaks)
+    ]
+
+
 def test_similar_jobs_differ_within_groups_and_not_between_them():
-    assert policy.spread_within([(100, 100), (900, 900)]) == 0.0
-    assert policy.spread_within([(100,), (900,)]) is None
-    assert policy.spread_within([(100, 120), (50,)]) is None
-    assert policy.spread_within([(0, 0, 0)]) == 0.0
+    assert policy.usual_spread([*ended(100, 100, kind="a"), *ended(900, 900, kind="b")]) == 0.0
+    assert policy.usual_spread([*ended(90, 110, kind="a"), *ended(900, 1100, kind="b")]) == pytest.approx(
+        math.sqrt(0.02)
+    )
+    assert policy.usual_spread([*ended(100, kind="a"), *ended(900, kind="b")]) is None
+    assert policy.usual_spread([*ended(100, 120, kind="a")]) is None
+    assert policy.usual_spread(ended(0, 0, 0)) == 0.0
+
+
+def test_names_tell_more_of_a_job_than_numbers():
+    found = [*ended(100, kind="a", x="1", y="1"), *ended(900, kind="b", x="2", y="1MiB")]
+    guess = lambda **params: policy.guess_for(frozenset(params.items()), found, usual=0.0).most  # noqa: E731
+    assert (guess(kind="a", x="2", y="1MiB"), guess(x="2", y="1MiB"), guess()) == (100, 900, 900)
+    standing = [(frozenset({("kind", "a")}), 400), (frozenset({("kind", "b")}), 5000)]
+    assert policy.guess_for(frozenset({("kind", "a")}), found, standing, usual=0.0).most == 400
+
+
+def test_a_job_that_took_a_quarter_more_than_any_similar_one_is_of_unknown_size_again():
+    assert policy.likely(KNOWN, 1875 * MIB) == KNOWN and policy.likely(KNOWN, 1876 * MIB) is None
+    assert policy.likely(None, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("need", "jobs", "room", "follows"),
+    [
+        ((700, 1000), [], 800, 800),
+        ((700, 1000), [], 600, 700),  # it lacks a hundred
+        (None, [], 6400, 400),
+        (None, [], 100, 100),
+        ((700, 1000), [held(100, guess=KNOWN)], 1200, 1000),
+        ((700, 1000), [held(100, guess=KNOWN)], 900, "room is kept"),
+        (None, [held(100, age=3.0)], 300, 400),
+    ],
+)
+def test_what_a_job_holds_from_its_start_on(need, jobs, room, follows):
+    need = need and policy.Need(*(size * MIB for size in need))
+    found = policy.start(need, need and KNOWN, jobs, room * MIB, CAPACITY)
+    assert follows in found if isinstance(follows, str) else found == follows * MIB
+
+
+def test_a_job_that_gave_way_three_times_runs_alone_and_one_without_walls_gets_all_there_is():
+    need, jobs = policy.Need(MIB, MIB), [held(1, guess=EARLY, age=3.0, still=3.0)]
+    find = lambda **more: policy.start(need, None, jobs, CAPACITY, CAPACITY, **more)  # noqa: E731
+    assert (find(asides=2), find(asides=3)) == (MIB, "it gave way 3 times, so it runs alone next")
+    assert policy.start(need, None, [], CAPACITY, CAPACITY, asides=3) == MIB
+    assert policy.start(None, None, jobs, 5000 * MIB, CAPACITY, has_walls=False) == 5000 * MIB
 
 
 def reserved_of(*jobs, free, first=None):
@@ -89,6 +138,14 @@ def reserved_of(*jobs, free, first=None):
 def test_what_is_granted_and_not_used_returns_at_once():
     jobs = held(600, 1000, EARLY, "a", age=5.0, still=3.0), held(100, 1000, None, "b", is_leaving=True)
     assert reserved_of(*jobs, free=0) == ({"a": 630, "b": 1000}, 370, "")
+
+
+def test_while_one_waits_a_job_that_stands_still_for_now_keeps_little_more_than_it_uses():
+    calm, waiting = held(400, 600, name="calm", age=3.0, still=2.0), held(400, name="waiting", stalled=0.5)
+    assert reserved_of(calm, free=0) == ({"calm": 600}, 0, "")
+    assert reserved_of(calm, waiting, free=0) == ({"calm": 420, "waiting": 500}, 80, "")
+    sure = held(400, 1000, KNOWN, name="sure", age=3.0, still=2.0)
+    assert reserved_of(sure, waiting, free=0)[0]["sure"] == 1000
 
 
 def test_of_those_that_wait_the_one_that_ends_first_grows_until_it_has_enough_and_the_others_get_the_rest():
@@ -142,11 +199,12 @@ def test_a_start_is_safe_if_all_could_end_one_after_another():
         (KNOWN, 1000, [held(100, name="b", guess=KNOWN)], 1015, ""),
         (KNOWN, 1000, [held(600, name="b", guess=EARLY, still=1.0)], 1010, ""),
         (KNOWN, 1000, [held(2900, name=name, guess=KNOWN) for name in "bc"], 5000, "may need what is free"),
-        (None, 400, [held(100, name="b", age=0.4)], 5000, "b is being measured"),
-        (None, 400, [held(100, name="b", age=0.5)], 5000, ""),
+        (None, 400, [held(100, name="b", age=0.0)], 5000, ""),
+        (None, 400, [held(100, name="b", age=0.09), held(100, name="c", age=0.05)], 5000, "c is being measured"),
+        (None, 400, [held(100, name="b", age=0.1), held(100, name="c", age=0.05)], 5000, ""),
         (None, 400, [held(100, name=name, age=3.0) for name in "bcde"], 5000, "is being measured"),
         (None, 400, [held(100, name=name, age=3.0, still=1.0) for name in "bcde"], 5000, ""),
-        (None, 400, [held(100, name="b", age=0.1, guess=KNOWN)], 5000, ""),
+        (None, 400, [held(100, name=name, guess=KNOWN) for name in "bcdef"], 5000, ""),
         (None, 400, [held(2100, name=name, age=3.0, still=2.0) for name in "bc"], 5000, ""),
         (None, 400, [held(2200, name=name, age=3.0, still=2.0) for name in "bc"], 5000, "may need what is free"),
     ],
@@ -157,9 +215,6 @@ def test_why_a_job_that_fits_must_not_start_yet(guess, size, jobs, room, why):
 
 
 def test_without_walls_jobs_of_unknown_size_start_later():
-    jobs = [held(100, name="b", age=1.4)]
-    assert policy.may_start(None, MIB, jobs, CAPACITY, CAPACITY) == ""
-    assert "measured" in policy.may_start(None, MIB, jobs, CAPACITY, CAPACITY, has_walls=False)
     for still, may in ((2.9, False), (3.0, True)):  # and only once the one before stands still
         jobs = [held(100, name="b", age=9.0, still=still)]
         assert (policy.may_start(None, MIB, jobs, CAPACITY, CAPACITY, has_walls=False) == "") is may
@@ -171,6 +226,24 @@ def test_a_job_of_unknown_size_holds_at_its_start_what_others_like_it_use():
     assert policy.first_size(jobs, CAPACITY) == 1000 * MIB
     assert policy.first_size(jobs, CAPACITY, has_walls=False) == 3000 * MIB
     assert policy.first_size([held(6000)], CAPACITY) == CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("jobs", "busy"),
+    [
+        ([held(1, cores=1.0)] * 3, None),  # fewer than cores
+        ([held(1, cores=1.0, threads=2)] * 2, None),
+        ([held(1, cores=1.6, threads=2)] * 2, "3.2"),
+        ([held(1, cores=0.79)] * 4, None),
+        ([held(1, cores=0.8)] * 4, "3.2"),
+        ([held(1, cores=0.1)] * 30, None),
+        ([held(1)] * 30, None),  # nobody knows yet
+        ([held(1, guess=Guess(1, 1, cores=1.0))] * 4, "4.0"),
+        ([held(1, cores=0.1, guess=Guess(1, 1, cores=1.0))] * 4, None),  # measured
+    ],
+)
+def test_no_more_jobs_start_once_those_that_run_keep_the_cores_busy(jobs, busy):
+    assert policy.why_no_core(jobs, 4) == (f"{len(jobs)} jobs keep {busy} of 4 cores busy" if busy else "")
 
 
 WAITS = held(100, name="waits", stalled=1.0, at_risk=50.0)
@@ -285,6 +358,19 @@ def test_two_large_jobs_of_unknown_size_start_side_by_side_where_both_could_doub
     at = {}
     SIMULATOR.simulate(jobs, limit_bytes=20480 * MIB, say=seen, on_tick=lambda backend, _: at.setdefault(len(starts), backend.now))  # fmt: skip
     assert at[2] < 5.0
+
+
+@pytest.mark.parametrize(("cores", "least", "most"), [(1.0, 4, 8), (0.5, 7, 11), (0.0, 14, 99)])
+def test_jobs_that_compute_run_as_many_at_once_as_cores_and_others_by_memory_alone(cores, least, most):
+    waits, running = [], []
+    SIMULATOR.simulate(
+        [SIMULATOR.SimJob(90, 6.0, cores=cores) for _ in range(40)],
+        say=lambda kind, **fields: waits.append(fields) if kind == "wait" else None,
+        on_tick=lambda backend, scheduler: running.append((backend.now, len(scheduler.admission.running))),
+    )
+    assert least <= max(num for now, num in running if now > 12.0) <= most
+    assert ("cores" in {wait["on"] for wait in waits}) == (cores > 0)
+    assert all("cores busy (max_parallel: auto)" in wait["reason"] for wait in waits if wait["on"] == "cores")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jobs.contract import FakeBackend, FakeJob, ListSource
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
+from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, SlurmBackend, StopRequest, Submission, Verdict
 from memfit.memory import HOST, Budget, Device, Footprint, Others
 from memfit.units import GIB, MIB
 
@@ -67,6 +67,8 @@ class World:
             params = {"kind": kind} if kind else {}
             self.admission.forecast.learn(Job("known", command=("true",), params=params), Footprint(size))
         self.scheduler = Scheduler(source or ListSource(self.made), self.backend, self.admission, say=say)
+        if not is_shared:
+            self.backend.traits = SlurmBackend.traits
         if told:
             poll = self.backend.poll
             self.backend.poll = lambda: {name: replace(status, **told) for name, status in poll().items()}
@@ -186,9 +188,9 @@ GROWING = FakeJob((100, 150, 200, 300, 300))
 #: What jobs do, under which budget and policy, and what must come of it.
 SCENES = {
     "as many at once as the measured footprint allows": (
-        same(5, 50, 100, 100, 100, settles_at=1), {"limit": 340, "slack": 0.1, "each": PHASED}, {"most": 3}),
+        same(5, 50, 100, 100, 100), {"limit": 340, "slack": 0.1, "known": 100}, {"most": 3}),
     "what is reserved and not used yet is not available": (
-        same(5, *[1] * 8, 100, 100, settles_at=9), {"limit": 230, "each": PHASED}, {"most": 2}),
+        same(5, *[1] * 8, 100, 100), {"limit": 230, "known": 100}, {"most": 2}),
     "a job starts as soon as there is room": (
         {"a": FakeJob(LONG)} | {name: FakeJob((100,) * 3) for name in "bcd"}, {"limit": 220, "known": 100},
         {"ended": ["b", "c", "d", "a"]}),
@@ -213,7 +215,7 @@ SCENES = {
     "a declared size is a hint and the measured one counts": (
         same(9, *[100] * 40), {"limit": 420, "each": declared(400)}, {"most": 4}),
     "no more than max_parallel": (
-        same(5, *[1] * 4), {"max_parallel": 2}, {"most": 2, "waits": {"measuring", "max_parallel"}}),
+        same(5, *[1] * 4), {"max_parallel": 2}, {"most": 2, "waits": {"max_parallel"}}),
     "one at a time keeps the order": (same(4, 1, 1), {"max_parallel": 1}, {"most": 1, "order": ["j1", "j2", "j3", "j4"]}),
     "a failure stops the others": (
         {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 50), "c": FakeJob()},
@@ -404,8 +406,9 @@ def test_a_process_can_use_one_mig_instance(world, num, is_refused):
         assert found.run().devices == [["MIG-0"]]
 
 
-def test_the_first_job_runs_alone_until_it_has_passed_its_phases(world):
-    found, seen = world(same(5, *[100] * 10, settles_at=4), 10_000, each={"phases": ("load", "train")}), []
+def test_on_a_cluster_the_first_job_runs_alone_until_it_has_passed_its_phases(world):
+    phased = {"phases": ("load", "train")}
+    found, seen = world(same(5, *[100] * 10, settles_at=4), 10_000, each=phased, is_shared=False), []
     found.run(on_tick=lambda: seen.append(found.starts))
     assert seen[:6] == [1, 1, 1, 1, 1, 5]
     assert "j1 is being measured" in found.of("wait")[0]["reason"]
@@ -498,6 +501,18 @@ def test_a_job_that_stands_still_gives_back_what_it_does_not_use(world):
     found.run(on_tick=tick)
     assert max(size for _, size in seen) <= 750
     assert {size for now, size in seen if 1.5 < now < 4} <= {600, 750}  # at most a quarter above what it uses
+
+
+def test_a_job_that_ended_tells_when_it_had_reached_its_peak_and_how_long_it_ran_without_its_waits(world):
+    def times(limit, **others):
+        found = world({"a": FakeJob((100, 100, 100, 300, 300, 300, 300, 300)), **others}, limit, jobs=kinds("a", "b"))
+        guess = found.run().admission.forecast.guess(replace(found.made[0], id="next"))
+        return round(guess.peaked, 1), round(guess.seconds, 1), round(found.backend.now, 1)
+
+    peaked, seconds, free = times(10_000)
+    assert (peaked, seconds) == (0.4, 0.8)
+    peaked, seconds, narrow = times(400, b=FakeJob((200,) * 30))
+    assert (peaked, seconds) == (0.4, 0.8) and narrow > free + 1
 
 
 def test_the_first_that_lacks_memory_is_named_once(world):
@@ -796,7 +811,7 @@ def test_a_source_hands_over_jobs_when_those_that_they_need_have_ended(world):
     assert sorted(source.heard) == [(name, "completed", "") for name in ("fold_1", "fold_2", "judge")]
 
 
-@pytest.mark.parametrize(("most", "asked"), [(3, [3, 1, 1]), (2, [2, 0, 0]), (None, [1, 0, 0])])
+@pytest.mark.parametrize(("most", "asked"), [(3, [3, 1, 1]), (2, [2, 0, 0]), (None, [1, 1, 1])])
 def test_a_source_is_asked_for_what_could_start_beside_what_runs_and_waits(world, most, asked):
     source = Chain(of_stage("fold", "a", "b"), of_stage("judge", "judge"))
     scripts = {name: FakeJob((5,) * 5, settles_at=9) for name in ("a", "b", "judge")}

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._processes import spawn as spawn
+    from memfit.jobs._retry import End as End
     from memfit.jobs._retry import Retry as Retry
-    from memfit.jobs._retry import decide as decide
+    from memfit.jobs._retry import what_follows as what_follows
     from memfit.jobs._scheduler import Scheduler as Scheduler
     from memfit.jobs._shim import run_element as run_element
     from memfit.jobs._slurm import SHIM_BYTES as SHIM_BYTES

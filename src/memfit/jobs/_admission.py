@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import monotonic
@@ -15,8 +15,8 @@ from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
-from memfit.jobs._reservation import Entry, Wait, kind_of
-from memfit.jobs.policy import STILL_SECONDS, Guess, Held, first_size, may_start
+from memfit.jobs._reservation import Entry, Wait
+from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
 from memfit.memory import (
     HOST,
     Budget,
@@ -31,8 +31,6 @@ from memfit.memory import (
 )
 from memfit.units import format_bytes
 
-#: A job that gave way so often runs alone the next time.
-_MOST_ASIDES = 3
 #: A job that is to have so much starts with this share of it: what is free changes by some bytes all the time.
 _ALMOST = 0.97
 HELD_BY_OTHERS = "another run on this host has the memory that it needs"
@@ -171,8 +169,8 @@ class LocalAdmission:
             footprint = replace(footprint, device_bytes={})  # what it takes there still grows
         entry.progress.learned |= footprint.sizes
         progress, is_final = entry.progress, status.state == "completed"
-        peaked, seconds = progress.grown_at - progress.started, self.now() - progress.started
-        self.forecast.learn(entry.job, footprint, is_final=is_final, peaked=peaked, seconds=seconds)
+        cores, times = status.cpu_seconds / max(progress.age, 0.1), {"peaked": progress.peaked, "seconds": progress.age}
+        self.forecast.learn(entry.job, footprint, is_final=is_final, cores=cores, **times)
         if known is not None and not footprint.exceeds(known, 1.01):
             return {}
         return {
@@ -194,6 +192,10 @@ class LocalAdmission:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
         if self.policy.force:
             return None
+        if most is None and self.is_shared:
+            cores = max(1, self.budget.now.num_cpus // (1 + self.budget.others.num))
+            if why := why_no_core(self.held(), cores):
+                return Wait("cores", f"{why} (max_parallel: auto)")
         for entry in () if self.is_shared else self.running.values():
             if not entry.is_measured:
                 passed = "passed each phase once" if entry.job.phases else "stopped growing"
@@ -209,7 +211,7 @@ class LocalAdmission:
         """Return what decides whether a job fits: two for which it is equal fit or do not fit both."""
         job, progress = entry.job, entry.progress
         needed, guess = tuple(sorted(progress.needed.items())), self.forecast.guess(job)
-        return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.num_asides
+        return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.restarts["aside"]
 
     def admit(self, entry: Entry) -> Admitted | Wait:
         """Admit a job if it fits now at each place; else return why it does not."""
@@ -227,16 +229,19 @@ class LocalAdmission:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
-        if entry.progress.num_asides >= _MOST_ASIDES and not alone:
-            return Wait("memory", f"it gave way {entry.progress.num_asides} times, so it runs alone next")
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
         held |= set() if alone else {HOST}
         devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
-        if self.is_shared and not alone and (wait := self._why_not_beside(entry, needs[HOST], rooms[HOST].bytes)):
-            return wait
-        reserved = self._sizes_of(needs, rooms, devices, held)
+        size = self._on_host(entry, needs[HOST], rooms[HOST].bytes)
+        if isinstance(size, str):
+            return Wait("measuring" if is_unknown else "memory", size)
+        reserved = Counter({HOST: max(1, size)})
+        for place in devices:
+            need, room = needs[DEVICE], rooms[place].bytes
+            wanted = room if need is None else need.wanted if place in held else min(need.wanted, max(need.least, room))
+            reserved[place] = max(1, wanted)
         for place, size in reserved.items():
             if size > rooms[place].bytes:
                 return _lack(entry, place, size, rooms[place])
@@ -245,39 +250,15 @@ class LocalAdmission:
         why = "; ".join(rooms[place].explain() for place in (HOST, *devices))
         return Admitted(reserved, why, note, not is_unknown)
 
-    def _sizes_of(
-        self,
-        needs: Mapping[str, tuple[int, int] | None],
-        rooms: Mapping[str, Lendable],
-        devices: Sequence[str],
-        held: Container[str],
-    ) -> Sizes:
-        """Return what a job is to hold at each place, whether that is there or not."""
-        sizes = Counter[str]()
-        for place in (HOST, *devices):
-            need, room = needs[kind_of(place)], rooms[place].bytes
-            if need is None and place in held:  # without walls it cannot be raised later
-                size = self._first_size() if self.has_walls else max(room, self._first_size())
-            elif need is None:
-                size = min(room, self._first_size()) if place == HOST and self.is_shared else room  # else all there is
-            elif place in held:
-                size = need[1]
-            else:  # the slack is for jobs beside it
-                size = min(need[1], max(need[0], room))
-            sizes[place] = max(1, size)
-        return sizes
+    def _on_host(self, entry: Entry, need: Need | None, room: int) -> int | str:
+        """Return what a job is to hold on the host, whether that is there or not; or why it must not start."""
+        if not self.is_shared:
+            return room if need is None else min(need.wanted, max(need.least, room))
+        guess, asides = self.forecast.guess(entry.job), entry.progress.restarts["aside"]
+        jobs, capacity = [] if self.is_alone else self.held(), self.capacity_bytes()
+        return start(need, guess, jobs, room, capacity, asides=asides, has_walls=self.has_walls)
 
-    def _first_size(self) -> int:
-        return first_size(self.held(), self.capacity_bytes(), has_walls=self.has_walls)
-
-    def _why_not_beside(self, entry: Entry, need: tuple[int, int] | None, room: int) -> Wait | None:
-        """Return why a job must not start beside those that run, although it may fit."""
-        size = self._first_size() if need is None else need[1]
-        guess = None if need is None else self.forecast.guess(entry.job) or Guess(size, size)
-        why = may_start(guess, size, self.held(), room, self.capacity_bytes(), has_walls=self.has_walls)
-        return Wait("measuring" if need is None else "memory", why) if why else None
-
-    def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, tuple[int, int] | None], str]:
+    def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, Need | None], str]:
         """Return what a job needs on the host and on each device, and what the log must say about that."""
         num, note = entry.job.num_devices, ""
         needs = {kind: self.need(entry, kind) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
@@ -285,20 +266,20 @@ class LocalAdmission:
             devices = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
             most = {HOST: rooms[HOST].bytes, DEVICE: devices[num - 1] if 0 < num <= len(devices) else 0}
             for kind, need in needs.items():
-                if need is not None and need[0] > most[kind] and not entry.progress.needed[kind]:
-                    needs[kind], note = None, f"similar jobs took {format_bytes(need[0])}, it gets all there is"
+                if need is not None and need.least > most[kind] and not entry.progress.needed[kind]:
+                    needs[kind], note = None, f"similar jobs took {format_bytes(need.least)}, it gets all there is"
         return needs, note
 
-    def _why_tight(self, entry: Entry, needs: Mapping[str, tuple[int, int] | None]) -> str:
+    def _why_tight(self, entry: Entry, needs: Mapping[str, Need | None]) -> str:
         """Return why a job is to be refused whose declared peak is tight; empty if it is not."""
         if self.policy.refuse_tight and self.measured(entry.job) is None:
             most = self.budget.most(entry.job.num_devices)
             for kind, need in needs.items():
-                if need is not None and not entry.progress.needed[kind] and (why := why_tight(need[0], most[kind])):
+                if need is not None and not entry.progress.needed[kind] and (why := why_tight(need.least, most[kind])):
                     return f"{entry.job.id} is tight{'' if kind == HOST else ' on its GPU'}, as declared: {why}"
         return ""
 
-    def need(self, entry: Entry, kind: str) -> tuple[int, int] | None:
+    def need(self, entry: Entry, kind: str) -> Need | None:
         """Return the least that a job can start with on the host or on each device, and what it is to have.
 
         None if its size is unknown.
@@ -307,25 +288,25 @@ class LocalAdmission:
         if needed := entry.progress.needed[kind]:
             needed = max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0)
             needed = min(needed, self.budget.most(job.num_devices)[kind])
-            return round(_ALMOST * needed), needed
+            return Need(round(_ALMOST * needed), needed)
         expected = self.forecast.predict(job)
         least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
         if kind == HOST and self.is_shared:
             guess = self.forecast.guess(job)
             wanted = None if guess is None else guess.size
-        return None if least is None or wanted is None else (min(least, wanted), wanted)
+        return None if least is None or wanted is None else Need(min(least, wanted), wanted)
 
     def size(self, entry: Entry) -> tuple[float, ...]:
         """Return what a job needs on its devices and on the host, to sort by; infinite where that is unknown."""
         needs = (self.need(entry, kind) for kind in (DEVICE, HOST))
-        return entry.job.num_devices, *(math.inf if need is None else need[1] for need in needs)
+        return entry.job.num_devices, *(math.inf if need is None else need.wanted for need in needs)
 
     def waits_for_others(self, entry: Entry) -> bool:
         """Return True if a job that does not fit will fit once other runs on this host have ended."""
         num = entry.job.num_devices
         most = self.budget.most(num)
-        needs = {kind: self.need(entry, kind) or (1, 1) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
-        if any(max(1, need[0]) > most[kind] for kind, need in needs.items()):
+        needs = {kind: self.need(entry, kind) or Need(1, 1) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
+        if any(max(1, need.least) > most[kind] for kind, need in needs.items()):
             return False
         return self.budget.can_others_help or bool(num and self.budget.devices_of_others)
 

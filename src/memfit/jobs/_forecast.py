@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import StatisticsError, linear_regression
 from typing import NamedTuple
 
-from memfit.errors import ConfigError
 from memfit.jobs._job import Job
-from memfit.jobs.policy import Ended, Guess, guess_from, spread_within
+from memfit.jobs.policy import Ended, Guess, Params, guess_for, number_of, usual_spread
 from memfit.memory import Footprint, reservation_bytes
-from memfit.units import parse_bytes
 
 #: A line needs this number of jobs, and uses at most the last 64.
 _LEAST_POINTS, _MOST_POINTS = 4, 64
 #: A line counts if its largest error is within this share of the largest peak.
 _GOOD = 0.25
-#: The square of a larger number would overflow.
-_LARGEST = 1e15
 #: A line must leave at most this share of the error that the middle of all peaks leaves.
 _BETTER = 0.5
 #: So many jobs that ended are compared with a job, the latest of its stage.
@@ -65,11 +61,9 @@ class Forecast:
         self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
         self._lines: dict[_Key, _Fit] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
-        self._ended: defaultdict[str, deque[tuple[frozenset[tuple[str, str]], Ended]]] = defaultdict(
-            lambda: deque(maxlen=_MOST_ENDED)
-        )
+        self._ended: defaultdict[str, deque[tuple[Params, Ended]]] = defaultdict(lambda: deque(maxlen=_MOST_ENDED))
         self._guesses: dict[str, Guess | None] = {}
-        self._found: dict[tuple[str, frozenset[tuple[str, str]]], Guess | None] = {}
+        self._found: dict[tuple[str, Params], Guess | None] = {}
         self._ended_pairs: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
         self._spreads: dict[str, float | None] = {}
         self._standing: dict[str, tuple[Job, int]] = {}
@@ -82,6 +76,7 @@ class Forecast:
         is_final: bool = True,
         peaked: float = math.inf,
         seconds: float = math.inf,
+        cores: float = 0.0,
     ) -> None:
         """Learn what a job took; one that still runs adds no point to a line.
 
@@ -91,11 +86,12 @@ class Forecast:
             is_final: It has ended.
             peaked: After how many seconds it had reached its peak; infinite if nobody knows.
             seconds: How long it ran.
+            cores: How many cores it kept busy.
         """
         self._forget()
         if is_final:
             self._ended_pairs[job.stage] |= _pairs(job)
-            self._ended[job.stage].append((_pairs(job), Ended(footprint.private_bytes, peaked, seconds)))
+            self._ended[job.stage].append((_pairs(job), Ended(footprint.private_bytes, peaked, seconds, cores)))
         for key in _keys(job):
             known = self._largest.get(key)
             self._largest[key] = footprint if known is None else known.merge(footprint)
@@ -161,26 +157,14 @@ class Forecast:
         pairs = _pairs(job) & self._ended_pairs[job.stage]  # the others, such as a seed of its own, decide nothing
         key = (job.stage, pairs)
         if key not in self._found:
-            shared = [(_likeness(pairs & others), ended) for others, ended in self._ended[job.stage]]
-            most = max((num for num, _ in shared), default=(0, 0))
-            running = [
-                used
-                for other, used in self._standing.values()
-                if other.stage == job.stage and _likeness(pairs & _pairs(other)) == most
-            ]
-            similar, usual = [ended for num, ended in shared if num == most], self._usual_spread(job.stage)
-            self._found[key] = guess_from(similar, running, self.slack, usual, has_walls=self.has_walls)
+            ended = self._ended[job.stage]
+            if job.stage not in self._spreads:
+                self._spreads[job.stage] = usual_spread(ended)
+            standing = [(_pairs(one), used) for one, used in self._standing.values() if one.stage == job.stage]
+            self._found[key] = guess_for(
+                pairs, ended, standing, self.slack, self._spreads[job.stage], has_walls=self.has_walls
+            )
         return self._found[key]
-
-    def _usual_spread(self, stage: str) -> float | None:
-        """Return by how much jobs of a stage differ that share all parameters which repeat."""
-        if stage not in self._spreads:
-            times = Counter(pair for pairs, _ in self._ended[stage] for pair in pairs)
-            groups = defaultdict[frozenset[tuple[str, str]], list[int]](list)
-            for pairs, ended in self._ended[stage]:
-                groups[frozenset(pair for pair in pairs if times[pair] > 1)].append(ended.peak)
-            self._spreads[stage] = spread_within(groups.values())
-        return self._spreads[stage]
 
     def extrapolate(self, job: Job) -> Line | None:
         """Return what the best straight line through similar jobs says of a job; None without a good line."""
@@ -219,12 +203,7 @@ def _fit(points: Collection[tuple[float, int]]) -> _Fit:
     return (error, slope, offset) if is_good else _NO_LINE
 
 
-def _likeness(shared: Collection[tuple[str, str]]) -> tuple[int, int]:
-    """Return how many parameters two jobs share: names first, then numbers."""
-    return sum(_number(value) is None for _, value in shared), len(shared)
-
-
-def _pairs(job: Job) -> frozenset[tuple[str, str]]:
+def _pairs(job: Job) -> Params:
     return frozenset(job.params.items())
 
 
@@ -238,16 +217,5 @@ def _keys(job: Job) -> tuple[_Key, _Key, _Key]:
 
 def _numbers(job: Job) -> dict[str, float]:
     """Return a job's parameters that are numbers or sizes, and its declared size."""
-    numbers = {name: number for name, value in job.params.items() if (number := _number(value)) is not None}
+    numbers = {name: number for name, value in job.params.items() if (number := number_of(value)) is not None}
     return numbers | ({_DECLARED: float(job.footprint.private_bytes)} if job.footprint is not None else {})
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        try:
-            value = float(parse_bytes(text))
-        except ConfigError:
-            return None
-    return value if abs(value) <= _LARGEST else None  # not for a NaN either

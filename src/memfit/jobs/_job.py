@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -131,7 +131,7 @@ class JobStatus:
         watcher_pid: The process id of its shim; None before the start of that.
         stalled: It waits at its limit: the kernel lets it allocate no more until the limit is raised.
         wants_more: An allocation of it was refused or delayed at its limit in this attempt.
-        cpu_seconds: The CPU time of all its processes; 0 before its end.
+        cpu_seconds: The CPU time of all its processes so far.
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.
         asked: Its end was asked for by ``cancel`` or ``memfit stop``.
@@ -228,11 +228,21 @@ class Traits:
         queues_jobs: True if a submitted job may wait in a queue before it starts.
         enforces_memory: True if a job that takes more than its request ends as ``out_of_memory``.
         patience_seconds: How long a status may lag behind the truth.
+        outside: Ends that are no fault of a job here: another start after one is no retry.
+        most_outside: How many of them in a row are followed by another start.
+        saving_forgives: A checkpoint between two of them begins a new row.
+        more: What a job that ran out of memory gets next, as a multiple of what it had or took.
+        last_gets_all: Its last retry gets the whole budget.
     """
 
     queues_jobs: bool
     enforces_memory: bool
     patience_seconds: float
+    outside: Collection[State] = frozenset[State]({"preempted"})
+    most_outside: int = 1
+    saving_forgives: bool = False
+    more: float = 1.5
+    last_gets_all: bool = True
 
 
 class Enforcer(Protocol):
@@ -307,7 +317,7 @@ class Policy:
     """How jobs are admitted.
 
     Attributes:
-        max_parallel: The most jobs at once; None for as many as fit.
+        max_parallel: The most jobs at once; None for as many as fit, while they leave cores idle.
         on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on.
         slack: The share that is reserved on top of a measured footprint.
         force: Admit without asking whether it fits, and without measuring one job first.

@@ -256,6 +256,7 @@ class Monitor:
             pss_bytes=self.sample.pss_bytes if self.sample else 0,
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
+            cpu_seconds=round(self.meter.cpu_seconds, 2),
         )
 
 

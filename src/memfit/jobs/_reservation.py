@@ -8,16 +8,21 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
-from memfit.jobs._job import Job, JobStatus, Verdict
-from memfit.jobs.policy import STILL_SHARE, Guess, Held
+from memfit.jobs._job import ENDED, Job, JobStatus, Verdict
+from memfit.jobs._retry import Restart, Retry
+from memfit.jobs.policy import STILL_SHARE, Guess, Held, likely
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
+
+#: The CPU use of a running job is measured over so long at least.
+_CPU_SECONDS = 1.0
 
 
 class Wait(NamedTuple):
     """Why a job is not started now.
 
     Attributes:
-        on: ``memory``, ``device``, ``tight``, ``max_parallel``, ``measuring`` (of another job) or ``other_run`` (here).
+        on: ``memory``, ``device``, ``cores``, ``tight``, ``max_parallel``, ``measuring`` (of another job) or
+            ``other_run`` (here).
         reason: The same in words.
         detail: The arithmetic behind it.
         lacks: The bytes that it needs; 0 when it waits for something else.
@@ -54,41 +59,57 @@ class Progress:
 
     Attributes:
         needed: What it must get at its next start (``HOST``; ``DEVICE``: on each); nothing where the forecast decides.
-        started: When this attempt started, by the monotonic clock.
+        noted: When it was looked at last, by the monotonic clock.
+        age: For how long this attempt has run and did not wait at its limit, in seconds.
         grown_to, grown_at: The most that it was seen to use on the host, to 2 %, and since when.
+        peaked: Its age then.
+        cores: How many cores it kept busy when that was measured last; None before.
+        cpu_seconds, cpu_at: The CPU time of this attempt then, and when that was, by the same clock.
         stalled_since: Since when it waits at its limit, by the same clock.
         told_bytes: The largest reservation that was told of this attempt.
         set_aside: When it was asked to stop so that others can go on, by the same clock.
         verdict: What its end is recorded as, once memfit has given it up.
-        num_preempted: How often the platform ended it in a row without a checkpoint in between.
-        num_retries, num_asides: How often it was restarted for its own sake, and for others'.
+        restarts: How often it was restarted, by what that counts as. ``outside`` counts from the last checkpoint on.
         learned: The peaks that the forecast knows already.
     """
 
     needed: Sizes = field(default_factory=Counter)
-    started: float = 0.0
+    noted: float = 0.0
+    age: float = 0.0
     grown_to: int = 0
     grown_at: float = 0.0
+    peaked: float = 0.0
+    cores: float | None = None
+    cpu_seconds: float = 0.0
+    cpu_at: float = 0.0
     stalled_since: float | None = None
     told_bytes: int = 0
     set_aside: float | None = None
     verdict: Verdict | None = None
-    num_preempted: int = 0
-    num_retries: int = 0
-    num_asides: int = 0
+    restarts: Counter[Restart] = field(default_factory=Counter)
     learned: Sizes = field(default_factory=Counter)
 
     def begin(self, now: float) -> None:
         """Begin another attempt."""
-        self.started, self.grown_at, self.grown_to = now, now, 0
+        self.noted, self.grown_at, self.grown_to, self.age, self.peaked = now, now, 0, 0.0, 0.0
+        self.cores, self.cpu_seconds, self.cpu_at = None, 0.0, now
         self.set_aside, self.stalled_since, self.told_bytes = None, None, 0
 
     def note(self, status: JobStatus, now: float) -> None:
         """Take in what a job uses now, and whether it waits at its limit."""
+        if status.state in ENDED:
+            return  # it uses nothing any more
         if status.started is None or not status.used_bytes:  # its process has yet to begin
-            self.started, self.grown_at = now, now
-        elif status.used_bytes > (1 + STILL_SHARE) * self.grown_to:
-            self.grown_to, self.grown_at = status.used_bytes, now
+            self.grown_at, self.cpu_at = now, now
+        else:
+            self.age += 0.0 if status.stalled else now - self.noted
+            if status.used_bytes > (1 + STILL_SHARE) * self.grown_to:
+                self.grown_to, self.grown_at, self.peaked = status.used_bytes, now, self.age
+        self.noted = now
+        if (passed := now - self.cpu_at) >= _CPU_SECONDS:
+            cores = (status.cpu_seconds - self.cpu_seconds) / passed
+            self.cores = cores if self.cores is None else (self.cores + cores) / 2
+            self.cpu_seconds, self.cpu_at = status.cpu_seconds, now
         self.stalled_since = (self.stalled_since or now) if status.stalled else None
 
 
@@ -146,14 +167,16 @@ class Entry:
             self.job.id,
             self.status.used_bytes,
             self.reserved[HOST],
-            guess,
+            likely(guess, self.status.used_bytes),
             at_least=self.progress.needed[HOST],
-            age=now - self.progress.started,
+            age=self.progress.age,
             still=now - self.progress.grown_at,
             stalled=None if stalled is None else now - stalled,
             at_risk=self.seconds_since_checkpoint(),
-            asides=self.progress.num_asides,
+            asides=self.progress.restarts["aside"],
             is_leaving=self.progress.set_aside is not None,
+            cores=self.progress.cores,
+            threads=self.job.threads,
         )
 
     @property
@@ -211,9 +234,12 @@ class Entry:
         host = max(host, self.status.evidence.get("data_limit_bytes") or 0)
         return Counter({HOST: host, DEVICE: max((self.reserved[place] for place in self.devices), default=0)})
 
-    def take_back(self, needed: Sizes) -> None:
-        """Queue it again; from now on it needs so much, or what it needed before."""
-        self.progress.needed = Counter({**self.progress.needed, **needed})
+    def take_back(self, again: Retry, *, is_forgiven: bool) -> None:
+        """Queue it again; from now on it needs what the retry says, or what it needed before."""
+        if is_forgiven:
+            self.progress.restarts["outside"] = 0
+        self.progress.restarts[again.counts_as] += 1
+        self.progress.needed = Counter({**self.progress.needed, **again.needed})
         self.sizes = Reservation()
         self.progress.set_aside, self.progress.stalled_since = None, None
 

@@ -6,7 +6,6 @@ the budget.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
@@ -18,7 +17,7 @@ from memfit.jobs._enforce import Enforcement
 from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, State, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
 from memfit.jobs._reservation import Entry, Wait
-from memfit.jobs._retry import Retry, decide
+from memfit.jobs._retry import End, what_follows
 from memfit.memory import HOST
 from memfit.units import format_bytes
 
@@ -30,12 +29,6 @@ _SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
 _PASSED_ENOUGH = 2
-#: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
-_MOST_PREEMPTED = {True: 1, False: 3}
-#: What else a cluster does to a job that is no fault of it, by whether the jobs share one host.
-_OF_A_CLUSTER: dict[bool, tuple[State, ...]] = {True: (), False: ("timeout", "node_fail")}
-#: How a job may end that was asked to give way.
-_ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 
 
 class Scheduler:
@@ -114,7 +107,7 @@ class Scheduler:
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
             need = self.admission.need(entry, HOST)
-            reserved = Counter({HOST: need[1] if need else 0})
+            reserved = Counter({HOST: need.wanted if need else 0})
             self._start(entry, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
         if taken:  # what they use was read before they were known
             self._poll()
@@ -140,8 +133,8 @@ class Scheduler:
 
     def _settle(self, entry: Entry) -> None:
         """Decide what follows from a job's end: it comes again, or it is done."""
-        status = entry.status
-        again = self._what_follows(entry)
+        status, end = entry.status, self._end_of(entry)
+        again = what_follows(end)
         if isinstance(again, str):
             self._end(entry, again)
             return
@@ -149,40 +142,31 @@ class Scheduler:
         found = {"state": status.state, "cause": status.cause, "reservation_bytes": size}
         text = f"{entry.job.id} restarts as attempt {number}: {again.reason}"
         self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **found, text=text)
-        entry.take_back(again.needed)
+        entry.take_back(again, is_forgiven=end.is_forgiven)
         self._waiting.insert(0, entry)
 
-    def _what_follows(self, entry: Entry) -> Retry | str:
-        """Return another start, or why there is none."""
-        status, budget = entry.status, self.admission.budget
-        if status.state == "completed":
-            return "it completed"
-        if entry.progress.verdict is not None:
-            return "it had the whole budget to itself"
-        if self._stop_level:
-            return "the run was asked to stop"
+    def _end_of(self, entry: Entry) -> End:
+        """Return how an attempt ended, with all that decides what follows."""
+        progress, budget = entry.progress, self.admission.budget
         self.admission.read_budget()
-        if entry.progress.set_aside is not None and status.state in _ASIDE:
-            grown = round(1.25 * status.peak_bytes) if entry.progress.stalled_since is not None else 0
+        aside = None
+        if progress.set_aside is not None:
+            grown = round(1.25 * entry.status.peak_bytes) if progress.stalled_since is not None else 0
             needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most(0)[HOST])
-            entry.progress.num_asides += 1
-            return Retry("it gave way to other jobs", Counter({HOST: needed}) if needed else Counter())
+            aside = Counter({HOST: needed}) if needed else Counter[str]()
         capacity = budget.most(entry.job.num_devices)
         capacity[HOST] *= budget.capacity_bytes > 0
-        is_last = self.admission.is_shared and entry.progress.num_retries + 1 >= self.policy.retries
-        most = _MOST_PREEMPTED[self.admission.is_shared]
-        if not self.admission.is_shared and (status.checkpointed or 0.0) > (status.started or math.inf):
-            entry.progress.num_preempted = 0
-        is_counted = status.state in ("preempted", *_OF_A_CLUSTER[self.admission.is_shared])
-        was_preempted = is_counted and entry.progress.num_preempted >= most
-        again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=was_preempted)
-        if isinstance(again, Retry) and is_counted:
-            entry.progress.num_preempted += 1
-            return again if self.policy.retries else "it is not tried again (retries)"
-        if isinstance(again, Retry) and entry.progress.num_retries >= self.policy.retries:
-            return f"it was restarted {entry.progress.num_retries} times already (retries)"
-        entry.progress.num_retries += isinstance(again, Retry)
-        return again
+        return End(
+            entry.status,
+            self.backend.traits,
+            entry.had(),
+            capacity,
+            self.policy.retries,
+            progress.restarts,
+            aside,
+            was_given_up=progress.verdict is not None,
+            is_stopping=self._stop_level > 0,
+        )
 
     def _end(self, entry: Entry, why_final: str) -> None:
         """Record a job's last end, and stop what must not start after it."""
@@ -308,7 +292,7 @@ class Scheduler:
         now = self.admission.now()
         self._lacking_since = self._lacking_since or now
         # One that gave way had room when it started, so there will be some again.
-        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.progress.num_asides):
+        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.progress.restarts["aside"]):
             return
         if self.backend.make_room():
             self._lacking_since = None

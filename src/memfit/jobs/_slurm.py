@@ -145,6 +145,15 @@ class SlurmBackend(FollowingBackend[_Followed]):
     """
 
     enforcer = None
+    traits = Traits(
+        queues_jobs=True,
+        enforces_memory=True,
+        patience_seconds=_LATEST_SECONDS,
+        outside=("preempted", "timeout", "node_fail"),
+        most_outside=3,
+        saving_forgives=True,
+        last_gets_all=False,
+    )
     look_seconds = 0.2
 
     def __init__(
@@ -162,7 +171,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self.max_parallel, self.now = max_parallel, now
         for one in (self.options, *self.by_stage.values()):  # refused here, before any job
             self._script(_Array(run.path / "slurm/0.json", "mf", []), None, 1, one)
-        self.traits = Traits(queues_jobs=True, enforces_memory=True, patience_seconds=_LATEST_SECONDS)
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None

@@ -6,8 +6,9 @@ over real jobs, and ``benchmarks/policy.py`` over simulated ones. The rules:
 - A job without similar ones that ended is taken to double while it grows. Once it stands still, its margin shrinks.
 - A job with similar ones that ended is taken to need what most of them needed. When it stands still for longer than
   they took to reach their peaks, its margin shrinks too.
-- What is granted and not used returns at once.
+- What is granted and not used returns at once. While a job waits, one that stands still for now keeps what it uses.
 - Of the jobs that wait at their limits, one grows at a time: the one that ends first.
+- No more jobs start beside as many as there are cores once these keep the cores busy.
 - A job starts if all that run could still end one after another, should each need the most that it may.
 - A job that waits at its limit is helped by a restart of another one only when that costs less than the wait did.
 """
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memfit.units import MIB
+from memfit.errors import ConfigError
+from memfit.units import MIB, parse_bytes
 
 #: How long a job that gets no more memory waits at its limit, at least, before another one gives way to it; and how
 #: long if all wait.
@@ -39,8 +42,14 @@ _STANDING_FACTOR = 1.25
 _LATE_FACTOR, _LATE_SECONDS = 1.5, 1.0
 #: What a job holds at least while nothing at all is known of it, as a share of the capacity.
 _FIRST_SHARE = 1 / 16
-#: Such jobs start one by one, so many seconds apart; and at most so many that still grow run side by side.
-_APART_SECONDS, _MOST_BLIND = 0.5, 4
+#: Of such jobs at most so many run side by side that still grow, and so many that are younger than this.
+_MOST_BLIND, _MOST_YOUNG, _YOUNG_SECONDS = 4, 2, 0.1
+#: A job that gave way so often runs alone the next time.
+_MOST_ASIDES = 3
+#: All cores count as busy from this share on: another job would only take from the others.
+_BUSY = 0.8
+#: A job that takes more than this multiple of the most of similar ones is not similar.
+_OUTGROWN = 1.25
 #: Without walls, a job that needs more than was thought fails: all margins are wider.
 _NO_WALLS = 3.0
 #: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
@@ -49,6 +58,8 @@ _LEAST_STEP, _STEP_SHARE = 32 * MIB, 1 / 64
 _UNKNOWN_SPREAD, _LEAST_KNOWN = 1.0, 2
 #: Jobs that reach their peak before this share of their time stand still for good once they stand still.
 _EARLY = 0.35
+#: The square of a larger number would overflow.
+_LARGEST = 1e15
 #: How many standard deviations of the sum of all bets are kept free.
 _SURE = 0.1
 #: What a job holds above the mean of similar ones, in standard deviations of these and of that mean.
@@ -57,12 +68,17 @@ _ABOVE, _ERROR = 1.0, 0.3
 _LEAST_SLACK = 0.1
 
 
+#: The parameters of a job, as pairs of name and value.
+Params = frozenset[tuple[str, str]]
+
+
 class Ended(NamedTuple):
-    """A job that ended: its peak in bytes, seconds from its start to that, and to its end."""
+    """A job that ended: its peak in bytes, seconds from its start to that and to its end, the cores it kept busy."""
 
     peak: int
     peaked: float
     seconds: float
+    cores: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Guess:
         peaked: After how many seconds it has reached its peak; infinite if nobody knows.
         seconds: How long it will run; infinite if nobody knows.
         is_early: Such jobs reach their peak early, so that one that stands still has reached it.
+        cores: How many cores it will keep busy.
     """
 
     size: int
@@ -84,20 +101,66 @@ class Guess:
     peaked: float = math.inf
     seconds: float = math.inf
     is_early: bool = False
+    cores: float = 0.0
 
 
-def spread_within(groups: Iterable[Sequence[int]]) -> float | None:
-    """Return by how much similar jobs differ, as a share of their mean; None while too few of them ended.
+def number_of(text: str) -> float | None:
+    """Return a parameter as a number or a size in bytes; None for a name."""
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            value = float(parse_bytes(text))
+        except ConfigError:
+            return None
+    return value if abs(value) <= _LARGEST else None  # not for a NaN either
 
-    >>> spread_within([(90, 110), (900, 1100), (50,)]), spread_within([(50,), (60, 60)])
-    (0.1414..., None)
+
+def likeness(params: Params, others: Params) -> tuple[int, int]:
+    """Return how many parameters two jobs share: names first, then all.
+
+    >>> likeness(frozenset({("model", "t5"), ("seed", "1")}), frozenset({("model", "t5"), ("seed", "2")}))
+    (1, 1)
     """
+    shared = params & others
+    return sum(number_of(value) is None for _, value in shared), len(shared)
+
+
+def usual_spread(ended: Collection[tuple[Params, Ended]]) -> float | None:
+    """Return by how much jobs differ that share all parameters which repeat, as a share of their mean.
+
+    None while too few of them ended.
+    """
+    times = Counter(pair for params, _ in ended for pair in params)
+    groups = defaultdict[Params, list[int]](list)
+    for params, one in ended:
+        groups[frozenset(pair for pair in params if times[pair] > 1)].append(one.peak)
     squares, num = 0.0, 0
-    for peaks in groups:
+    for peaks in groups.values():
         mean = statistics.fmean(peaks)
         squares += sum((peak / mean - 1) ** 2 for peak in peaks) if mean else 0.0
         num += len(peaks) - 1
     return math.sqrt(squares / num) if num >= _LEAST_KNOWN else None
+
+
+def guess_for(
+    params: Params,
+    ended: Sequence[tuple[Params, Ended]],
+    standing: Iterable[tuple[Params, int]] = (),
+    slack: float = 0.0,
+    usual: float | None = None,
+    *,
+    has_walls: bool = True,
+) -> Guess | None:
+    """Return what a job is thought to need, from those of the jobs that ended with most parameters in common.
+
+    ``standing`` are jobs that run and stand still, with what they use; the rest is as in `guess_from`.
+    """
+    shared = [likeness(params, others) for others, _ in ended]
+    most = max(shared, default=(0, 0))
+    similar = [one for (_, one), like in zip(ended, shared, strict=True) if like == most]
+    running = [used for others, used in standing if likeness(params, others) == most]
+    return guess_from(similar, running, slack, usual, has_walls=has_walls)
 
 
 def guess_from(
@@ -118,7 +181,7 @@ def guess_from(
         has_walls: A job that needs more waits at its limit. Without walls it fails there, so that it gets the most.
 
     >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
-    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True)
+    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True, cores=0.0)
     """
     if not similar:
         return None
@@ -131,9 +194,8 @@ def guess_from(
     size = round(mean + min(_ABOVE * spread, slack * mean) + _ERROR * spread / math.sqrt(num))
     if not has_walls:
         size = max(size, round(max(peaks) * (1 + max(slack, _LEAST_SLACK))) + round(_ABOVE * spread))
-    return Guess(
-        size, max(size, round(max(peaks))), round(spread), max(one.peaked for one in similar), seconds, is_early
-    )
+    peaked, cores = max(one.peaked for one in similar), statistics.median(one.cores for one in similar)
+    return Guess(size, max(size, round(max(peaks))), round(spread), peaked, seconds, is_early, cores)
 
 
 @dataclass(frozen=True)
@@ -145,12 +207,14 @@ class Held:
         reserved: What it was granted.
         guess: What it is thought to need; None if nothing is known of similar jobs.
         at_least: What it is to hold whatever it uses, because it ran out of memory before.
-        age: Seconds since its start.
+        age: Seconds since its start, without those in which it waited at its limit.
         still: Seconds since it grew last.
         stalled: For how many seconds it has waited at its limit; None if it does not.
         at_risk: Seconds of work that would be lost if it ended now.
         asides: How often it gave way already.
         is_leaving: It was asked to stop.
+        cores: How many cores it keeps busy; None before that was measured.
+        threads: How many it may keep busy.
     """
 
     id: str
@@ -164,11 +228,18 @@ class Held:
     at_risk: float = 0.0
     asides: int = 0
     is_leaving: bool = False
+    cores: float | None = None
+    threads: int = 1
 
     @property
     def left_seconds(self) -> float:
         """How long it will still run, by similar jobs."""
         return max(0.0, self.guess.seconds - self.age) if self.guess else math.inf
+
+
+def likely(guess: Guess | None, used: int) -> Guess | None:
+    """Return a job's guess; None once it uses much more than any similar job took, so that they tell nothing of it."""
+    return None if guess is not None and used > _OUTGROWN * guess.most else guess
 
 
 def has_peaked(held: Held) -> bool:
@@ -181,8 +252,11 @@ def has_peaked(held: Held) -> bool:
     return held.guess.is_early or held.age >= _LATE_FACTOR * held.guess.peaked + _LATE_SECONDS
 
 
-def wanted(held: Held, capacity: int, *, has_walls: bool = True) -> int:
-    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses."""
+def wanted(held: Held, capacity: int, *, is_tight: bool = False, has_walls: bool = True) -> int:
+    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses.
+
+    ``is_tight``: another one waits for memory, so that one that stands still for now keeps no more than it uses.
+    """
     wider = 1.0 if has_walls else _NO_WALLS
     guess, step = held.guess, min(_LEAST_STEP, int(capacity * _STEP_SHARE))
     known = 0
@@ -197,7 +271,7 @@ def wanted(held: Held, capacity: int, *, has_walls: bool = True) -> int:
     elif guess is not None:
         margin = wider * _STANDING * held.used
     elif held.still >= STILL_SECONDS:
-        margin = wider * _UNPROVEN * held.used
+        margin = wider * (_SETTLED if is_tight else _UNPROVEN) * held.used
     else:
         margin = max(step, wider * _GROWING * held.used)
         if held.age < STILL_SECONDS:
@@ -222,7 +296,8 @@ def grow(
     Args:
         first: The job that others gave way to; it comes before all others that wait.
     """
-    wants = {job.id: wanted(job, capacity, has_walls=has_walls) for job in jobs}
+    is_tight = any(job.stalled is not None for job in jobs)
+    wants = {job.id: wanted(job, capacity, is_tight=is_tight, has_walls=has_walls) for job in jobs}
     reserved = {job.id: job.reserved for job in jobs}
     for job in jobs:
         least = max(job.used, wants[job.id], 1)
@@ -291,28 +366,59 @@ def most_of(held: Held, capacity: int, *, has_walls: bool = True) -> int:
     return min(capacity, max(now, held.guess.most if held.guess else 2 * held.used))
 
 
-def may_start(
-    guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
-) -> str:
-    """Return why a job that fits must not start yet; empty if it may.
+class Need(NamedTuple):
+    """What a waiting job needs: the least that it can start with, and what it is to hold, in bytes."""
+
+    least: int
+    wanted: int
+
+
+def start(
+    need: Need | None,
+    guess: Guess | None,
+    jobs: Sequence[Held],
+    room: int,
+    capacity: int,
+    *,
+    asides: int = 0,
+    has_walls: bool = True,
+) -> int | str:
+    """Return what a waiting job holds from its start on, which may be more than the room; or why it must not start yet.
 
     Args:
-        guess: What is known of it.
-        size: What it is to hold at its start.
+        need: What it needs; None if nothing is known of it.
+        guess: The same with what an exception would need, if similar jobs ended.
         jobs: Those that run.
         room: What is free for it beside what they hold.
         capacity: What all may have together.
+        asides: How often it gave way already.
         has_walls: Jobs wait at their limits.
+    """
+    size = first_size(jobs, capacity, has_walls=has_walls) if need is None else need.wanted
+    if not jobs:  # the slack is for jobs beside it
+        return min(size, max(need.least if need else 0, room))
+    if asides >= _MOST_ASIDES:
+        return f"it gave way {asides} times, so it runs alone next"
+    known = None if need is None else guess or Guess(size, size)
+    why = may_start(known, size, jobs, room, capacity, has_walls=has_walls)
+    return why or (size if need or has_walls else max(room, size))  # without walls it cannot be raised later
+
+
+def may_start(
+    guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
+) -> str:
+    """Return why a job that fits must not start yet beside others; empty if it may.
+
+    Args as in `start`; ``size`` is what it is to hold at its start.
     """
     if waiting := _in_order((job for job in jobs if job.stalled is not None), None):
         return f"{waiting[0].id} waits for more memory"  # it may take all that is free at any moment
     if guess is None:
         wider = 1.0 if has_walls else _NO_WALLS
         growing = [job for job in jobs if job.guess is None and job.still < wider * STILL_SECONDS]
-        apart, most = _APART_SECONDS * wider, _MOST_BLIND if has_walls else 1
-        youngest = min((job for job in jobs if job.guess is None), key=lambda job: job.age, default=None)
-        if len(growing) >= most or (youngest is not None and youngest.age < apart):
-            return f"{youngest.id if youngest else growing[0].id} is being measured"
+        num_young = sum(job.age < _YOUNG_SECONDS for job in growing)
+        if num_young >= _MOST_YOUNG or len(growing) >= (_MOST_BLIND if has_walls else 1):
+            return f"{min(growing, key=lambda job: job.age).id} is being measured"
     bets = [job.guess.spread for job in jobs if job.guess is not None and not has_peaked(job)]
     if guess is not None and size + _SURE * math.hypot(guess.spread, *bets) > room:
         return "room is kept for running jobs that may need more than similar ones"
@@ -320,6 +426,21 @@ def may_start(
     if not is_safe([*pairs, (0, min(capacity, max(size, guess.most if guess else 0)))], capacity):
         return "the running jobs may need what is free"
     return ""
+
+
+def why_no_core(jobs: Collection[Held], cores: int) -> str:
+    """Return why no job more starts however much memory is free; empty if one may.
+
+    As many as there are cores always may. Beyond that, more jobs only share what is there once all cores are busy.
+
+    >>> why_no_core([Held("a", 1, 1, cores=1.0), Held("b", 1, 1, cores=0.8)], 2)
+    '2 jobs keep 1.8 of 2 cores busy'
+    """
+    expected = [job.guess.cores if job.guess else 0.0 for job in jobs]
+    busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
+    if sum(job.threads for job in jobs) < cores or busy < _BUSY * cores:
+        return ""
+    return f"{len(jobs)} jobs keep {busy:.1f} of {cores} cores busy"
 
 
 def first_size(jobs: Iterable[Held], capacity: int, *, has_walls: bool = True) -> int:

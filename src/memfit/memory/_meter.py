@@ -179,6 +179,11 @@ class TreeMeter:
             self._take(self._phase, taken)
         return self._last
 
+    @property
+    def cpu_seconds(self) -> float:
+        """The CPU time of the tree at the last sample, with that of children that ended."""
+        return sum(stat.cpu_ticks for stat, _ in self._before.values()) / os.sysconf("SC_CLK_TCK")
+
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
         """Begin a phase; a name may come again, its peaks merge and its seconds add up.
 

@@ -20,6 +20,7 @@ class Stat:
         image: The address of its stack, drawn anew by every ``exec`` and kept by ``fork``: processes with the same one
             may share anonymous pages. 0 when the kernel hides it.
         faults: Page faults so far.
+        cpu_ticks: Its CPU time, and that of children which ended and were waited for, in clock ticks.
     """
 
     pid: int
@@ -29,6 +30,7 @@ class Stat:
     start: float
     image: int = 0
     faults: int = 0
+    cpu_ticks: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def parse_stat(text: str) -> Stat | None:
     Source: proc_pid_stat(5).
 
     >>> parse_stat("7 (a) b) R 1 7 5 0 -1 4194304 90 0 2 0 0 0 0 0 20 0 1 0 812 3133440 425 1 2 3 140")
-    Stat(pid=7, parent=1, group=7, session=5, start=812.0, image=140, faults=92)
+    Stat(pid=7, parent=1, group=7, session=5, start=812.0, image=140, faults=92, cpu_ticks=0)
     >>> parse_stat("7 (a) Z 1 7 5 0 -1 4194304 90 0 2 0 0 0 0 0 20 0 1 0 812 0 0 1 0 0 0") is None
     True
     """
@@ -88,7 +90,8 @@ def parse_stat(text: str) -> Stat | None:
             return None
         pid, fields = int(head.split(" ", 1)[0]), [int(word) for word in words]
         parent, group, session = fields[:3]
-        return Stat(pid, parent, group, session, float(fields[18]), fields[24], faults=fields[6] + fields[8])
+        faults, ticks = fields[6] + fields[8], sum(fields[10:14])
+        return Stat(pid, parent, group, session, float(fields[18]), fields[24], faults, ticks)
     except (ValueError, IndexError):
         return None
 

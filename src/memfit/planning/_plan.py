@@ -22,7 +22,7 @@ class Plan:
         num_parallel: Jobs at once.
         limited_by: ``jobs`` if all fit, ``max_parallel`` if the user's number is smaller, else ``memory``.
         num_fitting: How many fit by the memory of the host and of the GPUs.
-        num_cpus: Usable cores. They limit the speed, so they do not limit the number.
+        num_cpus: Usable cores. Beyond as many jobs, more start only while these leave cores idle.
         num_devices: How many GPUs each job needs.
         reservation_bytes: The host memory that each job reserves: its private peak and the slack.
         device_reservation_bytes: The same on each of its GPUs; 0 if it needs none.

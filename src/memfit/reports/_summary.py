@@ -50,6 +50,7 @@ _LEAST_WAIT = 0.02
 _WAITED_FOR = {
     "memory": "for memory",
     "device": "for a device",
+    "cores": "for a core",
     "max_parallel": "because of max_parallel",
     "measuring": "while one was measured",
     "other_run": "for another run",

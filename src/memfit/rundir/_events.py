@@ -27,7 +27,7 @@ Scope = Literal["", "study", "command"]
 #: Events that a table of the jobs shows.
 _IN_TABLE = frozenset({"admit", "epoch"})
 #: Waits that are normal in a run of many jobs.
-_ROUTINE = ("memory", "device", "max_parallel")
+_ROUTINE = ("memory", "device", "cores", "max_parallel")
 #: Events that say less than the end of a trial, or than the summary of a single command.
 _LESS: Mapping[Scope, frozenset[str]] = {
     "": frozenset(),
