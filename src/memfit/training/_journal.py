@@ -44,8 +44,7 @@ class Journal:
         self.num_epochs = num_epochs
         self._next_step = 0.0
         self._leaks = LeakDetector()
-        self._phase = ""
-        self._phases: dict[str, dict[str, Any]] = {}
+        self.begin_epoch()
         self._restart()
 
     def _restart(self) -> None:
@@ -57,7 +56,8 @@ class Journal:
 
     def begin_epoch(self) -> None:
         """Forget the phases so far: those of the preflight belong to no epoch."""
-        self._phase, self._phases = "", {}
+        self._phase = ""
+        self._phases: dict[str, dict[str, Any]] = {}
 
     def phase(self, name: str) -> None:
         """End the phase before with what this process holds now, and start the devices' peaks anew."""
@@ -69,11 +69,12 @@ class Journal:
     def _leave(self) -> None:
         if not self._phase:
             return
-        peaks = ("allocated_peak_bytes", "reserved_peak_bytes")
-        devices = {device: {name: sizes[name] for name in peaks} for device, sizes in device_bytes().items()}
-        now: dict[str, Any] = {"host_bytes": _read_host()[1], "devices": devices}
-        before = self._phases.get(self._phase, now)  # entered twice: after a checkpoint within the epoch
-        self._phases[self._phase] = _highest(before, now)
+        noted = self._phases.setdefault(self._phase, {"host_bytes": 0, "devices": {}})
+        noted["host_bytes"] = max(noted["host_bytes"], _read_host()[1])
+        for device, sizes in device_bytes().items():
+            before = noted["devices"].get(device, {})  # entered before: a checkpoint within the epoch came between
+            names = ("allocated_peak_bytes", "reserved_peak_bytes")
+            noted["devices"][device] = {name: max(before.get(name, 0), sizes[name]) for name in names}
 
     # --- steps
 
@@ -128,7 +129,7 @@ class Journal:
         self.begin_epoch()
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         whole = f"/{self.num_epochs}" if self.num_epochs else ""
-        text = f"epoch {epoch}{whole}  {figures}  {describe(pace)}".rstrip()
+        text = f"epoch {epoch}{whole}  {figures}  {_describe(pace)}".rstrip()
         shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
         record("epoch", epoch=epoch, num_epochs=self.num_epochs, **shown, text=text)
         say(text)
@@ -161,10 +162,10 @@ class Journal:
         record("stop", signal=signal_name, epoch=epoch, step=step)
 
 
-def describe(figures: Mapping[str, float | None]) -> str:
+def _describe(figures: Mapping[str, float | None]) -> str:
     """Return the figures as a line for people.
 
-    >>> describe({"samples_per_second": 412.3, "wait_share": 0.0031})
+    >>> _describe({"samples_per_second": 412.3, "wait_share": 0.0031})
     '412 samples/s  waits 0.3 %'
     """
     words = []
@@ -174,22 +175,6 @@ def describe(figures: Mapping[str, float | None]) -> str:
         if (share := figures.get(name)) is not None:
             words.append(f"{word} {share * 100:.1f} %")
     return "  ".join(words)
-
-
-def _highest(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the larger of each figure.
-
-    >>> _highest({"host_bytes": 3, "devices": {"cuda:0": {"a": 1}}}, {"host_bytes": 2, "devices": {"cuda:0": {"a": 4}}})
-    {'host_bytes': 3, 'devices': {'cuda:0': {'a': 4}}}
-    """
-    found = dict(one)
-    for name, value in other.items():
-        before = found.get(name)
-        if isinstance(value, Mapping):
-            found[name] = _highest(before or {}, value)
-        else:
-            found[name] = value if before is None else max(before, value)
-    return found
 
 
 def _read_host() -> tuple[str, int]:

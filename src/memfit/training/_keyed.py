@@ -183,12 +183,12 @@ class TrainingData:
         """Return how many batches make a step over ``global_batch_size`` samples; None is one batch."""
         if global_batch_size is None:
             return 1
-        size = getattr(self.batches, "batch_size", None)
+        loader: Any = self.batches
+        size = getattr(loader, "batch_size", None)
         if size is None and self.kind == "indexed":
             self.set_epoch(1)
-            with preserved_rng(), preserved_generators(self.batches):
-                first: Any = self.batches
-                size = split.count(first[0])
+            with preserved_rng(), preserved_generators(loader):
+                size = split.count(loader[0])
         if size is None or global_batch_size < size or global_batch_size % size:
             raise UsageError(
                 f"global_batch_size is {global_batch_size}, and a batch of the training data has "
