@@ -191,7 +191,7 @@ class Reader:
             self._outgrown[event["outgrew"]] += 1
         elif kind == "aside" and event.get("to") is not None:
             known["num_gave_way"] += 1
-        elif kind == "stage" and self.header.get("kind") != "commands":
+        elif kind == "stage":
             name = event["stage"]
             self._stages[name] = self._stages.get(name, StageState()).after(event)
             for unit in event["jobs"]:
