@@ -3,7 +3,7 @@
 Run ``python benchmarks/starts.py``. A stage with two folds runs in turns with ``warm: auto`` and ``warm: never``; once
 the folds do nothing, once they make a step of a small model with torch. Each figure is the median of five turns.
 ``begins`` is the time from the start of a job's process to the first line of its function, and ``private`` what that
-process holds alone there, by ``smaps_rollup``.
+process holds alone there, by ``smaps_rollup``. Before these, commands are handed to the backend one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from memfit.jobs import ENDED, Job, LocalBackend, Submission
+from memfit.rundir import RunDir
 
 TARGET = '''
 import os, time
@@ -68,15 +71,37 @@ def timed(words: list[str], folder: Path) -> float:
     return time.perf_counter() - begin
 
 
+def show_admissions(turns: int) -> None:
+    """Print the time from handing a command to the backend to its first line, and until its end is known."""
+    with tempfile.TemporaryDirectory() as name:
+        run = RunDir.create(Path(name), "starts", "0" * 64)
+        backend, rows = LocalBackend(run), []
+        for number in range(turns):
+            job = Job(f"job_{number}", command=("date", "+%s.%N"))
+            begin = time.time()
+            backend.submit([Submission(job)])
+            while (status := backend.poll()[job.id]).state not in ENDED:
+                backend.wait(1)
+            first = float((run.job_dir(job.id) / "out.log").read_text())
+            rows.append((first - begin, (status.ended or 0.0) - begin, time.time() - begin))
+        backend.close()
+    for what, column in zip(
+        ("its first line", "its outcome", "the end is known"), zip(*rows, strict=True), strict=True
+    ):
+        print(f"a command to {what}: best {min(column):.3f} s, median {statistics.median(column):.3f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5, help="how often each is run (default: 5)")
     turns = parser.parse_args().turns
+    show_admissions(6 * turns + 1)
     memfit = [str(Path(sys.executable).with_name("memfit"))]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "starts.py").write_text(TARGET)
-        bare = [timed([*memfit, "run", "--new", "--quiet", "--", "true"], folder) for _ in range(turns)]
+        # Each in a folder of its own: in one folder, a run waits for a second of its own for its name.
+        bare = [timed([*memfit, "run", "-q", "--runs-dir", f"bare_{n}", "--", "true"], folder) for n in range(turns)]
         print(f"memfit run -- true: {statistics.median(bare):.2f} s")
         for target in ("NOTHING", "STEP"):
             found: dict[str, list[tuple[float, ...]]] = {"auto": [], "never": []}
