@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm
     from memfit.pipeline._order import order_of_config as order_of_config
+    from memfit.pipeline._places import read_budget as read_budget
     from memfit.pipeline._plan_run import RunPlan as RunPlan
     from memfit.pipeline._plan_run import StagePlan as StagePlan
     from memfit.pipeline._plan_run import plan_run as plan_run
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from memfit.pipeline._supervise import RunResult as RunResult
     from memfit.pipeline._supervise import Supervisor as Supervisor
     from memfit.pipeline._supervise import View as View
-    from memfit.pipeline._supervise import read_budget as read_budget
     from memfit.pipeline._supervise import supervised as supervised
 
 

@@ -22,10 +22,10 @@ from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._grid import ALL, Choice, fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config
+from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_model
 from memfit.pipeline._results import Results, Unit
 from memfit.pipeline._run import earlier_runs, find_run
-from memfit.pipeline._supervise import most_at_once, read_budget
 from memfit.planning import decide, find_this_gpu
 from memfit.rundir import RunDir
 from memfit.units import format_duration

@@ -321,7 +321,7 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
     results = {unit.job_id: unit.result for unit in units if unit.result and unit.state != "stopped"}
     stopped = next((unit.made for unit in units if unit.state == "stopped"), None)
     result = supervisor.settle(found, stopped, results)
-    if tables := _tables(order, graph, found):
+    if tables := _tables(order, graph, found):  # not in this process, whose pyarrow may be in use
         parent = supervisor.parent
         call = parent.call if parent is not None and not parent.refused else call_in_child
         call("memfit.pipeline._tables:write_tables", {"tables": tables})

@@ -5,20 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from memfit import config, slurm
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
 from memfit.files import refresh, write_json
 from memfit.integrations import notifier_of, start_trackers
@@ -26,20 +22,15 @@ from memfit.jobs import (
     ASK_SIGNAL,
     ENDED,
     NOW_SIGNAL,
-    SHIM_BYTES,
     Backend,
     JobSource,
     JobStatus,
     LocalAdmission,
-    LocalBackend,
     Parent,
     Policy,
     Scheduler,
-    SlurmBackend,
-    SlurmOptions,
     StopRequest,
     forget_stops,
-    running_jobs,
     take_stop,
 )
 from memfit.masking import mask
@@ -48,15 +39,11 @@ from memfit.memory import (
     Budget,
     Claims,
     Footprint,
-    Limit,
     Sizes,
-    Walls,
     lock_file,
-    sweep_entries,
-    sweep_groups,
-    why_no_walls,
 )
 from memfit.pipeline._config import RunConfig
+from memfit.pipeline._places import most_at_once, place_of, read_budget
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir
@@ -65,8 +52,6 @@ View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
-#: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
-_MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -244,61 +229,6 @@ class Supervisor:
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
 
-def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
-    """Read the budget under the user's own limit: of this host, or of the largest node that Slurm may give one job."""
-    memory = settings.memory
-    if settings.backend == "slurm":
-        return last or _read_node_budget(settings)
-    return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
-
-
-def _read_node_budget(settings: RunConfig) -> Budget:
-    if settings.memory.num_gpus or settings.memory.gpu_job:
-        raise UsageError(
-            "memfit does not ask Slurm for GPUs by itself.",
-            rule="--num-gpus and --gpu-memory hold on this host.",
-            remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
-        )
-    for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
-        try:
-            partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
-            partition, size = max(map(slurm.read_largest_node, sorted(partitions)), key=itemgetter(1))
-            break
-        except slurm.NoAnswerError as error:
-            if not num_left:
-                raise UsageError(
-                    f"Slurm does not answer: {error}.",
-                    rule="the largest node of the partition is the most that one job can ask for.",
-                    remedy="give the same command again when sinfo works",
-                ) from error
-            time.sleep(_AGAIN_SECONDS)
-    size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
-    node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
-    return replace(
-        Budget.read(),
-        limits=(node,),
-        reserve_bytes=0,
-        reserve_note="none: Slurm holds each job to its request",
-        devices=(),
-        permission="none",
-        promise="Slurm holds each job to its own request",
-    )
-
-
-def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
-    """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
-    return {
-        name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
-        for name, one in settings.stages.items()
-        if one.slurm is not None
-    }
-
-
-def most_at_once(settings: RunConfig) -> int | None:
-    """Return the most jobs at once; None for as many as fit."""
-    return None if settings.max_parallel == "auto" else settings.max_parallel
-
-
 @contextmanager
 def supervised(
     run: RunDir,
@@ -327,7 +257,7 @@ def supervised(
     try:
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
-            backend, claims = _set_up(run, settings, events, stack, parent)
+            backend, claims = stack.enter_context(place_of(run, settings, events, parent))
             tick = view(run) if view else lambda: None
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
@@ -357,65 +287,6 @@ def supervised(
             events.write("run", state=state, cpu=shares)
         events.close()
         os.close(lock)
-
-
-def _set_up(
-    run: RunDir, settings: RunConfig, events: EventWriter, stack: ExitStack, parent: Parent | None
-) -> tuple[Backend, Claims]:
-    """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
-    if settings.backend == "slurm":
-        own = _slurm_of_stages(settings)
-        if settings.target and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
-            raise UsageError(
-                "a stage that is a function was given several nodes of Slurm.",
-                rule="on several nodes a command starts once on each; a function's result is that of one process.",
-                remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
-            )
-        events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
-        queue = SlurmBackend(
-            run,
-            settings.slurm,
-            grace_seconds=settings.grace_seconds,
-            max_parallel=most_at_once(settings),
-            by_stage=own,
-        )
-        queue.say = lambda text: events.write("plan", text=text)
-        stack.callback(queue.close)
-        return queue, Claims(run.path)
-    for entry in sweep_entries():
-        with suppress(OSError):
-            descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
-            if descriptor is not None:  # no other supervisor starts with this run now
-                if entry.group:
-                    sweep_groups(Path(entry.group), uid=os.geteuid())
-                os.close(descriptor)
-    claims, budget, group = Claims(run.path), read_budget(settings), ""
-    if claims.problem:
-        print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
-    # Called last: a run that still has processes or groups stays on the list, so that a later run sweeps it.
-    stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
-    # The path's hash makes the name unique on this host.
-    walls = Walls.build(f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}", max(1, budget.lendable_bytes))
-    facts = budget.to_dict() | {"permission": "none", "group": group}
-    if walls is not None:
-        stack.callback(walls.close)
-        group = str(walls.parent.path)
-        facts |= {"permission": walls.permission, "group": group}
-    elif budget.permission != "none":
-        why = why_no_walls() or "the kernel refused one"
-        facts["promise"] = (
-            f"no cgroup limits, although groups can be made here ({why}): jobs are admitted by measured "
-            "non-reclaimable bytes and watched by sampling"
-        )
-    if parent is not None and parent.refused:
-        events.write("plan", text=f"jobs start in new interpreters: {parent.refused}")
-        parent = None
-    backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls, parent=parent)
-    backend.say = lambda text: events.write("plan", text=text)
-    stack.callback(backend.close)
-    claims.write(used=Counter(), unused=Counter(), group=group)
-    events.write("budget", **facts)
-    return backend, claims
 
 
 @contextmanager

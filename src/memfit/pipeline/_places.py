@@ -1,0 +1,160 @@
+"""Where the jobs of a run take place: on this host within control groups, or in Slurm's queue."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from memfit import config, slurm
+from memfit.errors import UsageError
+from memfit.jobs import SHIM_BYTES, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
+from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
+from memfit.pipeline._config import RunConfig
+from memfit.rundir import EventWriter, RunDir
+
+#: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
+_MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
+
+
+class Place(NamedTuple):
+    """What runs the jobs, and what this run says to others of its memory."""
+
+    backend: Backend
+    claims: Claims
+
+
+def place_of(
+    run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None
+) -> AbstractContextManager[Place]:
+    """Return the place that the settings name; ``parent`` is the process from which functions are forked."""
+    if settings.backend == "slurm":
+        return slurm_place(run, settings, events)
+    return local_place(run, settings, events, parent)
+
+
+@contextmanager
+def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None = None) -> Iterator[Place]:
+    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can."""
+    for entry in sweep_entries():
+        with suppress(OSError):
+            descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
+            if descriptor is not None:  # no other supervisor starts with this run now
+                if entry.group:
+                    sweep_groups(Path(entry.group), uid=os.geteuid())
+                os.close(descriptor)
+    claims, budget, group = Claims(run.path), read_budget(settings), ""
+    if claims.problem:
+        print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
+    with ExitStack() as stack:
+        # Called last: a run that still has processes or groups stays on the list, so that a later run sweeps it.
+        stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
+        # The path's hash makes the name unique on this host.
+        walls = Walls.build(f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}", max(1, budget.lendable_bytes))
+        facts = budget.to_dict() | {"permission": "none", "group": group}
+        if walls is not None:
+            stack.callback(walls.close)
+            group = str(walls.parent.path)
+            facts |= {"permission": walls.permission, "group": group}
+        elif budget.permission != "none":
+            why = why_no_walls() or "the kernel refused one"
+            facts["promise"] = (
+                f"no cgroup limits, although groups can be made here ({why}): jobs are admitted by measured "
+                "non-reclaimable bytes and watched by sampling"
+            )
+        if parent is not None and parent.refused:
+            events.write("plan", text=f"jobs start in new interpreters: {parent.refused}")
+            parent = None
+        backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls, parent=parent)
+        backend.say = lambda text: events.write("plan", text=text)
+        stack.callback(backend.close)
+        claims.write(used=Counter(), unused=Counter(), group=group)
+        events.write("budget", **facts)
+        yield Place(backend, claims)
+
+
+@contextmanager
+def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterator[Place]:
+    """Make the backend that queues jobs with Slurm."""
+    own = _slurm_of_stages(settings)
+    if settings.target and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
+        raise UsageError(
+            "a stage that is a function was given several nodes of Slurm.",
+            rule="on several nodes a command starts once on each; a function's result is that of one process.",
+            remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
+        )
+    events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
+    queue = SlurmBackend(
+        run,
+        settings.slurm,
+        grace_seconds=settings.grace_seconds,
+        max_parallel=most_at_once(settings),
+        by_stage=own,
+    )
+    queue.say = lambda text: events.write("plan", text=text)
+    try:
+        yield Place(queue, Claims(run.path))
+    finally:
+        queue.close()
+
+
+def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
+    """Read the budget under the user's own limit: of this host, or of the largest node that Slurm may give one job."""
+    memory = settings.memory
+    if settings.backend == "slurm":
+        return last or _read_node_budget(settings)
+    return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
+
+
+def _read_node_budget(settings: RunConfig) -> Budget:
+    if settings.memory.num_gpus or settings.memory.gpu_job:
+        raise UsageError(
+            "memfit does not ask Slurm for GPUs by itself.",
+            rule="--num-gpus and --gpu-memory hold on this host.",
+            remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
+        )
+    for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
+        try:
+            partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
+            partition, size = max(map(slurm.read_largest_node, sorted(partitions)), key=itemgetter(1))
+            break
+        except slurm.NoAnswerError as error:
+            if not num_left:
+                raise UsageError(
+                    f"Slurm does not answer: {error}.",
+                    rule="the largest node of the partition is the most that one job can ask for.",
+                    remedy="give the same command again when sinfo works",
+                ) from error
+            time.sleep(_AGAIN_SECONDS)
+    size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
+    node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
+    return replace(
+        Budget.read(),
+        limits=(node,),
+        reserve_bytes=0,
+        reserve_note="none: Slurm holds each job to its request",
+        devices=(),
+        permission="none",
+        promise="Slurm holds each job to its own request",
+    )
+
+
+def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
+    """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
+    return {
+        name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
+        for name, one in settings.stages.items()
+        if one.slurm is not None
+    }
+
+
+def most_at_once(settings: RunConfig) -> int | None:
+    """Return the most jobs at once; None for as many as fit."""
+    return None if settings.max_parallel == "auto" else settings.max_parallel
