@@ -5,9 +5,9 @@
 The jobs are real processes of four kinds, from 50 to 850 MiB and from 2 to 10 seconds: each touches its memory and
 sleeps, so that two cores are enough. `memfit run` starts them under 2,048 MiB and knows their kinds and their numbers.
 The oracle starts jobs in the same order as soon as they fit under the limit minus the reserve; it knows all sizes and
-times, and what a bare process takes to start. With ``--peers`` a pool of threads, joblib and Dask run them too, with the most
-workers for which the largest jobs together stay within the limit: more are not safe, for nobody knows which meet.
-One that is not installed (extra ``dev``) is left out, and named.
+times, and what a bare process takes to start. With ``--peers`` a pool of threads, joblib and Dask run them too, with
+the most workers for which the largest jobs together stay within the limit: more are not safe, for nobody knows which
+meet. One that is not installed (extra ``dev``) is left out, and named.
 
 The simulated time of the same jobs is printed beside it: ``benchmarks/policy.py`` is to differ by at most 0.1.
 Exit status: 0 the median is at most 1.25 times the oracle's time and each job completed, 1 not.
@@ -25,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from memfit.rundir import RunDir
 from memfit.units import MIB
@@ -100,9 +102,8 @@ def run_joblib(commands: Sequence[Sequence[str]], most: int) -> None:
 
 
 def run_dask(commands: Sequence[Sequence[str]], most: int) -> None:
-    from distributed import Client
-
-    with Client(n_workers=1, threads_per_worker=most, processes=False, dashboard_address=None) as client:
+    dask: Any = import_module("distributed")
+    with dask.Client(n_workers=1, threads_per_worker=most, processes=False, dashboard_address=None) as client:
         client.gather(client.map(subprocess.check_call, commands))
 
 
