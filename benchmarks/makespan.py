@@ -1,12 +1,13 @@
-"""How long 60 jobs of unknown size take under one limit: memfit, plain pools and joblib beside an oracle.
+"""How long 60 jobs of unknown size take under one limit: memfit and plain pools beside an oracle.
 
     python benchmarks/makespan.py [--repeat 3] [--peers] [--seed 1] [--json FILE]
 
 The jobs are real processes of four kinds, from 50 to 850 MiB and from 2 to 10 seconds: each touches its memory and
 sleeps, so that two cores are enough. `memfit run` starts them under 2,048 MiB and knows their kinds and their numbers.
 The oracle starts jobs in the same order as soon as they fit under the limit minus the reserve; it knows all sizes and
-times, and what a bare process takes to start. With ``--peers`` a pool of threads and joblib run them too, with the most
-workers for which the largest jobs together stay within the limit: more are not safe, for nobody knows which meet.
+times, and what a bare process takes to start. With ``--peers`` a pool of threads, joblib and Dask run them too, with
+the most workers for which the largest jobs together stay within the limit: more are not safe, for nobody knows which
+meet. One that is not installed (extra ``dev``) is left out, and named.
 
 The simulated time of the same jobs is printed beside it: ``benchmarks/policy.py`` is to differ by at most 0.1.
 Exit status: 0 the median is at most 1.25 times the oracle's time and each job completed, 1 not.
@@ -24,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from memfit.rundir import RunDir
 from memfit.units import MIB
@@ -87,21 +90,39 @@ def run_memfit(jobs: Sequence[SimJob], work: Path) -> tuple[float, int]:
     return seconds, kinds.count("admit") - len(jobs)
 
 
-def run_pool(jobs: Sequence[SimJob], work: Path, most: int) -> float:
-    write_table(jobs, work)
-    start = time.monotonic()
+def run_pool(commands: Sequence[Sequence[str]], most: int) -> None:
     with ThreadPoolExecutor(most) as pool:
-        list(pool.map(lambda number: subprocess.run(command(work, str(number)), check=True), range(len(jobs))))
-    return time.monotonic() - start
+        list(pool.map(subprocess.check_call, commands))
 
 
-def run_joblib(jobs: Sequence[SimJob], work: Path, most: int) -> float:
+def run_joblib(commands: Sequence[Sequence[str]], most: int) -> None:
     import joblib  # type: ignore[import-untyped]
 
+    joblib.Parallel(most)(joblib.delayed(subprocess.check_call)(words) for words in commands)
+
+
+def run_dask(commands: Sequence[Sequence[str]], most: int) -> None:
+    dask: Any = import_module("distributed")
+    with dask.Client(n_workers=1, threads_per_worker=most, processes=False, dashboard_address=None) as client:
+        client.gather(client.map(subprocess.check_call, commands))
+
+
+PEERS: dict[str, Callable[[Sequence[Sequence[str]], int], None]] = {
+    "pool": run_pool,
+    "joblib": run_joblib,
+    "Dask": run_dask,
+}
+
+
+def run_peer(name: str, jobs: Sequence[SimJob], work: Path, most: int) -> float | None:
+    """Return the seconds that a peer takes from its start to its end; None if it is not installed."""
     write_table(jobs, work)
     start = time.monotonic()
-    tasks = [joblib.delayed(subprocess.run)(command(work, str(number)), check=True) for number in range(len(jobs))]
-    joblib.Parallel(most)(tasks)
+    try:
+        PEERS[name]([command(work, str(number)) for number in range(len(jobs))], most)
+    except ImportError as error:
+        print(f"{name}: {error}: not run")
+        return None
     return time.monotonic() - start
 
 
@@ -122,7 +143,7 @@ def largest_safe(jobs: Sequence[SimJob]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="how often memfit runs the jobs")
-    parser.add_argument("--peers", action="store_true", help="run them with a plain pool and joblib too")
+    parser.add_argument("--peers", action="store_true", help="run them with a plain pool, joblib and Dask too")
     parser.add_argument("--seed", type=int, default=1, help="of sizes, times and order")
     parser.add_argument("--json", type=Path, help="where the figures are written")
     options = parser.parse_args()
@@ -139,12 +160,11 @@ def main() -> int:
             seconds, restarts = run_memfit(jobs, work)
             found.append(seconds / oracle)
             print(f"memfit            {seconds:6.1f} s, {seconds / oracle:.2f} x, {restarts} restarts", flush=True)
-        most, peers = largest_safe(jobs), dict[str, Callable[[Sequence[SimJob], Path, int], float]]()
-        if options.peers:
-            peers = {"pool": run_pool, "joblib": run_joblib}
-        times = {name_of: run(jobs, Path(name), most) for name_of, run in peers.items()}
-        for name_of, seconds in times.items():
-            print(f"{name_of:7} {most:2} at once {seconds:6.1f} s, {seconds / oracle:.2f} x")
+        most, times = largest_safe(jobs), dict[str, float]()
+        for peer in PEERS if options.peers else ():
+            if (took := run_peer(peer, jobs, Path(name), most)) is not None:
+                times[peer] = took
+                print(f"{peer:7} {most:2} at once {took:6.1f} s, {took / oracle:.2f} x", flush=True)
     ratio = statistics.median(found)
     print(
         f"memfit, median of {len(found)}: {ratio:.2f} x the oracle ({MOST_RATIO} at most); simulated {simulated:.2f} x"

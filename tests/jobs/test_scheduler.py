@@ -20,6 +20,18 @@ def others_of(num, used, unused):
     return Others(num, Counter({HOST: used}), Counter({HOST: unused}))
 
 
+class Deadline:
+    """A request to stop that fails a test in which jobs wait for ever."""
+
+    def __init__(self, found, seconds):
+        self.found, self.seconds = found, seconds
+
+    @property
+    def level(self):
+        assert self.found.backend.now < self.seconds
+        return 0
+
+
 class FakeClaims:
     def __init__(self, unused, num=1):
         self.now, self.written, self.is_deciding = others_of(num, 0, unused), [], False
@@ -50,7 +62,7 @@ class World:
 
     def __init__(self, tmp_path, scripts, limit=1000, *, known=None, claims=None, **options):
         told, each, jobs = (options.pop(name, {}) for name in ("told", "each", "jobs"))
-        self.gpus, self.cap = options.pop("gpus", ()), options.pop("cap", None)
+        self.gpus, self.cap, self.cpus = options.pop("gpus", ()), options.pop("cap", None), options.pop("cpus", 64)
         self.neighbour, reserve = options.pop("neighbour", 0), options.pop("reserve", 0)
         self.events, self.backend, self.limit, self.claims = [], FakeBackend(scripts), limit, claims
         self.gpu_name, self.in_use_seen = "GPU", 0
@@ -86,7 +98,7 @@ class World:
             uuid = f"{self.gpu_name}-{number}"
             free = (total - taken) * GIB - used[uuid]
             devices.append(Device(number, uuid, "stand-in", total * GIB, free, taken * GIB, ()))
-        return replace(self.budget, limits=tuple(limits), num_cpus=64, devices=tuple(devices))
+        return replace(self.budget, limits=tuple(limits), num_cpus=self.cpus, devices=tuple(devices))
 
     def run(self, **options):
         self.statuses = self.scheduler.run(**options)
@@ -553,9 +565,9 @@ def test_a_job_that_wants_more_than_the_whole_budget_is_ended_with_the_arithmeti
 
 
 def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(world):
-    scripts = {"a": FakeJob((100,) * 20), "large": FakeJob((950,) * 2)} | {f"s{i}": FakeJob((10,)) for i in range(200)}
+    scripts = {"a": FakeJob((100,) * 300), "large": FakeJob((950,) * 2)} | {f"s{i}": FakeJob((10,)) for i in range(200)}
     found = world(scripts, known={"a": 100, "large": 950, "s": 10}, jobs=kinds(*scripts), max_parallel=3).run()
-    assert found.ends == "completed" and 1 < found.order.index("large") < 150
+    assert found.ends == "completed" and found.order.index("large") == 65
 
 
 def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(world):
@@ -584,6 +596,64 @@ def test_when_a_neighbour_takes_the_whole_reserve_the_cheapest_gives_way_before_
     [aside] = found.of("aside")
     assert "is left of" in aside["reason"] and found.starts == 4
     assert (aside["job"], 7 + 10) in granted  # the room to write its checkpoint, and an eighth of the reserve
+
+
+def test_while_one_is_leaving_no_other_is_asked_to_and_one_alone_that_outsiders_press_comes_again(world):
+    for num in (3, 1):
+        found, asked = world(same(num, *[100] * 12), 100 * num + 100, known=100, reserve=80), []
+        cancel = found.backend.cancel
+        found.backend.cancel = lambda job_id, *, now=False, verdict=None, asked=asked: asked.append((job_id, verdict))
+
+        def tick(found=found, asked=asked, cancel=cancel):
+            found.neighbour = 95 if 0.5 < found.backend.now < 1.0 else 0
+            if found.backend.now > 0.9 and asked:
+                cancel(asked.pop()[0])
+                assert not asked
+
+        assert found.run(on_tick=tick).ends == "completed"
+        assert len(found.asides) == 1 and found.starts == num + 1
+
+
+def test_a_job_that_waits_at_its_limit_and_does_not_leave_is_ended(world):
+    found, cancel = world({"a": GROWING, "b": GROWING}, 400, known=100), FakeBackend.cancel
+    asked = []
+
+    def late(job_id, *, now=False, verdict=None):
+        asked.append((round(found.backend.now, 1), now))
+        if now:
+            cancel(found.backend, job_id, now=True, verdict=verdict)
+
+    found.backend.cancel = late
+    assert found.run(stop=Deadline(found, 60)).ends == "completed"
+    (first, _), (last, is_now) = asked
+    assert is_now and 2.0 <= round(last - first, 1) < 2.5
+
+
+def test_limits_that_come_down_do_so_before_others_rise(world):
+    found = world({"a": FakeJob((300,) * 40), "b": FakeJob((100,) * 20 + (600,) * 20)}, known=300)
+    give, seen = found.backend.grant, []
+
+    def note(job_id, wall):
+        give(job_id, wall)
+        seen.append(sum(found.backend.grants[name] for name in found.admission.running if name in found.backend.grants))
+
+    found.backend.grant = note
+    assert found.run().ends == "completed"
+    assert max(seen) <= 1000 and len(seen) > 6
+
+
+@pytest.mark.parametrize(("most", "at_once"), [(None, 4), (8, 8)])
+def test_busy_cores_hold_jobs_back_unless_the_user_gave_a_number(world, most, at_once):
+    found = world(same(8, *[10] * 60), 100, known=10, neighbour=60, max_parallel=most, cpus=2)
+    poll = found.backend.poll
+    found.backend.poll = lambda: {name: replace(one, cpu_seconds=found.backend.now) for name, one in poll().items()}
+
+    def tick():
+        if found.backend.now > 3.0:
+            found.neighbour = 0
+
+    assert found.run(on_tick=tick).most == at_once
+    assert ("cores" in found.waits) == (most is None)
 
 
 def test_the_room_for_the_largest_checkpoint_is_never_lent(world):

@@ -230,7 +230,6 @@ class LocalAdmission:
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
-        held |= set() if alone else {HOST}
         devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices

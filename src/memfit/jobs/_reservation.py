@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
-from memfit.jobs._job import ENDED, Job, JobStatus, Verdict
+from memfit.jobs._job import Job, JobStatus, Verdict
 from memfit.jobs._retry import Restart, Retry
 from memfit.jobs.policy import STILL_SHARE, Guess, Held, likely
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
@@ -97,8 +97,6 @@ class Progress:
 
     def note(self, status: JobStatus, now: float) -> None:
         """Take in what a job uses now, and whether it waits at its limit."""
-        if status.state in ENDED:
-            return  # it uses nothing any more
         if status.started is None or not status.used_bytes:  # its process has yet to begin
             self.grown_at, self.cpu_at = now, now
         else:

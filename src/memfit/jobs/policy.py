@@ -311,7 +311,7 @@ def grow(
         if job.is_leaving or wants[job.id] <= reserved[job.id]:
             continue
         held = max(reserved[job.id], job.used)  # what it has taken already is not free any more
-        more = 0 if short else max(0, min(wants[job.id] - held, free))
+        more = max(0, min(wants[job.id] - held, free))  # nothing is left once one is short
         reserved[job.id], free = held + more, free - more
         if held + more < wants[job.id] and (job.stalled is not None or job.used > job.reserved):
             short = short or job.id
