@@ -3,7 +3,7 @@
     python tools/find_circles.py
 
 The contracts of import-linter look at packages; this looks at each file, and at packages that their own files import.
-Exit status 1 if there is a circle, or if an exception below is not needed any more.
+Exit status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,6 @@ from __future__ import annotations
 import sys
 
 import grimp
-
-#: Circles that wait for their end.
-EXCEPTIONS = (
-    ("memfit.jobs._processes", "memfit.jobs._shim", "memfit.jobs._warm"),
-    ("memfit.training._fit", "memfit.training._trainer"),
-)
 
 
 def find_circles() -> set[tuple[str, ...]]:
@@ -29,9 +23,6 @@ def find_circles() -> set[tuple[str, ...]]:
 if __name__ == "__main__":
     circles = find_circles()
     for circle in sorted(circles):
-        print(" <-> ".join(circle) + (" (known)" if circle in EXCEPTIONS else ""))
-    gone = set(EXCEPTIONS) - circles
-    for circle in sorted(gone):
-        print(f"{' <-> '.join(circle)}: an exception that is not needed")
-    print(f"{len(circles)} circles between files")
-    sys.exit(1 if gone or circles - set(EXCEPTIONS) else 0)
+        print(" <-> ".join(circle))
+    print(f"{len(circles)} circles between files" if circles else "no circles between files")
+    sys.exit(1 if circles else 0)
