@@ -36,8 +36,8 @@ _FRESH = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
 #: The name for a module's statements that define nothing: an import of the module runs them.
 _STATEMENTS = "(statements)"
-#: Methods that store what they are given, beside those with "register" in their names.
-_STORING = frozenset({"add", "append", "extend", "insert", "library", "setdefault", "update"})
+#: Names of what stores what it is given, beside those with "register" in them.
+_STORING = frozenset({"add", "append", "custom_op", "extend", "insert", "library", "setdefault", "update"})
 #: What finds code by a text, so that no name leads to it.
 _BY_TEXT = frozenset({"__globals__", "__import__", "__subclasses__", "f_globals", "globals", "import_module"})
 #: By the target's module and another one: its definitions that count when it is imported. A file read anew empties it.
@@ -300,9 +300,9 @@ class _Reader:
         for one in _run_by_import(statement.node):
             decorators = [getattr(each, "func", each) for each in getattr(one, "decorator_list", [])]
             called = [*decorators, *([one.func] if isinstance(one, ast.Call) else [])]
-            words = {word for each in called for chain in _chains(each) for word in chain}
+            word = getattr(one, "attr", getattr(one, "id", ""))
             is_put = isinstance(one, ast.Subscript | ast.Attribute) and isinstance(one.ctx, ast.Store)
-            if is_put or words & _STORING or any("register" in word for word in words):
+            if is_put or isinstance(one, ast.AugAssign) or word in _STORING or "register" in word:
                 return True
             if any(each.stores for part in called for _, each in self._defined(module, part)):
                 return True
