@@ -24,5 +24,5 @@ if __name__ == "__main__":
     circles = find_circles()
     for circle in sorted(circles):
         print(" <-> ".join(circle))
-    print(f"{len(circles)} circles between files")
+    print(f"{len(circles)} circles between files" if circles else "no circles between files")
     sys.exit(1 if circles else 0)

@@ -243,6 +243,13 @@ READ = [
      "return 3", False),
     ({"one": "class Base: pass\nimport two\ndef stage(): return Base.__subclasses__()[0]().f()",
       "two": "import one\nclass Kept(one.Base):\n  def f(self): return 1"}, "two", "return 1", "return 2", True),
+    ({"one": "import two\nfrom three import ALL\ndef stage(): return ALL[0]()", "three": "ALL = []",
+      "two": "from three import ALL\ndef kept(): return 1\nALL += [kept]"}, "two", "return 1", "return 2", True),
+    ({"one": "import two\nfrom three import ALL\ndef stage(): return ALL[0]()", "three": "ALL = []",
+      "two": "from three import ALL\ndef kept(): return 1\n_ = list(map(ALL.append, [kept]))"}, "two", "return 1", "return 2", True),
+    ({"one": "import two\nfrom three import ALL\ndef stage(): return ALL[1]()",
+      "three": "ALL = {}\ndef put(x): ALL[1] = x\ndef keep(x): return put(x)",
+      "two": "from three import keep\ndef kept(): return 1\n_ = keep(kept)"}, "two", "return 1", "return 2", True),
     # what a name stands for
     ({"one": "from math import sin as f\ndef stage(): return f(0)"}, "one", "sin", "cos", True),
     ({"one": "from two import f\ndef stage(): return f(0)", "two": "from math import sin as f"}, "two", "sin", "cos", True),

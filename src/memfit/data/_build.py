@@ -22,8 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from memfit.data._arrow import numpy_of, text_of
-from memfit.data._dtypes import dtype_name, encode
 from memfit.data._manifest import (
     ASSETS,
     DATES,
@@ -43,7 +41,15 @@ from memfit.data._publish import (
     sweep,
     writing,
 )
-from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
+from memfit.data._source import (
+    Source,
+    check_columns,
+    decode_assets,
+    decode_dates,
+    decode_numbers,
+    numpy_of,
+    text_of,
+)
 from memfit.data._versions import newest
 from memfit.errors import DataError
 
@@ -52,11 +58,28 @@ Array = npt.NDArray[Any]
 #: Raise it whenever the same source and parameters would give other values: panels built before are then a miss.
 BUILD_VERSION = 1
 
+#: The types of a panel's values.
+_FLOATS = ("float16", "float32", "float64")
 #: What a panel takes beside its arrays: labels and the manifest.
 _SLACK_BYTES = 1 << 20
 _COPIED_BYTES = 64 << 20
 #: What a kernel answers that cannot copy a range between these files.
 _NO_COPY = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of a type, given as a name or a numpy type."""
+    try:
+        name = str(np.dtype(dtype))
+    except TypeError:
+        name = str(dtype)
+    if name not in _FLOATS:
+        raise DataError(
+            f"dtype is {name}.",
+            rule=f"a panel's values are {', '.join(_FLOATS)}; a missing one is NaN.",
+            remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,7 @@ class PanelSpec:
                 rule="parameters are part of the panel's fingerprint, so they are plain values.",
                 remedy="pass numbers, text, lists and mappings of them",
             ) from error
-        return cls(names[0], names[1], tuple(features), tuple(targets), dtype_name(dtype), plain)
+        return cls(names[0], names[1], tuple(features), tuple(targets), _dtype_name(dtype), plain)
 
     @classmethod
     def of_panel(cls, manifest: Manifest) -> PanelSpec:
@@ -379,11 +402,25 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes)
         )
 
 
+def _encode(name: str, numbers: npt.NDArray[Any], column: str) -> npt.NDArray[Any]:
+    """Return numbers as they are stored."""
+    with np.errstate(over="ignore"):
+        stored = numbers.astype(name, copy=False)
+    lost = np.isinf(stored) & np.isfinite(numbers)
+    if lost.any():
+        raise DataError(
+            f"column '{column}' holds {numbers[lost][0]:g}, which {name} cannot hold.",
+            rule=f"the largest value of {name} is {np.finfo(name).max:g}.",
+            remedy='pass dtype="float64", or scale the column',
+        )
+    return stored
+
+
 def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
     """Return columns side by side as (rows, columns), as they are stored."""
     block = np.empty((batch.num_rows, len(columns)), dtype)
     for j, name in enumerate(columns):
-        block[:, j] = encode(dtype, decode_numbers(batch.column(name)), name)
+        block[:, j] = _encode(dtype, decode_numbers(batch.column(name)), name)
     return block
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import copyreg
-import functools
 import hashlib
-import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,26 +19,22 @@ from pydantic import BaseModel
 
 from memfit.errors import UsageError
 from memfit.pipeline._manifest import digest, fingerprint_files
+from memfit.pipeline._statements import (
+    ACTING,
+    STATEMENTS,
+    STORING,
+    Module,
+    Place,
+    Statement,
+    chains,
+    file_of,
+    read_module,
+    run_by_import,
+)
 
-#: A module, and a name in it with its attributes; no names for the module itself.
-_Place = tuple[str, tuple[str, ...]]
 #: A module, and what it imports: the module and the name in it.
 _Passed = tuple[str, str, tuple[str, ...]]
-_Found = tuple["_Module | None", tuple[str, ...], frozenset[_Passed]]
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_ASKING = (ast.Call, ast.Attribute)
-_FRESH = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-#: Tests of what an import of a module does not run.
-_NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
-#: The name for a module's statements that define nothing: an import of the module runs them.
-_STATEMENTS = "(statements)"
-#: Methods that store what they are given, beside those with "register" in their names.
-_STORING = frozenset({"add", "append", "extend", "insert", "library", "setdefault", "update"})
-#: What finds code by a text, so that no name leads to it.
-_BY_TEXT = frozenset({"__globals__", "__import__", "__subclasses__", "f_globals", "globals", "import_module"})
-#: By the target's module and another one: its definitions that count when it is imported. A file read anew empties it.
-_ACTING: dict[tuple[str, str], list[str]] = {}
+_Found = tuple["Module | None", tuple[str, ...], frozenset[_Passed]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -121,11 +114,11 @@ class _Reader:
     """Follows names from the target's module through the user's files."""
 
     def __init__(self, home: str, models: Mapping[tuple[str, str], type[BaseModel]]) -> None:
-        self.modules: dict[str, _Module | None] = {}
+        self.modules: dict[str, Module | None] = {}
         self._home, self._models = home, models
-        self._counted: dict[str, list[_Statement]] = {}
+        self._counted: dict[str, list[Statement]] = {}
         self._passed: set[_Passed] = set()
-        self._used: set[_Place] = set()
+        self._used: set[Place] = set()
         self._imported: set[str] = set()
         self._open: list[Any] = []
 
@@ -220,7 +213,7 @@ class _Reader:
             if rest and rest[0] in module.definitions:
                 self._take(module, rest[0])
             else:  # the module itself, or what it makes when it is asked
-                for one in module.definitions or [_STATEMENTS]:
+                for one in module.definitions or [STATEMENTS]:
                     self._take(module, one)
                 for places in module.imports.values():
                     for target, names in places:
@@ -251,16 +244,16 @@ class _Reader:
                     self._import(".".join((target, *inner)))
                     if key.startswith("*"):
                         self.use(target, ())
-            if (place := (self._home, name)) not in _ACTING:  # the same for all stages
-                _ACTING[place] = [
+            if (place := (self._home, name)) not in ACTING:  # the same for all stages
+                ACTING[place] = [
                     one
                     for one, statements in module.definitions.items()
-                    if one == _STATEMENTS or any(self._keeps(name, each) for each in statements)
+                    if one == STATEMENTS or any(self._keeps(name, each) for each in statements)
                 ]
-            for one in _ACTING[place]:
+            for one in ACTING[place]:
                 self._take(module, one)
 
-    def _take(self, module: _Module, name: str) -> None:
+    def _take(self, module: Module, name: str) -> None:
         """Count a definition of the target's module, or the whole of another one, and all that it names."""
         is_home = module.name == self._home
         key = f"{module.name}:{name}" if is_home else module.name
@@ -277,7 +270,7 @@ class _Reader:
                 if chain[0] in module.definitions or chain[0] in module.imports:
                     self.use(module.name, chain)
 
-    def _without_fields(self, module: str, statement: _Statement) -> _Statement:
+    def _without_fields(self, module: str, statement: Statement) -> Statement:
         """Return a model of settings without the fields whose values the key holds."""
         node = statement.node
         if not isinstance(node, ast.ClassDef) or (model := self._models.get((module, node.name))) is None:
@@ -285,26 +278,28 @@ class _Reader:
         known = {name for name, one in model.model_fields.items() if not one.exclude}
         body = [one for one in node.body if getattr(getattr(one, "target", None), "id", "") not in known]
         parts = {name: getattr(node, name) for name in node._fields} | {"body": body}
-        return _Statement(ast.ClassDef(**parts), statement.package)
+        return Statement(ast.ClassDef(**parts), statement.package)
 
-    def _load(self, name: str) -> _Module | None:
+    def _load(self, name: str) -> Module | None:
         """Read a module of the user's; None for any other."""
         if name not in self.modules:
-            path = _file_of(name)
+            path = file_of(name)
             is_own = path is not None and _is_own(name, path, self._home.partition(".")[0])
-            self.modules[name] = _read(name, path, path.stat().st_mtime_ns) if path is not None and is_own else None
+            self.modules[name] = (
+                read_module(name, path, path.stat().st_mtime_ns) if path is not None and is_own else None
+            )
         return self.modules[name]
 
-    def _keeps(self, module: str, statement: _Statement) -> bool:
+    def _keeps(self, module: str, statement: Statement) -> bool:
         """Return True if a definition may keep code of the user's where no name leads to it, when an import runs it."""
-        for one in _run_by_import(statement.node):
+        for one in run_by_import(statement.node):
             decorators = [getattr(each, "func", each) for each in getattr(one, "decorator_list", [])]
             called = [*decorators, *([one.func] if isinstance(one, ast.Call) else [])]
-            words = {word for each in called for chain in _chains(each) for word in chain}
+            word = getattr(one, "attr", getattr(one, "id", ""))
             is_put = isinstance(one, ast.Subscript | ast.Attribute) and isinstance(one.ctx, ast.Store)
-            if is_put or words & _STORING or any("register" in word for word in words):
+            if is_put or isinstance(one, ast.AugAssign) or word in STORING or "register" in word:
                 return True
-            if any(each.stores for part in called for _, each in self._defined(module, part)):
+            if any(self._stores(module, part, set()) for part in called):
                 return True
             for found, each in (each for part in decorators for each in self._defined(module, part)):
                 if any(other is not each and other.is_code for _, other in self._defined(found, each.node)):
@@ -314,184 +309,19 @@ class _Reader:
                     return True
         return False
 
-    def _defined(self, module: str, node: ast.AST) -> Iterator[tuple[str, _Statement]]:
+    def _stores(self, module: str, called: ast.AST, seen: set[Statement]) -> bool:
+        """Return True if a call stores something: what is called, or what that calls. Of an object nobody knows."""
+        for found, one in self._defined(module, called):
+            if one.stores if one.is_code else not seen:
+                return True
+            if one not in seen:
+                seen.add(one)
+                if any(self._stores(found, each, seen) for each in one.calls):
+                    return True
+        return False
+
+    def _defined(self, module: str, node: ast.AST) -> Iterator[tuple[str, Statement]]:
         """Yield the statements of the user's that define what a tree names, each with its module."""
-        for found, rest, _ in (one for chain in _chains(node) for one in self._find(module, chain)):
+        for found, rest, _ in (one for chain in chains(node) for one in self._find(module, chain)):
             if found is not None and rest:
                 yield from ((found.name, one) for one in found.definitions.get(rest[0], []))
-
-
-class _Statement:
-    """A statement at the top of a module, and what can be read in it."""
-
-    def __init__(self, node: ast.stmt, package: Sequence[str]) -> None:
-        self.node, self.package, self.is_code = node, package, isinstance(node, _DEFINITIONS)
-
-    @functools.cached_property
-    def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(self.node))
-
-    @functools.cached_property
-    def text(self) -> str:
-        return ast.dump(self.node)
-
-    @functools.cached_property
-    def names(self) -> frozenset[tuple[str, ...]]:
-        return frozenset(_chains(self.node))
-
-    @functools.cached_property
-    def imports(self) -> dict[str, list[_Place]]:
-        """The places of each name that an import in it defines; a module of a star is named ``*module``."""
-        found: dict[str, list[_Place]] = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for one in node.names:  # a dotted name is no name, and is loaded too
-                    for name in [one.asname] if one.asname else {one.name, one.name.partition(".")[0]}:
-                        found.setdefault(name, []).append((one.name if one.asname else name, ()))
-            elif isinstance(node, ast.ImportFrom):
-                above = self.package[: len(self.package) + 1 - node.level] if node.level else ()
-                base = ".".join([*above, *filter(None, [node.module])])
-                for one in node.names:
-                    name, inner = (f"*{base}", ()) if one.name == "*" else (one.asname or one.name, (one.name,))
-                    found.setdefault(name, []).append((base, inner))
-        return found
-
-    @functools.cached_property
-    def asked(self) -> set[str]:
-        """The names that are called or have attributes read, and those that are imported under another name."""
-        owners = [getattr(one, "func", getattr(one, "value", None)) for one in self.nodes if isinstance(one, _ASKING)]
-        renamed = {one.name for one in self.nodes if isinstance(one, ast.alias) and one.asname not in (None, one.name)}
-        return {getattr(one, "id", getattr(one, "attr", "")) for one in owners} | renamed
-
-    @functools.cached_property
-    def finds_by_text(self) -> bool:
-        """True for a definition that finds code by a text when it is used."""
-        words = {one.attr for one in self.nodes if isinstance(one, ast.Attribute)}
-        words |= {chain[0] for chain in self.names}
-        is_text = words & _BY_TEXT or {chain[:2] for chain in self.names} & {("eval",), ("exec",), ("sys", "modules")}
-        return bool(is_text) and _STATEMENTS not in _targets(self.node)
-
-    @functools.cached_property
-    def is_hook(self) -> bool:
-        """True for a class of which code runs when another is derived from it."""
-        names = {getattr(one, "name", "") for one in getattr(self.node, "body", [])}
-        return not self.is_code or "__init_subclass__" in names or bool(getattr(self.node, "keywords", []))
-
-    @functools.cached_property
-    def stores(self) -> bool:
-        """True for code that puts something into what it did not make itself, and for an object."""
-        made = {
-            each.id
-            for one in self.nodes
-            if isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(one.value, _FRESH)
-            for each in ast.walk(one)
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-        }
-        for one in self.nodes:
-            if isinstance(one, ast.Subscript | ast.Attribute) and (owner := getattr(one.value, "id", "")) not in made:
-                is_stored = isinstance(one.ctx, ast.Store) and (owner != "self" or isinstance(one, ast.Subscript))
-                if is_stored or getattr(one, "attr", "") in _STORING:
-                    return True
-        return not self.is_code or any(isinstance(one, ast.Global) for one in self.nodes)
-
-
-def _run_by_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a statement that an import runs: not what stands in functions."""
-    yield node
-    inside = node.body if isinstance(node, _FUNCTIONS) else [node.body] if isinstance(node, ast.Lambda) else []
-    for child in ast.iter_child_nodes(node):
-        if child not in inside:
-            yield from _run_by_import(child)
-
-
-@dataclass
-class _Module:
-    """A module's source: its statements, those that define each name, and the places of each imported name."""
-
-    name: str
-    statements: list[_Statement]
-    definitions: dict[str, list[_Statement]] = field(default_factory=dict)
-    imports: dict[str, list[_Place]] = field(default_factory=dict)
-
-
-@functools.cache
-def _read(name: str, path: Path, changed: int) -> _Module:
-    """Read a module's source, as of its last change."""
-    _ACTING.clear()
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    tree = _Undocumented().visit(ast.parse(path.read_bytes(), str(path)))
-    module = _Module(name, [_Statement(node, package) for node in _statements(tree.body)])
-    for one in module.statements:
-        for target in _targets(one.node):
-            module.definitions.setdefault(target, []).append(one)
-        for imported, places in one.imports.items() if not one.is_code else ():
-            module.imports.setdefault(imported, []).extend(places)
-    return module
-
-
-class _Undocumented(ast.NodeTransformer):
-    """Takes docstrings out of a tree."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return ast.Pass() if is_text else self.generic_visit(node)
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module that an import runs."""
-    for node in body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in _NOT_RUN:
-            yield from _statements(node.orelse)
-        elif not isinstance(node, ast.Pass):
-            yield node
-
-
-def _targets(node: ast.stmt, is_inside: bool = False) -> set[str]:
-    """Return the names that a statement defines; `_STATEMENTS` for one that does something else."""
-    if isinstance(node, _DEFINITIONS):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {one.asname or one.name for one in node.names} if is_inside else set()
-    if isinstance(node, ast.If | ast.Try | ast.With):
-        inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
-        inside += [one for handler in getattr(node, "handlers", []) for one in handler.body]
-        return set().union(*(_targets(one, True) for one in inside if not isinstance(one, ast.Pass)))
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        stored = [one for one in ast.walk(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
-        if not any(isinstance(one, ast.Subscript | ast.Attribute) for one in stored):
-            return {one.id for one in stored if isinstance(one, ast.Name)}
-    return {_STATEMENTS}
-
-
-def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Yield the names that a tree reads, each with its attributes."""
-    names, inner = [], node
-    while isinstance(inner, ast.Attribute):
-        names.append(inner.attr)
-        inner = inner.value
-    if isinstance(inner, ast.Name):
-        yield (inner.id, *reversed(names))
-    elif inner is not node:
-        yield from _chains(inner)
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _chains(child)
-
-
-@functools.cache
-def _file_of(name: str) -> Path | None:
-    """Return the source file of a module, without importing it."""
-    loaded = sys.modules.get(name)
-    file = getattr(loaded, "__file__", None) if loaded else getattr(_spec_of(name), "origin", None)
-    return Path(file) if file and file.endswith(".py") else None
-
-
-@functools.cache
-def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
-    parent, places = name.rpartition(".")[0], None
-    if parent and (places := getattr(_spec_of(parent), "submodule_search_locations", None)) is None:
-        return None
-    try:
-        return importlib.machinery.PathFinder.find_spec(name, places)
-    except (ImportError, ValueError):
-        return None

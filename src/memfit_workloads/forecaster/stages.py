@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
-from memfit_workloads.finance.batches import scores_of
+from memfit_workloads.finance.batches import scores_of, step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, scale_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
 from memfit_workloads.forecaster.data import check, check_steps, largest_day, num_features, prepare
@@ -159,23 +159,11 @@ def loader(context: Context, params: ForecasterParams, num_workers: int) -> DayB
 
 def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBatch], None]:
     """One step of a fold's training on a batch, without what a trainer does around it."""
-    import torch
-
     from memfit_workloads.forecaster.optim import make_optimizer
 
-    settings = params.train
-    model, loss = _started_model(context, params, Fold(context, params)), _loss(params)
+    settings, model = params.train, _started_model(context, params, Fold(context, params))
     optimizer = make_optimizer(settings.optimizer, model.parameters(), settings.learning_rate, settings.weight_decay)
-    model.train()
-
-    def step(batch: DayBatch) -> None:
-        total, weight = loss(model, batch)
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-
-    return step
+    return step_of(model, optimizer, _loss(params), settings.max_grad_norm)
 
 
 def least_memory(params: ForecasterParams) -> int:

@@ -23,6 +23,7 @@ from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
+from memfit_workloads.finance.batches import step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
 from memfit_workloads.finance.scoring import fold_metrics
 from memfit_workloads.ranker.batches import ListBatch, ListBatches
@@ -142,21 +143,9 @@ def loader(context: Context, params: RankerParams, num_workers: int) -> ListBatc
 
 def training_step(context: Context, params: RankerParams) -> Callable[[ListBatch], None]:
     """One step of a fold's training on a batch, without what a trainer does around it."""
-    import torch
-
     panel, train_dates, _ = finance.fold_of(context)
     model, optimizer = _model(context, panel, params, train_dates)
-    loss = _loss(params)
-    model.train()
-
-    def step(batch: ListBatch) -> None:
-        total, weight = loss(model, batch)
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), params.train.max_grad_norm)
-        optimizer.step()
-
-    return step
+    return step_of(model, optimizer, _loss(params), params.train.max_grad_norm)
 
 
 def _loss(params: RankerParams) -> RankerLoss:
