@@ -400,4 +400,6 @@ def test_the_forecaster_killed_in_an_epoch_leaves_what_its_stages_leave_here(tmp
     assert "AdamW(" in started["optimizer"] and "rank_weight=0.1" in started["loss"]
     assert (started["num_threads"], started["num_workers"]) == (1, 1)
     epochs = [one for one in killed.events() if one["kind"] == "epoch" and one["job"] == "fold_1"]
-    assert all({"valid_rank_ic", "samples_per_second", "wait_share", "memory"} <= set(one) for one in epochs)
+    assert all({"valid_rank_ic", "memory"} <= set(one) for one in epochs)
+    # One that goes on after an epoch's last step has trained nothing in it.
+    assert any({"samples_per_second", "wait_share"} <= set(one) for one in epochs)
