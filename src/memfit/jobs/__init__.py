@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memfit.jobs._monitor import phase_of_log as phase_of_log
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
+    from memfit.jobs._retry import RESTARTS as RESTARTS
     from memfit.jobs._retry import End as End
     from memfit.jobs._retry import Retry as Retry
     from memfit.jobs._retry import what_follows as what_follows
