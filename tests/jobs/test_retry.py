@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.jobs import ENDED, RETRY_TABLE, End, JobStatus, Retry, SlurmBackend, Traits, what_follows
+from memfit.jobs import ENDED, RESTARTS, End, JobStatus, Retry, SlurmBackend, Traits, what_follows
 from memfit.memory import HOST, Footprint
 from memfit.units import MIB
 
@@ -167,14 +167,14 @@ def test_each_end_meets_a_line_of_the_table_and_each_line_is_met():
         facts = {name: fact for (name, fact), is_chosen in zip(FACTS.items(), chosen, strict=True) if is_chosen}
         for state in ENDED:
             end = end_of(state, started=5.0, **facts)
-            lines = [line for line in RETRY_TABLE if state in line.states and line.known(end)]
-            met.add(RETRY_TABLE.index(lines[0]))
+            lines = [line for line in RESTARTS if state in line.states and line.known(end)]
+            met.add(RESTARTS.index(lines[0]))
             found = what_follows(end)
             assert isinstance(found, str) == (lines[0].then == "end")
             # Whatever is known: no restart of a job that completed, or once the run was asked to stop.
             assert isinstance(found, str) or not (state == "completed" or end.is_stopping or end.was_given_up)
             assert isinstance(found, str) or found.counts_as == "aside" or not end.status.asked
-    assert met == {*range(len(RETRY_TABLE))}
+    assert met == {*range(len(RESTARTS))}
 
 
 sizes = st.integers(1, 1 << 40)

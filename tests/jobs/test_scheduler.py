@@ -642,18 +642,20 @@ def test_limits_that_come_down_do_so_before_others_rise(world):
     assert max(seen) <= 1000 and len(seen) > 6
 
 
-@pytest.mark.parametrize(("most", "at_once"), [(None, 4), (8, 8)])
-def test_busy_cores_hold_jobs_back_unless_the_user_gave_a_number(world, most, at_once):
+@pytest.mark.parametrize(("most", "cores", "earlier", "at_once"), [(None, 1, 0, 4), (8, 1, 0, 8), (None, 0.1, 1000, 8)])
+def test_busy_cores_hold_jobs_back_unless_the_user_gave_a_number(world, most, cores, earlier, at_once):
     found = world(same(8, *[10] * 60), 100, known=10, neighbour=60, max_parallel=most, cpus=2)
     poll = found.backend.poll
-    found.backend.poll = lambda: {name: replace(one, cpu_seconds=found.backend.now) for name, one in poll().items()}
+    found.backend.poll = lambda: {
+        name: replace(one, cpu_seconds=earlier + cores * found.backend.now) for name, one in poll().items()
+    }
 
     def tick():
         if found.backend.now > 3.0:
             found.neighbour = 0
 
     assert found.run(on_tick=tick).most == at_once
-    assert ("cores" in found.waits) == (most is None)
+    assert ("cores" in found.waits) == (at_once == 4)
 
 
 def test_the_room_for_the_largest_checkpoint_is_never_lent(world):

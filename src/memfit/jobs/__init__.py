@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._processes import spawn as spawn
-    from memfit.jobs._retry import RETRY_TABLE as RETRY_TABLE
+    from memfit.jobs._retry import RESTARTS as RESTARTS
     from memfit.jobs._retry import End as End
     from memfit.jobs._retry import Retry as Retry
     from memfit.jobs._retry import what_follows as what_follows

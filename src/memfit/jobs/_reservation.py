@@ -101,6 +101,8 @@ class Progress:
             self.grown_at, self.cpu_at = now, now
         else:
             self.age += 0.0 if status.stalled else now - self.noted
+            if not self.grown_to:  # the first look: one that was taken over has run before
+                self.cpu_seconds = status.cpu_seconds
             if status.used_bytes > (1 + STILL_SHARE) * self.grown_to:
                 self.grown_to, self.grown_at, self.peaked = status.used_bytes, now, self.age
         self.noted = now

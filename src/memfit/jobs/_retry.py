@@ -129,7 +129,7 @@ _AGAIN_OUTSIDE = "it was ended from outside memfit again, without a checkpoint i
 _NO_DEVICE = "it ran out of device memory and was given no GPU: --num-gpus 1 gives it one"
 _GOES_ON = "it goes on from its checkpoint"
 #: How it ended, what is known, what follows, why. The first line that holds decides.
-RETRY_TABLE = (
+RESTARTS = (
     Line(("completed",), _always, "end", "it completed"),
     Line(ENDED, lambda end: end.was_given_up, "end", "it had the whole budget to itself"),
     Line(ENDED, lambda end: end.is_stopping, "end", "the run was asked to stop"),
@@ -151,7 +151,7 @@ RETRY_TABLE = (
 
 def what_follows(end: End) -> Retry | str:
     """Return what follows from a job's end: a restart, or the reason why there is none."""
-    line = next(line for line in RETRY_TABLE if end.status.state in line.states and line.known(end))
+    line = next(line for line in RESTARTS if end.status.state in line.states and line.known(end))
     on_device = end.kind == DEVICE
     reason = line.why.format(
         took=format_bytes(end.took),
