@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memfit.files import check_shape, damaged, read_json, write_json
+from memfit.files import check_shape, damaged, fits, read_json, write_json
 from memfit.rundir import RunDir
 
 TrialState = Literal["asking", "running", "completed", "pruned", "infeasible", "out_of_memory", "timeout", "failed"]
@@ -82,7 +82,7 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
         # JSON has no NaN and no infinity.
-        steps = {str(step): value if math.isfinite(value) else str(value) for step, value in self.intermediate.items()}
+        steps = {str(step): _shown(value) for step, value in self.intermediate.items()}
         return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"intermediate": steps}
 
     @classmethod
@@ -109,6 +109,13 @@ def folder_of(run: RunDir) -> Path:
 def write_trial(run: RunDir, trial: Trial) -> None:
     """Write a trial's record, by rename."""
     write_json(folder_of(run) / f"{trial.name}.json", trial.to_dict())
+
+
+def _shown(value: float) -> float | str:
+    """Return a number as a record holds it; one without a sane size counts as infinite."""
+    if fits(float(value), float):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
 def read_trial(run: RunDir, name: str) -> Trial | None:

@@ -328,7 +328,7 @@ class Sweep:
         if state == "pruned":
             last = int(cause.rpartition(" ")[2])
             reported = {step: value for step, value in reported.items() if step <= last}
-            found |= {"value": reported[last] if math.isfinite(reported[last]) else None}
+            found |= {"value": reported[last] if fits(float(reported[last]), float) else None}
         found = {"cause": cause} | found
         self._end(replace(trial, state=cast(TrialState, state), intermediate=reported, **found))
         self._check_effective(active, found["measured"])
