@@ -8,14 +8,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from memfit.rundir import current_run
+from memfit.errors import StoppedError
+from memfit.rundir import current_run, record
 
 #: The signals that ask a training to stop at its next step.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -126,3 +127,51 @@ class StopSignals:
             for number, handler in previous.items():
                 if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
                     signal.signal(number, handler)
+
+
+class Stopper:
+    """Lets a loop that is not memfit's stop when SIGTERM, SIGUSR1 or Ctrl-C asks for it.
+
+    Example:
+        >>> stopper = Stopper()
+        >>> stopper.listen()
+        >>> os.kill(os.getpid(), signal.SIGTERM)
+        >>> stopper.noted
+        'SIGTERM'
+        >>> stopper.close()
+    """
+
+    def __init__(self) -> None:
+        self._signals = StopSignals()
+        self._stack = ExitStack()
+        self._heard: dict[int, Any] = {}
+
+    @property
+    def noted(self) -> str | None:
+        """The name of the signal that asks for a stop; None if none does."""
+        return self._signals.noted
+
+    def listen(self) -> None:
+        """Note the signals from now on; again, after a framework has put handlers of its own in their place."""
+        if not self._heard:
+            self._stack.enter_context(self._signals.heard(interrupt=True))
+            own = self._signals._note
+            self._heard = {one: own for one in [*STOP_SIGNALS, signal.SIGINT] if signal.getsignal(one) == own}
+        for number, handler in self._heard.items():
+            signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Put the handlers of before back."""
+        self._stack.close()
+        self._heard = {}
+
+    def end(self, where: str, kept: str, **position: int) -> StoppedError:
+        """Record the stop, and return what ends the process with exit code 75 when it is raised.
+
+        Args:
+            where: How far the training is, such as ``after step 730``.
+            kept: What holds this very moment, as a sentence.
+            position: ``epoch`` and ``step`` for the event.
+        """
+        record("stop", signal=self.noted, **position)
+        return StoppedError(f"Stopped by {self.noted} {where}.", rule=kept, remedy="run the same command again")
