@@ -112,8 +112,9 @@ class KeyedOrder(Sampler[Any]):
         self.epoch = self._skip = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of this epoch, counted from 0, from its start."""
-        self.epoch, self._skip = epoch, 0
+        """Let the next iteration be that of this epoch, counted from 0; another than before begins at its start."""
+        if epoch != self.epoch:  # a framework may tell it again
+            self.epoch, self._skip = epoch, 0
 
     def skip(self, count: int) -> None:
         """Leave the first ``count`` samples (of a batch sampler: batches) out of the next iteration."""
