@@ -89,9 +89,15 @@ def words(seed: int, exact: bool) -> float:
         return {"input_ids": ids.masked_fill(hidden, 1), "labels": ids.masked_fill(~hidden, -100)}
 
     seed_everything(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     model = BertForMaskedLM(BertConfig(vocab_size=22, max_position_embeddings=12, **sizes))
-    loader = DataLoader(list(text[:400]), batch_size=20, shuffle=True, collate_fn=mask)
+    data: Any = list(text[:400])
+    loader: Any = DataLoader(data, batch_size=20, shuffle=True, collate_fn=mask)
     train(model, loader, lambda batch: model(**batch).loss, 8, seed, exact)
     seed_everything(0)
     with torch.no_grad():
