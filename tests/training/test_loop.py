@@ -144,7 +144,8 @@ class Numbered:
 
 def test_batches_by_number_are_exact(tmp_path, whole):
     folder, options = tmp_path / "out", {"wrap": Numbered}
-    unbroken = whole(**options)[0]
+    unbroken, seen, _ = whole(**options)
+    assert seen[:5] != seen[5:10]
     in_child(train, folder, ("batch", 1, 2), **options)
     assert in_child(train, folder, **options)[1][0] == unbroken
 
