@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from memfit.errors import DamagedError, JobFailedError, StoppedError, UsageError
+from memfit.rundir import RunDir
 from memfit.training import (
     CheckpointWarning,
     KeyedStream,
@@ -290,3 +291,26 @@ def test_a_change_is_refused_or_named(tmp_path):
     with pytest.raises(UsageError, match=r"lr: 0\.1 then, 0\.2 now"):
         refuse_changed(tmp_path, saved, now)
     assert refuse_changed(tmp_path, saved, now, allow=("lr",)) == {"lr": (0.1, 0.2)}
+
+
+def test_a_save_that_a_stop_has_no_time_for_is_told_once(tmp_path, monkeypatch, capsys):
+    run = RunDir.create(tmp_path, "slow", "0" * 64)
+    folder = run.job_dir("cmd")
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+    monkeypatch.setenv("MEMFIT_JOB_ID", "cmd")
+    for grace in (0.0, 0.0):
+        (folder / "job.json").write_text(f'{{"grace_seconds": {grace}}}')
+        write(SealedFolder(tmp_path / "checkpoints"), 1)
+    assert capsys.readouterr().err.count("--grace") == 1
+    assert [event["kind"] for event in run.events()].count("slow_save") == 1
+
+
+def test_a_save_in_time_is_not_told(tmp_path, monkeypatch, capsys):
+    run = RunDir.create(tmp_path, "quick", "0" * 64)
+    run.job_dir("cmd").mkdir(parents=True)
+    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+    monkeypatch.setenv("MEMFIT_JOB_ID", "cmd")
+    (run.job_dir("cmd") / "job.json").write_text('{"grace_seconds": 60}')
+    write(SealedFolder(tmp_path / "checkpoints"), 1)
+    assert "grace" not in capsys.readouterr().err

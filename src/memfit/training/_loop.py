@@ -418,7 +418,7 @@ class Loop:
 
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
-        now = _data_identity(loader)
+        now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
             self._refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
@@ -456,7 +456,7 @@ def _is_stream(loader: Any) -> bool:
     return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
 
 
-def _data_identity(loader: Any) -> dict[str, Any]:
+def data_identity(loader: Any) -> dict[str, Any]:
     """Return what must not change of a loader between a checkpoint and its resume; workers may."""
     batches, data, order = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader), order_of(loader)
     sampler = order.sampler if order is not None else getattr(batches, "sampler", batches)

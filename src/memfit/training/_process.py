@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from memfit.errors import StoppedError
+from memfit.errors import DamagedError, StoppedError
+from memfit.files import read_json
 from memfit.rundir import current_run, record
 
 #: The signals that ask a training to stop at its next step.
@@ -26,6 +28,26 @@ def say(text: str) -> None:
     """Print how the training goes, where no run shows its events."""
     if current_run() is None:
         print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
+_saves_checked: set[str] = set()
+
+
+def check_save_seconds(seconds: float) -> None:
+    """Say once if a save takes longer than a job of this run has between the request to stop and its end."""
+    current = current_run()
+    if current is None or str(current[0].path) in _saves_checked:
+        return
+    _saves_checked.add(str(current[0].path))
+    with suppress(DamagedError, OSError):
+        grace = (read_json(current[0].job_dir(current[1]) / "job.json") or {}).get("grace_seconds")
+        if isinstance(grace, int | float) and seconds > grace:
+            text = (
+                f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it "
+                f"saves. Give it more: grace_seconds in the config, or --grace {math.ceil(2 * seconds)}"
+            )
+            record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
+            print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 def seed_everything(seed: int) -> None:

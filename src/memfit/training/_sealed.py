@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.files import read_whole, sync_folder
+from memfit.files import read_json, sync_folder
 from memfit.rundir import record
 from memfit.training._checkpoint import hold, report_damage, writing
+from memfit.training._process import check_save_seconds
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
@@ -66,6 +68,7 @@ class SealedFolder:
     def __init__(self, path: Path | str, prefix: str = "step-") -> None:
         self.path = Path(path)
         self.prefix = prefix
+        self._began = time.monotonic()
         self._name = re.compile(re.escape(prefix) + r"(\d+)")
 
     @contextmanager
@@ -86,7 +89,7 @@ class SealedFolder:
 
     def begin(self, step: int) -> Path:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
-        path = self.folder_of(step)
+        path, self._began = self.folder_of(step), time.monotonic()
         with self.writing():
             if (path / SEAL).exists():
                 shutil.rmtree(self._replaced(step), ignore_errors=True)
@@ -116,6 +119,7 @@ class SealedFolder:
             sync_folder(self.path)
             shutil.rmtree(self._replaced(step), ignore_errors=True)
         record("checkpoint", path=str(path), step=step, epoch=facts.get("epoch"), bytes=_total(files))
+        check_save_seconds(time.monotonic() - self._began)
         return path
 
     def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
@@ -180,7 +184,7 @@ class SealedFolder:
 
 
 def _read(path: Path, step: int) -> Sealed:
-    seal = read_whole(path / SEAL, _SHAPE)
+    seal = read_json(path / SEAL, _SHAPE)
     if seal is None or seal["memfit_seal"] > FORMAT:
         raise UsageError(
             f"{path / SEAL} is a seal of another version.",
