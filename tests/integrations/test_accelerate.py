@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator, PartialState  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
@@ -194,6 +194,16 @@ def test_what_is_watched(form, tmp_path, events):  # noqa: F811
     assert (last["epoch"], last["num_epochs"], last["train_loss"] > 0) == (3, 3, True)
     assert {"epoch": 1, "step": 1, "num_steps": 3}.items() <= events("step")[0].items()
     assert len(events("checkpoint")) == (0 if form is MemfitCallback else 6)
+
+
+def test_of_several_processes_the_first_is_watched(events):  # noqa: F811
+    for index in (1, 0):
+        accelerator = Accelerator(cpu=True)
+        PartialState._shared_state |= {"num_processes": 2, "process_index": index}
+        watch = MemfitCallback(accelerator)
+        for _ in watch.epochs(1):
+            assert len(list(watch.batches(loader()))) == 5
+        assert all(len(events(kind)) == 1 - index for kind in ("step", "epoch"))
 
 
 def test_changes_are_refused_or_taken_as_a_fork(tmp_path, events):  # noqa: F811

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
 
 from memfit.errors import UsageError
-from memfit.training._keyed import KeyedDataset, keyed_rng
+from memfit.training._keyed import KeyedDataset, keyed_rng, seed_key
 from memfit.training._process import STOP_SIGNALS
 
 #: The version of what is drawn under which key. Another one would be another training.
@@ -162,7 +162,12 @@ class _KeyedItems(KeyedDataset):
             with keyed_rng(self.seed, epoch, _BATCH, *indices):
                 batch = _Batch(together(indices))
         else:
-            batch = _Batch(self[key] for key in keys)
+            batch = _Batch()
+            with keyed_rng(self.seed, *keys[0]):
+                for epoch, index in keys:
+                    self._follow(epoch)
+                    seed_key(self.seed, epoch, index)
+                    batch.append(self.dataset[index])
         batch.key = (keys[0][0], _COLLATION, *indices)
         return batch
 
