@@ -225,6 +225,57 @@ def test_stoppable_saves_at_the_next_step_goes_on_and_says_what_is_not_exact(tmp
     assert capfd.readouterr().err.count("not exact: the order goes on, and what the data draw") == 1
 
 
+class Resumable(Stream):
+    """Exports its position; each of its passes is another."""
+
+    def __init__(self, number=9):
+        self.number, self.epoch, self.row = number, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        rows = list(bert.Words(self.number))
+        while self.row < len(rows):
+            item = rows[self.row]
+            self.row += 1
+            yield {"input_ids": [4, *item["input_ids"][1:], 5 + self.epoch]}
+        self.row = 0
+
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+def first_word(items):
+    words = torch.tensor([item["input_ids"] for item in items])
+    return {"input_ids": words, "labels": words}
+
+
+@pytest.mark.parametrize(
+    ("data", "skip", "told", "is_same"),
+    [
+        *(
+            (functools.partial(Resumable, number), False, "the stream goes on where its", True)
+            for number in (8, 9, 10, 99)
+        ),
+        (Stream, False, "20 samples are run forward: no state_dict of them", True),
+        (Stream, True, "20 samples are seen again: no state_dict of them", False),
+    ],
+)
+def test_a_stream_goes_on_where_it_says_or_it_is_told_what_is_seen_again(tmp_path, capfd, data, skip, told, is_same):
+    net = functools.partial(bert.model, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    options = {"mode": "stoppable", "max_steps": 7, "collator": first_word, "ignore_data_skip": skip}
+    code, found = bert.child(tmp_path / "whole", data=data(), net=net(), **options)
+    assert code == 0
+    assert bert.child(tmp_path / "own", data=data(), net=net(), at=4, **options)[0] == 75
+    assert "not exact" not in capfd.readouterr().err
+    assert (bert.child(tmp_path / "own", data=data(), net=net(), **options)[1][0] == found[0]) == is_same
+    assert f"not exact: {told}" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("mode", ["plain", "stoppable"])
 def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode):
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
@@ -239,7 +290,8 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
     assert {"train_loss", "eval_loss", "wait_share", "samples_per_second"} <= first.keys()
     assert list(first["memory"]["phases"]) == ["train", "validate", "checkpoint"]
     phases = [event["phase"] for event in events if event["kind"] == "phase"]
-    assert phases == ["train", "validate", "checkpoint", "train"] * 2
+    assert phases[-8:] == ["train", "validate", "checkpoint", "train"] * 2
+    assert ("preflight" in kinds) == (mode == "stoppable"), "whether the largest batch fits"
     saved = [event for event in events if event["kind"] == "checkpoint"]
     assert [Path(event["path"]).name for event in saved] == ["checkpoint-8", "checkpoint-16"] and saved[0][
         "bytes"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers.trainer_callback import ExportableState
 
@@ -102,6 +104,53 @@ class MemfitCallback(transformers.TrainerCallback):
         if self._epoch >= 0:
             self.journal.epoch(self._epoch + 1, self._numbers, self.journal.pace())
         self._numbers, self._epoch = {}, -1
+
+
+class Positioned(torch.utils.data.IterableDataset[Any]):
+    """A stream that keeps its positions behind the batches that were fetched and not yet trained.
+
+    Args:
+        data: It has ``state_dict`` and ``load_state_dict``, and is read in this process.
+        size: The samples of a batch.
+        drop_last: Whether the last batch of a pass is left out if it is smaller.
+    """
+
+    def __init__(self, data: Any, size: int, drop_last: bool) -> None:
+        self.data, self.size, self.drop_last = data, size, drop_last
+        #: The batches of this pass that the Trainer has taken.
+        self.num_taken = 0
+        self._num_fetched = self._epoch = self._first_epoch = 0
+        self._states: dict[int, Any] = {}
+        self._is_over = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = self._first_epoch + epoch
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(self._epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_taken = self._num_fetched = number = 0
+        self._states, self._is_over = {}, False
+        for number, item in enumerate(self.data, 1):
+            if number % self.size == 0:
+                self._num_fetched += 1
+                self._states = {key: one for key, one in self._states.items() if key >= self.num_taken}
+                self._states[self._num_fetched] = copy.deepcopy(self.data.state_dict())
+            yield item
+        self._num_fetched += number % self.size > 0 and not self.drop_last
+        self._is_over = True
+
+    def position(self) -> dict[str, Any]:
+        """Return where the stream was behind the batches that were taken."""
+        if self._is_over and self.num_taken == self._num_fetched:
+            return {"epoch": self._epoch + 1, "state": None}
+        return {"epoch": self._epoch, "state": self._states[self.num_taken]}
+
+    def go_on(self, position: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where ``position`` said."""
+        self._first_epoch = position["epoch"]
+        if position["state"] is not None:
+            self.data.load_state_dict(position["state"])
 
 
 def length_of(data: Any) -> int | None:

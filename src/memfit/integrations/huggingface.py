@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
 
 from memfit.errors import StoppedError, UsageError
-from memfit.integrations._huggingface import PREFIX, MemfitCallback, length_of, refuse, steps_of
+from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, length_of, refuse, steps_of
 from memfit.training import (
     CheckpointWarning,
     KeyedStream,
@@ -33,12 +33,16 @@ from memfit.training import (
     check_loader,
     deaf_workers,
     environment,
+    load_checkpoint,
     order_of,
     refuse_changed,
+    rehearse,
+    save_checkpoint,
 )
 
 __all__ = ["MemfitCallback", "exact", "stoppable"]
 
+_STREAM = "stream.pt"
 #: Arguments that must not change between a checkpoint and its resume.
 _FIXED = (
     "gradient_accumulation_steps",
@@ -99,12 +103,14 @@ class _Guard(MemfitCallback):
         self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
         self.found: Sealed | None = None
         self.loader: Any = None
+        self.source: Positioned | None = None
+        self.is_open = False
         self.identity: dict[str, Any] = {}
         self.saved_step, self.began, self.seconds = 0, 0.0, 0.0
         self.trainer.pop_callback(MemfitCallback)  # this one watches too
         self.trainer.add_callback(self)
         seams = [self.train, self.get_train_dataloader, self.get_eval_dataloader, self._load_optimizer_and_scheduler]
-        seams += [self._save_checkpoint, self._finalize_training]
+        seams += [self.get_batch_samples, self._save_checkpoint, self._finalize_training]
         self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
         for name in self.own:
             setattr(trainer, name, getattr(self, name))
@@ -114,6 +120,7 @@ class _Guard(MemfitCallback):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(self.folder.held())
+            stack.callback(setattr, self.trainer.args, "ignore_data_skip", self.trainer.args.ignore_data_skip)
             self.stopper.listen()
             stack.callback(self.stopper.close)
             self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
@@ -188,12 +195,32 @@ class _Guard(MemfitCallback):
 
     def _change(self, loader: Any) -> Any:
         if self.stream is None:
-            return _deaf(loader)
+            return self._position_stream(_deaf(loader))
         if not self.is_checked:
             # transformers wraps the collator in one that drops columns
             inner = {name.replace("collator.", "collator.data_collator.", 1) for name in self.allow}
             check_loader(loader, self.allow | inner)
         return self.stream.loader(loader)
+
+    def _position_stream(self, loader: Any) -> Any:
+        """Return a loader whose stream begins where the checkpoint says, if the stream can."""
+        self.source = None
+        data = loader.dataset
+        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and not loader.num_workers
+        if not isinstance(data, torch.utils.data.IterableDataset) or not has_state:
+            return loader
+        self.source = Positioned(data, loader.batch_size or 1, loader.drop_last)
+        if self.found is not None and (self.found.path / _STREAM).exists():
+            self.source.go_on(load_checkpoint(self.found.path / _STREAM))
+            self.trainer.args.ignore_data_skip = True  # nor is it run forward
+        options = {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "drop_last", "pin_memory")}
+        return torch.utils.data.DataLoader(self.source, **options)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = self.own["get_batch_samples"](*args, **kwargs)
+        if self.source is not None:
+            self.source.num_taken += len(batches)
+        return batches, number
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer, stream = self.trainer, self.stream
@@ -228,6 +255,8 @@ class _Guard(MemfitCallback):
         try:
             with self.folder.writing():
                 self.own["_save_checkpoint"](model, trial)
+                if self.source is not None:
+                    save_checkpoint(self.folder.folder_of(step) / _STREAM, self.source.position())
         finally:
             args.save_total_limit = limit
         running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
@@ -276,10 +305,32 @@ class _Guard(MemfitCallback):
                 then = f"{self.found.path} was made with {facts['environment']}"
                 warnings.warn(f"{then}, this is {environment()}: it may not be exact.", CheckpointWarning, stacklevel=2)
         if self.stream is None and self._position(state)[1]:
-            self.journal.inexact("the order goes on, and what the data draw at random is not the same")
+            self.journal.inexact(self._inexact(args, state))
         elif self.found is None and state.global_step:
             self.journal.inexact("the checkpoint has no seal of memfit")
         self._end_if_saved(state)
+        if "rehearsal" not in self.allow and not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Say whether the largest batch fits, or refuse it."""
+        trainer, model = self.trainer, self.trainer.model_wrapped
+
+        def loss(batch: Any) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                found: torch.Tensor = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+            return found
+
+        model.train()
+        rehearse(model, self._parts().optimizers()[0], loss, self.loader)
+
+    def _inexact(self, args: Any, state: Any) -> str:
+        if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+            return "the order goes on, and what the data draw at random is not the same"
+        if self.found is not None and (self.found.path / _STREAM).exists():
+            return "the stream goes on where its state_dict says"
+        number = state.global_step * args.gradient_accumulation_steps * args.train_batch_size
+        return f"{number} samples are {'seen again' if args.ignore_data_skip else 'run forward'}: no state_dict of them"
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_begin(args, state, control, **kwargs)
@@ -287,13 +338,18 @@ class _Guard(MemfitCallback):
         if self.stream is not None:
             self.stream.step(state.global_step)
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_open = True
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_open = False
         is_between = control.should_epoch_stop or not self._position(state)[1]  # then after what the epoch's end brings
         control.should_save |= bool(self.stopper.noted) and not is_between and not control.should_training_stop
         super().on_step_end(args, state, control, **kwargs)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save |= bool(self.stopper.noted) and not control.should_training_stop
+        # transformers carries the gradients of a stream's last batches over to its next pass
+        control.should_save |= bool(self.stopper.noted) and not (self.is_open or control.should_training_stop)
         super().on_epoch_end(args, state, control, **kwargs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
