@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
 from memfit.training._loop_parts import LoopParts
-from memfit.training._probes import check_loader, check_model
-from memfit.training._process import Stopper, rng_state, say, set_rng_state
+from memfit.training._probes import check_first_forward, check_loader
+from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
 from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers
@@ -288,22 +287,19 @@ class Loop:
         if not count:
             return iter(loader)
         if source is None and _is_stream(loader):
-            self._tell_inexact(f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them")
+            why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
+            self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
             source.load_state_dict(state)
-            self._tell_inexact("the stream goes on where its state_dict says")
+            self.journal.inexact("the stream goes on where its state_dict says")
             return iter(loader)
-        self._tell_inexact("the order goes on, and what the data draw at random is not the same")
+        self.journal.inexact("the order goes on, and what the data draw at random is not the same")
         return iter(self.parts.skip(loader, count))
 
     def _item(self, batches: Any, number: int) -> Any:
         with nullcontext() if self._stream is None else keyed_rng(self._stream.seed, self._at.epoch, number):
             return batches[number]
-
-    def _tell_inexact(self, why: str) -> None:
-        record("inexact", reason=why, text=f"resumed, sealed and not exact: {why}")
-        say(f"resumed, sealed and not exact: {why}")
 
     def _end_batch(self, seconds: float, waited: float, batch: Any, *, is_last: bool) -> None:
         at = self._at
@@ -384,8 +380,8 @@ class Loop:
             self._stack.callback(self._stopper.close)
             if (found := self._folder.newest()) is not None:
                 self._resume(found)
-        for name, model in self.parts.models().items() if self._stream else ():
-            self._rehearse(name, model)
+        for model in self.parts.models().values() if self._stream else ():
+            self._stack.callback(check_first_forward(model, lambda: self._is_open, self.allow).remove)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -423,19 +419,6 @@ class Loop:
             self._refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
         self._data_size = now["batch_size"] or 1
-
-    def _rehearse(self, name: str, model: torch.nn.Module) -> None:
-        """Let the first forward pass of a step be tried before it is made."""
-
-        def rehearse(module: Any, args: Any, kwargs: Any) -> None:
-            if self._is_open and module.training and not torch.compiler.is_compiling():
-                handle.remove()
-                plain = getattr(module, "_orig_mod", module)
-                check_model(plain, lambda: plain(*args, **kwargs), self.allow)
-                torch.clear_autocast_cache()  # it holds weights that were cast without their gradients
-
-        handle = model.register_forward_pre_hook(rehearse, with_kwargs=True)
-        self._stack.callback(handle.remove)
 
 
 def order_of(loader: Any) -> KeyedOrder | None:
