@@ -16,7 +16,16 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.memory import Budget
-from memfit.reports._numbers import explain_memory, format_number, is_number, or_dash, plain_table, say, sizes_of
+from memfit.reports._numbers import (
+    explain_memory,
+    format_number,
+    is_number,
+    or_dash,
+    plain_table,
+    say,
+    sizes_of,
+    what_it_does,
+)
 from memfit.reports._study import StudyView, study_of
 from memfit.rundir import (
     LEVELS,
@@ -48,8 +57,8 @@ _REFRESH_SECONDS = 0.5
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 #: Columns that are left out if no job has them.
 _OPTIONAL = ("node", "epoch")
-#: The width of the longest state: out_of_memory.
-_PHASE_COLUMNS = 13
+#: The width of a counter such as ``12000/100000 ~log``.
+_PHASE_COLUMNS = 18
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -257,7 +266,7 @@ def render(state: RunState, room: Room, pressure: float | None = None, headline:
     Parameters behind a job's name give way where the terminal is narrow.
     """
     rows = [*state.jobs.values()]
-    lines = [_cells(row) for row in _shown(rows)]
+    lines = [_cells(row, state.run) for row in _shown(rows)]
     shown = [
         place
         for place, name in enumerate(_HEADINGS)
@@ -317,14 +326,13 @@ def _progress(name: str, states: Sequence[str]) -> str:
     return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
 
 
-def _cells(job: JobState) -> list[str | Text]:
+def _cells(job: JobState, run: RunDir) -> list[str | Text]:
     state = "waiting" if job.state == "pending" else job.state
     if state == "running":
         state = "stalled" if job.stalled else state
     text = show_state(state)
     if state == "running":
-        text = _share_done(job) or (job.phase or "starts")[:_PHASE_COLUMNS]
-        text += f" ~{job.guess}" if job.guess else ""
+        text = _share_done(job) or what_it_does(job, run)[:_PHASE_COLUMNS]
     return [
         Text(job.name, no_wrap=True, overflow="ellipsis"),
         job.node or "-",
