@@ -21,12 +21,19 @@ from memfit.training._compute import to_device as to_device
 from memfit.training._ema import Ema as Ema
 from memfit.training._flight import write_flight_record as write_flight_record
 from memfit.training._guard import OptimizerGuard as OptimizerGuard
+from memfit.training._identity import environment as environment
+from memfit.training._identity import optimizer_identity as optimizer_identity
+from memfit.training._identity import refuse_changed as refuse_changed
+from memfit.training._journal import Journal as Journal
 from memfit.training._keyed import KeyedDataset as KeyedDataset
 from memfit.training._keyed import KeyedSampler as KeyedSampler
 from memfit.training._keyed import TrainingData as TrainingData
 from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import Leak as Leak
 from memfit.training._leaks import LeakDetector as LeakDetector
+from memfit.training._loop import Loop as Loop
+from memfit.training._loop import order_of as order_of
+from memfit.training._loop_parts import LoopParts as LoopParts
 from memfit.training._oom import Cleanup as Cleanup
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom
@@ -38,6 +45,10 @@ from memfit.training._preflight import PhaseMemory as PhaseMemory
 from memfit.training._preflight import PreflightReport as PreflightReport
 from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
+from memfit.training._preflight import rehearse as rehearse
+from memfit.training._probes import check_loader as check_loader
+from memfit.training._probes import check_model as check_model
+from memfit.training._process import Stopper as Stopper
 from memfit.training._process import rng_state as rng_state
 from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
@@ -45,6 +56,8 @@ from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy
 from memfit.training._records import StepOutcome as StepOutcome
+from memfit.training._sealed import Sealed as Sealed
+from memfit.training._sealed import SealedFolder as SealedFolder
 from memfit.training._sizes import MicrobatchSizes as MicrobatchSizes
 from memfit.training._split import WHOLE as WHOLE
 from memfit.training._split import ByGroup as ByGroup
@@ -55,6 +68,9 @@ from memfit.training._stacks import likely_cause as likely_cause
 from memfit.training._stacks import register_stack_dump as register_stack_dump
 from memfit.training._stacks import stacks_of as stacks_of
 from memfit.training._step import SafeStep as SafeStep
+from memfit.training._stream import KeyedOrder as KeyedOrder
+from memfit.training._stream import KeyedStream as KeyedStream
+from memfit.training._stream import deaf_workers as deaf_workers
 from memfit.training._trainer import Trainer as Trainer
 
 __all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -101,10 +101,14 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int] | int) -> Any:
         """Return the item of an (epoch, index) from a ``KeyedSampler``; a bare index is of epoch 0."""
         epoch, index = key if isinstance(key, tuple) else (0, key)
-        if isinstance(key, tuple) and epoch != self._epoch:  # in a worker that lives on from epoch to epoch
-            self.set_epoch(epoch)
+        if isinstance(key, tuple):
+            self._follow(epoch)
         with keyed_rng(self.seed, epoch, index):
             return self.dataset[index]
+
+    def _follow(self, epoch: int) -> None:
+        if epoch != self._epoch:  # in a worker that lives on from epoch to epoch
+            self.set_epoch(epoch)
 
     @property
     def lengths(self) -> Any:
