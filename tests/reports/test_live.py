@@ -298,6 +298,35 @@ def test_a_job_shows_the_phase_that_it_marked_or_its_logs_counter_or_that_it_run
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize(
+    ("job", "log", "is_told"),
+    [
+        ({"state": "running"}, "Epoch 1/3", True),
+        ({"state": "running"}, "loading", False),
+        ({"state": "running", "phase": "train"}, "Epoch 1/3", False),
+        ({"state": "preempted"}, "", True),
+        ({"state": "failed"}, "", False),
+    ],
+)
+def test_a_hint_is_printed_once_when_a_job_without_marks_counts_or_has_ended(commands, job, log, is_told):
+    made, file = commands(1), io.StringIO()
+    made.event(0, "run", state="started")
+    live = LiveRun(Console(file=file, width=80), hint="three steps")
+    tick = live.show(made.run)
+    name = "status.json" if job["state"] == "running" else "outcome.json"
+    made.job("cmd_0001", name=name, pid=1, **job)
+    (made.run.job_dir("cmd_0001") / "out.log").write_text(log)
+    tick()
+    made.event(9, "run", state="completed")
+    live.close()
+    assert file.getvalue().count("three steps") == int(is_told)
+    made.event(10, "run", state="continued")
+    again = LiveRun(Console(file=file, width=80), hint="a second time")
+    again.show(made.run)()
+    again.close()
+    assert "a second time" not in file.getvalue()
+
+
 def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):
     made = commands(1)
     made.job("cmd_0001", "running", name="status.json", phase="train")

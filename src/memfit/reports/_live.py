@@ -17,6 +17,7 @@ from rich.text import Text
 from memfit.files import fits, open_own
 from memfit.memory import Budget
 from memfit.reports._numbers import (
+    counter_of,
     explain_memory,
     format_number,
     is_number,
@@ -86,6 +87,7 @@ class LiveRun:
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
         verbose: Print all events, and the memory of each epoch by phase.
+        hint: What to print once in a new run, as soon as a job that marks no phase counts in its log or has ended.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -96,8 +98,11 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False, hint: str = ""
+    ) -> None:
         self.console = console
+        self._hint = "" if quiet else hint
         self.here = here
         self.quiet = quiet
         self.verbose = verbose
@@ -114,6 +119,8 @@ class LiveRun:
         """Begin to show what happens in a run from now on."""
         self.reader = Reader(run)
         self.reader.read()
+        if self._hint and self.reader.state().num_commands > 1:
+            self._hint = ""
         if not self.quiet:
             say(self.console, f"Run {run.path}")
             if (study := self._study_of(self.reader.state())) is not None:
@@ -131,6 +138,7 @@ class LiveRun:
         study = self._study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
+        self._print_hint(state)
         if self._live is not None:
             headline = study.headline() if study else ""
             room = read_room(state, here=self.here)
@@ -163,6 +171,14 @@ class LiveRun:
                     self._said.add((job.id, "grows"))
                     say(self.console, f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
 
+    def _print_hint(self, state: RunState) -> None:
+        jobs = state.jobs.values()
+        if any(job.phase for job in jobs):
+            self._hint = ""
+        if self._hint and any(job.state != "failed" and (job.ended or counter_of(job, state.run)) for job in jobs):
+            say(self.console, self._hint)
+            self._hint = ""
+
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
         try:
@@ -182,6 +198,7 @@ class LiveRun:
         if self.reader is not None and (events := self.reader.read()):
             state = self.reader.state()
             self._print_lines(events, state, self._study_of(state))
+            self._print_hint(state)
         if self._live is not None:
             self._live.stop()
             self._live = None

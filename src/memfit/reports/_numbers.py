@@ -130,6 +130,11 @@ def what_it_does(job: JobState, run: RunDir) -> str:
     """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
         return job.phase or "starts"
+    return f"{found} ~log" if (found := counter_of(job, run)) else "runs"
+
+
+def counter_of(job: JobState, run: RunDir) -> str:
+    """Return the last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing."""
     found = ""
     for name in ("out.log", "err.log"):
         with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:
@@ -139,7 +144,7 @@ def what_it_does(job: JobState, run: RunDir) -> str:
 
                 log.seek(max(0, stat.st_size - _END_BYTES))
                 found = last_counter(log.read(_END_BYTES))
-    return f"{found} ~log" if found else "runs"
+    return found
 
 
 def explain_memory(event: Event) -> str:
