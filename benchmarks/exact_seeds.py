@@ -42,25 +42,20 @@ class Noisy(Dataset[Any]):
         return self.x[index] + 0.3 * torch.randn(self.x.shape[1]), self.y[index]
 
 
-def loop_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, exact: bool) -> Loop:
-    """Return the loop: a plain one, or one with keyed draws."""
-    if not exact:
-        return Loop()
-    return Loop(tempfile.mkdtemp(), seed=seed, every=10**6, keep=1, model=model, optimizer=optimizer)
-
-
 def train(
     model: torch.nn.Module, loader: Any, loss: Callable[[Any], torch.Tensor], epochs: int, seed: int, exact: bool
 ) -> None:
     """Train with AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loop = loop_of(model, optimizer, seed, exact)
     model.train()
-    for _ in loop.epochs(epochs):
-        for batch in loop(loader):
-            optimizer.zero_grad()
-            loss(batch).backward()
-            optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        keyed: dict[str, Any] = {"seed": seed, "every": 10**6, "keep": 1, "model": model, "optimizer": optimizer}
+        loop = Loop(folder, **keyed) if exact else Loop()
+        for _ in loop.epochs(epochs):
+            for batch in loop(loader):
+                optimizer.zero_grad()
+                loss(batch).backward()
+                optimizer.step()
     model.eval()
 
 

@@ -331,6 +331,32 @@ def test_safe_step_in_a_loop_recovers_stops_and_resumes(tmp_path):
     assert in_child(safe, tmp_path / "out")[1][0] == unbroken
 
 
+def scaled(folder, at):
+    """Train with a gradient scaler and two optimizers; one step in four has gradients that are not finite."""
+    model, optimizer, _ = parts()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    loop = Loop(folder, seed=1, every=2, model=model, optimizer=optimizer, other=other, scaler=scaler)
+    for epoch in loop.epochs(2):
+        for batch in loop(loader()):
+            loss = model(batch[1]).square().mean() * (torch.inf if loop.batch == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            other.step()
+            optimizer.zero_grad()
+            at(("batch", epoch, loop.batch))
+    return loops.digest(model, optimizer), scaler.get_scale(), loop.step
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 2), ("batch", 1, 3)])
+def test_a_scaler_that_skips_a_step_and_two_optimizers(moment, tmp_path):
+    unbroken = in_child(scaled, tmp_path / "whole")[1]
+    assert unbroken[2] == 8  # of ten batches two were skipped
+    assert in_child(scaled, tmp_path / "out", moment)[0] == 75
+    assert in_child(scaled, tmp_path / "out")[1] == unbroken
+
+
 def test_another_machine_is_told(tmp_path):
     folder = tmp_path / "out"
     stopped(folder)

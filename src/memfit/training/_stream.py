@@ -64,7 +64,13 @@ class KeyedStream:
         """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
         digest = hashlib.blake2b(repr((self.seed, _ORDER, number)).encode(), digest_size=20).digest()
         random.seed(digest[:8])
-        torch.manual_seed(int.from_bytes(digest[8:16]))
+        seed = int.from_bytes(digest[8:16])
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each unused device
+        for device in (torch.cuda, torch.xpu):
+            if device.is_initialized():
+                device.manual_seed_all(seed)
+        if torch.backends.mps.is_available():
+            torch.mps.manual_seed(seed)
         np.random.seed(int.from_bytes(digest[16:]))
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
