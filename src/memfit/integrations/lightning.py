@@ -16,8 +16,8 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 
 try:
     import torch
-    from lightning.pytorch import Callback, LightningModule
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.pytorch import Callback, LightningModule
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
@@ -355,7 +355,7 @@ class Exact(Stop):
 
 
 def _is_between_steps(trainer: Any, num_batches: int) -> bool:
-    return num_batches % trainer.accumulate_grad_batches == 0 or num_batches == trainer.num_training_batches
+    return bool(num_batches % trainer.accumulate_grad_batches == 0 or num_batches == trainer.num_training_batches)
 
 
 def _parts(trainer: Any) -> LoopParts:
