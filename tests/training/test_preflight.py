@@ -1,5 +1,6 @@
 """The preflight: what would fail late fails or shrinks at once, and nothing of it remains."""
 
+import copy
 import random
 import resource
 import time
@@ -13,7 +14,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 import forked
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from memfit.training import Longest, SafeStep, Trainer, find_longest, load_checkpoint, preflight, seed_everything
+from memfit.training import (
+    Longest,
+    SafeStep,
+    Trainer,
+    find_longest,
+    load_checkpoint,
+    preflight,
+    rehearse,
+    seed_everything,
+)
 
 MIB = 1 << 20
 
@@ -326,3 +336,27 @@ def test_a_validation_that_does_not_fit_a_real_limit_fails_before_the_first_step
     assert "One sample of a validation batch of 3 does not fit" in said
     assert counts == [2, 0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rehearsal_says_that_it_fits_and_changes_nothing(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    report = rehearse(model, optimizer, lambda x: model(x).square().sum(), [torch.ones(3, 4), torch.ones(5, 4)])
+    assert (report.num_seen, list(report.phases)) == (2, ["train"])
+    assert "fits: the largest of 2 batches" in capsys.readouterr().err
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not optimizer.state
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_rehearsal_refuses_what_does_not_fit():
+    model = torch.nn.Linear(4, 4)
+
+    def loss(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(DoesNotFitError, match="largest batch does not fit") as caught:
+        rehearse(model, torch.optim.AdamW(model.parameters()), loss, [torch.ones(3, 4)])
+    assert "accumulate" in str(caught.value)

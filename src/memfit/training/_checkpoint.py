@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -189,64 +189,18 @@ class CheckpointFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the only process that writes here, and remove half-written files of a killed one.
-
-        A POSIX lock: the kernel frees it with its process, and loader workers hold no part of it.
-        """
-        path = self.path / _LOCK
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "a+")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise UsageError(
-                f"No checkpoint can be written to {self.path}: {error.strerror}.",
-                rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
-                remedy="pass another checkpoint_dir, or make this one writable",
-            ) from error
-        with lock:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_taken = not os.path.samestat(path.stat(), os.fstat(lock.fileno()))  # removed in that moment
-            except (BlockingIOError, PermissionError, FileNotFoundError):
-                is_taken = True
-            except OSError:  # a file system without locks
-                is_taken = False
-            if is_taken:
-                lock.seek(0)
-                raise UsageError(
-                    f"Process {lock.read().strip() or 'unknown'} trains into {self.path} now.",
-                    rule="one fit at a time writes to a checkpoint_dir: two would remove each other's files.",
-                    remedy="wait for its end, or pass another checkpoint_dir",
-                )
-            with suppress(OSError):
-                lock.truncate(0)
-                lock.write(str(os.getpid()))
-                lock.flush()
+        """Be the only process that writes here, and remove half-written files of a killed one."""
+        with hold(self.path):
             for entry in self.path.iterdir():
                 if _ASIDE_FILE.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+            yield
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost."""
-        try:
+        with writing(self.path, lambda: next((path.name for path in self._files().values()), None)):
             yield
-        except OSError as error:
-            if error.errno == errno.ENOMEM:  # of memory, which a second try may find
-                raise
-            files = self._files()
-            good = f"{next(iter(files.values())).name} stays" if files else "there is no checkpoint yet"
-            raise JobFailedError(
-                f"A checkpoint could not be written to {self.path}: {error.strerror or error}; "
-                f"{format_bytes(shutil.disk_usage(self.path).free)} is free on its disk.",
-                rule=f"a file is written whole or not at all: {good}; what was trained since then is lost.",
-                remedy="free space on that disk, check its quota and whether it can be written to, and run the same "
-                "command again",
-            ) from error
 
     def _files(self) -> dict[Position, Path]:
         """Return the files by position, newest first."""
@@ -302,7 +256,7 @@ class CheckpointFolder:
             with open(files[position], "rb") as file:
                 _verify(file, files[position])
         except DamagedError as error:
-            _report_damage(error, "The older ones stay.")
+            report_damage(error, "The older ones stay.")
             return
         for path in doomed:
             path.unlink()
@@ -325,7 +279,7 @@ class CheckpointFolder:
             return None
         path = self._file(position_of(taken[1]))
         for error in damaged:
-            _report_damage(error, f"Taken instead: {path.name}.")
+            report_damage(error, f"Taken instead: {path.name}.")
         for name in (LATEST, path.name):
             other = self.path / name
             if not (other.exists() and other.samefile(taken[0])):
@@ -364,6 +318,66 @@ class CheckpointFolder:
         sync_folder(self.path)
 
 
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Be the only process that writes into a folder of checkpoints, which is made if need be.
+
+    A POSIX lock: the kernel frees it with its process, and loader workers hold no part of it.
+    """
+    path = folder / _LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a+")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UsageError(
+            f"No checkpoint can be written to {folder}: {error.strerror}.",
+            rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
+            remedy="pass another checkpoint_dir, or make this one writable",
+        ) from error
+    with lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_taken = not os.path.samestat(path.stat(), os.fstat(lock.fileno()))  # removed in that moment
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            is_taken = True
+        except OSError:  # a file system without locks
+            is_taken = False
+        if is_taken:
+            lock.seek(0)
+            raise UsageError(
+                f"Process {lock.read().strip() or 'unknown'} trains into {folder} now.",
+                rule="one fit at a time writes to a checkpoint_dir: two would remove each other's files.",
+                remedy="wait for its end, or pass another checkpoint_dir",
+            )
+        with suppress(OSError):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(folder: Path, newest: Callable[[], str | None]) -> Iterator[None]:
+    """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost, what stays."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOMEM:  # of memory, which a second try may find
+            raise
+        name = newest()
+        good = f"{name} stays" if name else "there is no checkpoint yet"
+        raise JobFailedError(
+            f"A checkpoint could not be written to {folder}: {error.strerror or error}; "
+            f"{format_bytes(shutil.disk_usage(folder).free)} is free on its disk.",
+            rule=f"a file is written whole or not at all: {good}; what was trained since then is lost.",
+            remedy="free space on that disk, check its quota and whether it can be written to, and run the same "
+            "command again",
+        ) from error
+
+
 def position_of(state: Mapping[str, Any]) -> Position:
     """Return the position of a loaded checkpoint."""
     return state["epoch"], state.get("step", 0)
@@ -388,6 +402,6 @@ def tensor_bytes(state: Any) -> int:
     return sum(blocks.values())
 
 
-def _report_damage(error: DamagedError, instead: str) -> None:
+def report_damage(error: DamagedError, instead: str) -> None:
     record("checkpoint_damaged", what=error.what, instead=instead)
     warnings.warn(f"{error.what} {instead}", CheckpointWarning, stacklevel=3)

@@ -24,7 +24,7 @@ from memfit.training._ema import Ema
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import StopSignals, seed_everything
+from memfit.training._process import StopSignals, check_save_seconds, seed_everything
 from memfit.training._records import MEASURED, FitResult
 from memfit.training._resume import Progress, Resume
 from memfit.training._setup import Plan, Setup
@@ -243,6 +243,7 @@ class Fit:
         if folder is None:
             return Path()
         self.journal.phase("checkpoint")
+        began = time.monotonic()
 
         def save() -> Path:
             state = self.resume.capture(progress)
@@ -255,6 +256,7 @@ class Fit:
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
         self.journal.checkpoint(path, progress.position)
+        check_save_seconds(time.monotonic() - began)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if progress.step:
             with folder.writing():

@@ -78,7 +78,9 @@ class Journal:
 
     # --- steps
 
-    def step(self, where: Mapping[str, int], loss: float | None, device: torch.device | None = None) -> None:
+    def step(
+        self, where: Mapping[str, int], loss: torch.Tensor | float | None, device: torch.device | None = None
+    ) -> None:
         """Record a step, at most twice a second, and read from NVML as often how busy a GPU was.
 
         Args:
@@ -90,7 +92,7 @@ class Journal:
         if now < self._next_step:
             return
         self._next_step = now + _STEP_EVENT_SECONDS
-        record("step", **where, num_epochs=self.num_epochs, loss=loss)
+        record("step", **where, num_epochs=self.num_epochs, loss=None if loss is None else float(loss))
         if device is not None and device.type == "cuda":
             with suppress(Exception):  # a driver without NVML: it raises what it likes
                 self._device_uses.append(torch.cuda.utilization(device) / 100)
@@ -155,6 +157,12 @@ class Journal:
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         say(f"goes on {where}{f', of {self.num_epochs} epochs' if self.num_epochs else ''} ({path})")
         self._restart()
+
+    def inexact(self, why: str) -> None:
+        """Record that a training goes on from a checkpoint that is whole, and why not to the same bytes."""
+        text = f"resumed, sealed and not exact: {why}"
+        record("inexact", reason=why, text=text)
+        say(text)
 
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
         """Record that a signal stops the training here."""

@@ -13,16 +13,17 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.errors import DoesNotFitError, UsageError
+from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import phase, record
 from memfit.training._keyed import preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
-from memfit.training._process import preserved_rng
+from memfit.training._process import preserved_rng, say
 from memfit.training._snapshot import Snapshot
-from memfit.training._split import held_bytes
+from memfit.training._split import WHOLE, held_bytes
 from memfit.training._step import SafeStep
 from memfit.training._workers import FIRST_BATCH_SECONDS, watched
+from memfit.units import format_bytes
 
 T = TypeVar("T")
 
@@ -160,6 +161,49 @@ def preflight(
     size = None if path is None else path.stat().st_size
     report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))
+    return report
+
+
+def rehearse(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any], torch.Tensor],
+    batches: Iterable[Any],
+) -> PreflightReport:
+    """Say before the first step of a loop that is not memfit's whether its largest batch fits.
+
+    The batch goes forward and backward once, whole, and the memory of the optimizer's state and of its step is tried.
+    Weights, buffers, gradients, modes and the random state stay as they were.
+
+    Args:
+        model: In the mode in which it trains.
+        optimizer: A plain one of torch, not a framework's wrapper.
+        loss: Returns the loss of a batch, as the loop would make it.
+        batches: What the loop trains on; see ``find_longest``.
+
+    Raises:
+        DoesNotFitError: With the figures, and what to do.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
+        'all'
+    """
+    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=WHOLE, allow_inexact=True)
+    longest = find_longest(batches)
+    try:
+        report = preflight(step, longest=longest)
+    except SampleTooLargeError as error:
+        raise DoesNotFitError(
+            f"The largest batch does not fit: {error.what}",
+            rule=error.rule,
+            remedy="make the batch smaller and accumulate gradients over as many more; the loss stays that of all",
+        ) from None
+    found = report.phases["train"]
+    sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
+    sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
+    say(f"fits: the largest of {report.num_seen} batches ({report.longest}) and the optimizer take {', '.join(sizes)}")
     return report
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from memfit.rundir import current_run
+from memfit.errors import DamagedError, StoppedError
+from memfit.files import read_json
+from memfit.rundir import current_run, record
 
 #: The signals that ask a training to stop at its next step.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -25,6 +28,26 @@ def say(text: str) -> None:
     """Print how the training goes, where no run shows its events."""
     if current_run() is None:
         print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
+_saves_checked: set[str] = set()
+
+
+def check_save_seconds(seconds: float) -> None:
+    """Say once if a save takes longer than a job of this run has between the request to stop and its end."""
+    current = current_run()
+    if current is None or str(current[0].path) in _saves_checked:
+        return
+    _saves_checked.add(str(current[0].path))
+    with suppress(DamagedError, OSError):
+        grace = (read_json(current[0].job_dir(current[1]) / "job.json") or {}).get("grace_seconds")
+        if isinstance(grace, int | float) and seconds > grace:
+            text = (
+                f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it "
+                f"saves. Give it more: grace_seconds in the config, or --grace {math.ceil(2 * seconds)}"
+            )
+            record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
+            print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 def seed_everything(seed: int) -> None:
@@ -126,3 +149,51 @@ class StopSignals:
             for number, handler in previous.items():
                 if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
                     signal.signal(number, handler)
+
+
+class Stopper:
+    """Lets a loop that is not memfit's stop when SIGTERM, SIGUSR1 or Ctrl-C asks for it.
+
+    Example:
+        >>> stopper = Stopper()
+        >>> stopper.listen()
+        >>> os.kill(os.getpid(), signal.SIGTERM)
+        >>> stopper.noted
+        'SIGTERM'
+        >>> stopper.close()
+    """
+
+    def __init__(self) -> None:
+        self._signals = StopSignals()
+        self._stack = ExitStack()
+        self._heard: dict[int, Any] = {}
+
+    @property
+    def noted(self) -> str | None:
+        """The name of the signal that asks for a stop; None if none does."""
+        return self._signals.noted
+
+    def listen(self) -> None:
+        """Note the signals from now on; again, after a framework has put handlers of its own in their place."""
+        if not self._heard:
+            self._stack.enter_context(self._signals.heard(interrupt=True))
+            own = self._signals._note
+            self._heard = {one: own for one in [*STOP_SIGNALS, signal.SIGINT] if signal.getsignal(one) == own}
+        for number, handler in self._heard.items():
+            signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Put the handlers of before back."""
+        self._stack.close()
+        self._heard = {}
+
+    def end(self, where: str, kept: str, **position: int) -> StoppedError:
+        """Record the stop, and return what ends the process with exit code 75 when it is raised.
+
+        Args:
+            where: How far the training is, such as ``after step 730``.
+            kept: What holds this very moment, as a sentence.
+            position: ``epoch`` and ``step`` for the event.
+        """
+        record("stop", signal=self.noted, **position)
+        return StoppedError(f"Stopped by {self.noted} {where}.", rule=kept, remedy="run the same command again")

@@ -16,6 +16,7 @@ import torch
 from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, position_of
+from memfit.training._identity import environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData
 from memfit.training._oom import release
@@ -87,7 +88,7 @@ class Resume:
             "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
             **setup.identity,
             **data.identity(),
-            **_optimizer_identity(step.optimizer, scheduled=setup.schedule is not None),
+            **optimizer_identity(step.optimizer, scheduled=setup.schedule is not None),
         }
         self._rollbacks: Counter[Position] = Counter()
 
@@ -106,7 +107,7 @@ class Resume:
             "buffers": {path: module._buffers[name] for path, module, name in _unsaved(self._parts["model"])},
             "rng": rng_state(),
             "identity": dict(self.identity),
-            "environment": _environment(),
+            "environment": environment(),
             "data": self._data.state_dict(),
             "provenance": dict(self._setup.provenance),
         }
@@ -148,8 +149,8 @@ class Resume:
         _restore_buffers(self._parts["model"], state.get("buffers", {}))
         set_rng_state(state["rng"])
         self._data.load_state_dict(state["data"])
-        if state["environment"] != _environment():
-            then, now = state["environment"], _environment()
+        if state["environment"] != environment():
+            then, now = state["environment"], environment()
             text = f"{path} was made with {then}, this is {now}: the resume is not bit-exact."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         history = [EpochRecord(**entry) for entry in state["history"]]
@@ -168,16 +169,7 @@ class Resume:
         saved, identity = dict(state["identity"]), self.identity
         if not any(entry["metrics"] for entry in state["history"]):
             saved["best"] = identity["best"]  # no epoch was chosen by it yet: a wrong best_metric can be put right
-        differing = [name for name in sorted({*saved, *identity}) if saved.get(name) != identity.get(name)]
-        if "optimizer" in differing:  # another type has other settings: they say nothing more
-            differing = [name for name in differing if not name.startswith("optimizer group ")]
-        if differing:
-            details = "; ".join(f"{name}: {saved.get(name)} then, {identity.get(name)} now" for name in differing)
-            raise UsageError(
-                f"{path} was made otherwise. {details}.",
-                rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
-                remedy="set these back, or pass another checkpoint_dir to start over",
-            )
+        refuse_changed(path, saved, identity)
 
 
 def _unsaved(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
@@ -201,25 +193,3 @@ def _restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor | 
             module._buffers[name] = None if then is None else then.to(device)
         elif not torch.equal(now.cpu(), then):
             now.copy_(then)
-
-
-def _optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
-    """Return the optimizer's settings without those that a schedule moves."""
-    identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
-    moved = {"lr", "momentum", "betas"} if scheduled else set()
-    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
-        for name, value in group.items():
-            value = len(value) if name == "params" else value
-            if isinstance(value, int | float | str | bool | tuple | None) and name not in moved:
-                identity[f"optimizer group {index}, {name}"] = value
-    return identity
-
-
-def _environment() -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "none"  # type: ignore[no-untyped-call]
-    return {
-        "torch": str(torch.__version__),
-        "num_threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "device": device,
-    }

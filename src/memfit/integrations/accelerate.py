@@ -1,0 +1,211 @@
+"""Watch, stop and resume a loop of Accelerate, and make the resume exact: ``docs/frameworks/accelerate.md``.
+
+The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MissingExtraError as _MissingExtraError
+
+try:
+    import accelerate as _accelerate
+    import torch
+except ModuleNotFoundError as error:
+    raise _MissingExtraError.of(str(error.name), "accelerate", __name__) from error
+
+from memfit.errors import UsageError
+from memfit.training import Journal, Loop, LoopParts, deaf_workers, order_of
+
+__all__ = ["Exact", "MemfitCallback", "Stop"]
+
+
+class MemfitCallback(Loop):
+    """Watches a loop of Accelerate: phases, steps, epochs, losses and waits become events; nothing else changes.
+
+    Args:
+        accelerator: The ``accelerate.Accelerator``.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+        >>> loader = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> watch = MemfitCallback(accelerator)
+        >>> for epoch in watch.epochs(2):
+        ...     for batch in watch.batches(loader):
+        ...         loss = model(batch).square().mean()
+        ...         accelerator.backward(loss)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         watch.log(loss)
+        >>> watch.step
+        4
+    """
+
+    def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str | None = None, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self.parts = _Prepared(accelerator)
+        if not accelerator.is_main_process:
+            self.journal = _Silent()
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left.
+
+        Args:
+            loader: What ``accelerator.prepare`` gave.
+        """
+        return self(loader)
+
+
+class _Silent(Journal):
+    """That of the processes beside the first, so that an event is written once."""
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, *where: Any) -> None:
+        pass
+
+    def epoch(self, *figures: Any) -> None:
+        pass
+
+
+class Stop(MemfitCallback):
+    """Stops a loop of Accelerate by SIGTERM, SIGUSR1 or Ctrl-C after the step under way, and resumes it.
+
+    It ends with exit code 75. The newest whole checkpoint is taken, each sample of the epoch is seen once, and random
+    numbers stay as they are: what the data draw is another after a resume than in a training without a stop.
+
+    Args:
+        accelerator: The ``accelerate.Accelerator``, of one process. What it has prepared or was told to checkpoint
+            (``register_for_checkpointing``) is saved.
+        folder: Where checkpoints are kept.
+        every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
+        keep: The newest checkpoints that stay.
+        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``.
+        settings: Plain values of your own that must not change between a checkpoint and its resume.
+
+    Raises:
+        UsageError: When it is entered, before anything is trained: what cannot be resumed, by name.
+        StoppedError: A signal asked for it; everything up to here is saved.
+    """
+
+    def __init__(
+        self,
+        accelerator: _accelerate.Accelerator,
+        folder: Path | str,
+        *,
+        every: int,
+        keep: int = 2,
+        allow: Collection[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(accelerator, folder, every=every, keep=keep, allow=allow, settings=settings)
+
+
+class Exact(MemfitCallback):
+    """Resumes a loop of Accelerate to the same bytes, wherever it was stopped or killed, or refuses it before step 1.
+
+    Order, items, collation and the model's draws are functions of seed and position, so they are others than without
+    it, of the same distribution. Weights do not depend on the number of workers.
+
+    Args:
+        accelerator: As for ``Stop``.
+        folder: Where checkpoints are kept.
+        seed: Other seeds, other order and draws.
+        every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
+        keep: The newest checkpoints that stay.
+        allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        settings: As for ``Stop``.
+
+    Raises:
+        UsageError: As for ``Stop``; in ``loader`` and in the first forward pass also what cannot be exact.
+        StoppedError: As for ``Stop``.
+    """
+
+    def __init__(
+        self,
+        accelerator: _accelerate.Accelerator,
+        folder: Path | str,
+        *,
+        seed: int,
+        every: int,
+        keep: int = 2,
+        allow: Collection[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(accelerator, folder, seed=seed, every=every, keep=keep, allow=allow, settings=settings)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left, of a loader that ``loader`` made and Accelerate prepared."""
+        if order_of(loader) is None:
+            raise UsageError(
+                "The training loader was not made exact.",
+                rule="its order and draws are bound to seed and position before Accelerate wraps it.",
+                remedy="loader = exact.loader(loader), before accelerator.prepare(...)",
+            )
+        return self(loader)
+
+
+class _Prepared(LoopParts):
+    """What an Accelerator has prepared, saved by itself."""
+
+    look_ahead = 1
+
+    def __init__(self, accelerator: _accelerate.Accelerator) -> None:
+        super().__init__({})
+        self.accelerator: Any = accelerator
+
+    def check(self) -> None:
+        accelerator, refused = self.accelerator, None
+        if accelerator.num_processes > 1 or str(accelerator.distributed_type.value) != "NO":
+            kind = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
+            refused = (f"The training has {kind}.", "train in one process, or stay with accelerator.save_state")
+        elif accelerator.dataloader_config.use_stateful_dataloader:
+            refused = ("use_stateful_dataloader is on: there would be two keepers of one position.", "leave it off")
+        elif accelerator.project_configuration.automatic_checkpoint_naming:
+            refused = ("automatic_checkpoint_naming is on: Accelerate would choose other folders.", "leave it off")
+        elif not (accelerator._models and accelerator._optimizers):
+            refused = ("The accelerator has prepared no model or no optimizer.", "call prepare(...) before `with`")
+        if refused:
+            rule = "one process keeps its position and saves what accelerator.prepare() was given."
+            raise UsageError(refused[0], rule=rule, remedy=refused[1])
+        for loader in accelerator._dataloaders:  # those of an evaluation too
+            deaf_workers(getattr(loader, "base_dataloader", loader))
+
+    def models(self) -> dict[str, torch.nn.Module]:
+        return {f"model {number}": model for number, model in enumerate(self.accelerator._models)}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [one.optimizer for one in self.accelerator._optimizers]
+
+    def schedules(self) -> list[Any]:
+        return [one.scheduler for one in self.accelerator._schedulers]
+
+    def identity(self) -> dict[str, Any]:
+        accelerator = self.accelerator
+        own = {"accumulation": accelerator.gradient_accumulation_steps, "mixed_precision": accelerator.mixed_precision}
+        return own | super().identity()
+
+    def save(self, path: Path) -> None:
+        self.accelerator.save_state(str(path))
+
+    def load(self, path: Path) -> None:
+        self.accelerator.load_state(str(path))
+
+    def skip(self, loader: Any, count: int) -> Any:
+        return _accelerate.skip_first_batches(loader, count)
+
+    def enter_epoch(self, loader: Any, epoch: int) -> None:
+        loader.iteration = epoch  # a resumed process would begin at 0
+
+    def is_over(self, loader: Any) -> bool:
+        return bool(loader.end_of_dataloader)
+
+    def source(self, loader: Any) -> Any:
+        return super().source(getattr(loader, "base_dataloader", loader))

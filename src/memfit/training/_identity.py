@@ -1,0 +1,74 @@
+"""Say what must not change between a checkpoint and its resume, and what nobody can prove about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.rundir import record
+
+
+def optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
+    """Return the optimizer's settings without those that a schedule moves."""
+    identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    moved = {"lr", "momentum", "betas"} if scheduled else set()
+    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+        for name, value in group.items():
+            value = len(value) if name == "params" else value
+            if isinstance(value, int | float | str | bool | tuple | None) and name not in moved:
+                identity[f"optimizer group {index}, {name}"] = value
+    return identity
+
+
+def environment() -> dict[str, Any]:
+    """Return what the same bytes also need: a resume elsewhere is told, and not refused."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "none"  # type: ignore[no-untyped-call]
+    return {
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": device,
+    }
+
+
+def refuse_changed(
+    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Refuse a checkpoint that was made with other settings.
+
+    Args:
+        path: The checkpoint.
+        saved: The settings that it was made with.
+        now: Those of now.
+        allow: Names of settings that may differ: the training goes on with those of now, which its events say.
+
+    Returns:
+        Of each allowed name that differs, what it was and is.
+
+    Raises:
+        UsageError: Others differ.
+    """
+    saved, now = ({name: _plain(value) for name, value in one.items()} for one in (saved, now))
+    differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    if "optimizer" in differing:  # another type has other settings: they say nothing more
+        differing = [name for name in differing if not name.startswith("optimizer group ")]
+    changed = {name: (saved.get(name), now.get(name)) for name in differing}
+    if refused := [name for name in differing if name not in allow]:
+        details = "; ".join(f"{name}: {changed[name][0]} then, {changed[name][1]} now" for name in refused)
+        raise UsageError(
+            f"{path} was made otherwise. {details}.",
+            rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
+            remedy="set these back, or pass another checkpoint_dir to start over",
+        )
+    if changed:
+        text = ", ".join(f"{name} {then} -> {value}" for name, (then, value) in changed.items())
+        record("fork", path=str(path), changed={name: list(pair) for name, pair in changed.items()}, text=text)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    return list(map(_plain, value)) if isinstance(value, tuple | list) else value  # JSON knows no tuples

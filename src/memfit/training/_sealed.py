@@ -1,0 +1,237 @@
+"""Keep checkpoints that are folders of a framework's files, each whole by its seal or not taken.
+
+The files are written in place, under a mark that says whose they are. Then each is forced to disk and hashed, and the
+mark is renamed to the seal: no seal, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DamagedError, UsageError
+from memfit.files import read_json, sync_folder
+from memfit.rundir import record
+from memfit.training._checkpoint import hold, report_damage, writing
+from memfit.training._process import check_save_seconds
+
+SEAL = "SEAL.json"
+_MARK, _OLD = ".unsealed", ".replaced-"
+#: The layout of a seal.
+FORMAT = 1
+_SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
+_HASHERS = 4
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A whole checkpoint.
+
+    Attributes:
+        path: Its folder.
+        step: The optimizer steps that it holds.
+        facts: What was sealed with it.
+    """
+
+    path: Path
+    step: int
+    facts: Mapping[str, Any]
+
+
+class SealedFolder:
+    """The checkpoints ``<prefix><step>/`` in a folder. What has neither mark nor seal is not touched.
+
+    Args:
+        path: The folder.
+        prefix: Begins the name of each checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> folder = SealedFolder(tempfile.mkdtemp())
+        >>> _ = (folder.begin(10) / "weights").write_bytes(b"whole")
+        >>> _ = folder.seal(10, {"epoch": 0})
+        >>> _ = (folder.begin(20) / "weights").write_bytes(b"never sealed")
+        >>> folder.newest().step
+        10
+    """
+
+    def __init__(self, path: Path | str, prefix: str = "step-") -> None:
+        self.path = Path(path)
+        self.prefix = prefix
+        self._began = time.monotonic()
+        self._name = re.compile(re.escape(prefix) + r"(\d+)")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only process that writes here."""
+        with hold(self.path):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost."""
+        with writing(self.path, self._newest_name):
+            yield
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.path / f"{self.prefix}{step}"
+
+    def begin(self, step: int) -> Path:
+        """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
+        path, self._began = self.folder_of(step), time.monotonic()
+        with self.writing():
+            if (path / SEAL).exists():
+                shutil.rmtree(self._replaced(step), ignore_errors=True)
+                path.rename(self._replaced(step))
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _MARK).touch()
+        return path
+
+    def seal(self, step: int, facts: Mapping[str, Any]) -> Path:
+        """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values).
+
+        Raises:
+            JobFailedError: The disk refuses it; older checkpoints stay.
+        """
+        path = self.folder_of(step)
+        with self.writing():
+            files = _hash_all(path, sync=True)
+            text = json.dumps({"memfit_seal": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
+            with open(path / _MARK, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            for one in {path, *((path / name).parent for name in files)}:
+                sync_folder(one)
+            os.replace(path / _MARK, path / SEAL)
+            sync_folder(path)
+            sync_folder(self.path)
+            shutil.rmtree(self._replaced(step), ignore_errors=True)
+        record("checkpoint", path=str(path), step=step, epoch=facts.get("epoch"), bytes=_total(files))
+        check_save_seconds(time.monotonic() - self._began)
+        return path
+
+    def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
+        """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``."""
+        sealed = [path for path in self._paths().values() if (path / SEAL).exists()]
+        for path in sealed[keep:]:
+            if path not in spared:
+                shutil.rmtree(path)
+
+    def newest(self) -> Sealed | None:
+        """Return the newest whole checkpoint, or None if there is none.
+
+        One that a kill left without its seal is removed. Damaged ones on the way are named by a ``CheckpointWarning``.
+
+        Raises:
+            DamagedError: All that were sealed are damaged: starting over silently would hide the loss.
+        """
+        self._clear()
+        damaged = []
+        for step, path in self._paths().items():
+            if not (path / SEAL).exists():
+                continue
+            try:
+                found = _read(path, step)
+            except DamagedError as error:
+                damaged.append(error)
+                continue
+            for one in damaged:
+                report_damage(one, f"Taken instead: {path.name}.")
+            return found
+        if damaged:
+            raise damaged[0]
+        return None
+
+    def read(self, step: int) -> Sealed:
+        """Return the checkpoint of a step, once its hashes were compared.
+
+        Raises:
+            DamagedError: A file is missing, or differs from its hash.
+        """
+        return _read(self.folder_of(step), step)
+
+    def foreign(self) -> list[Path]:
+        """Return the folders named like checkpoints that were never sealed, newest first: the framework's own."""
+        return [path for path in self._paths().values() if not (path / SEAL).exists() and not (path / _MARK).exists()]
+
+    def _clear(self) -> None:
+        """Remove what was never sealed; put back what was to be replaced by it."""
+        for path in self._paths().values():
+            if (path / _MARK).exists() and not (path / SEAL).exists():
+                shutil.rmtree(path)
+        for path in self.path.glob(f"{_OLD}{self.prefix}*") if self.path.is_dir() else ():
+            target = self.path / path.name.removeprefix(_OLD)
+            if target.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(target)
+
+    def _replaced(self, step: int) -> Path:
+        return self.path / f"{_OLD}{self.prefix}{step}"
+
+    def _paths(self) -> dict[int, Path]:
+        """Return the folders by step, newest first."""
+        entries = list(self.path.iterdir()) if self.path.is_dir() else []
+        found = {int(match[1]): one for one in entries if (match := self._name.fullmatch(one.name)) and one.is_dir()}
+        return dict(sorted(found.items(), reverse=True))
+
+    def _newest_name(self) -> str | None:
+        return next((path.name for path in self._paths().values() if (path / SEAL).exists()), None)
+
+
+def _read(path: Path, step: int) -> Sealed:
+    seal = read_json(path / SEAL, _SHAPE)
+    if seal is None or seal["memfit_seal"] > FORMAT:
+        raise UsageError(
+            f"{path / SEAL} is a seal of another version.",
+            rule=f"this version of memfit reads seals up to format {FORMAT}.",
+            remedy="go on with the memfit that wrote it, or start over in another folder",
+        )
+    for name in seal["files"]:
+        if not (path / name).is_file():
+            raise _damaged(path, f"{name} is missing")
+    for name, (size, sha) in _hash_all(path, names=seal["files"]).items():
+        if [size, sha] != seal["files"][name]:
+            raise _damaged(path, f"{name} differs from its hash")
+    return Sealed(path, step, seal["facts"])
+
+
+def _damaged(path: Path, what: str) -> DamagedError:
+    return DamagedError(
+        f"{path} is damaged: {what}.",
+        rule="a checkpoint is sealed with the hash of each of its files, so it was changed from outside.",
+        remedy="put the file back; or remove the folder, so that an older one is taken or the training starts over",
+    )
+
+
+def _hash_all(path: Path, names: Collection[str] | None = None, *, sync: bool = False) -> dict[str, list[Any]]:
+    """Return size and SHA-256 of the files below a folder, by name."""
+    if names is None:
+        found = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
+        names = [name for name in found if name not in (_MARK, SEAL)]
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        return dict(zip(names, pool.map(lambda name: _hash(path / name, sync), names), strict=True))
+
+
+def _hash(path: Path, sync: bool) -> list[Any]:
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+        return [os.fstat(file.fileno()).st_size, sha]
+
+
+def _total(files: Mapping[str, list[Any]]) -> int:
+    return sum(size for size, _ in files.values())

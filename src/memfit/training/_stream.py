@@ -1,0 +1,255 @@
+"""Make every random number of a training a function of its seed and position, whatever loop trains.
+
+No random state is saved or put back: order is a function of (seed, epoch), an item of (seed, epoch, index), a batch's
+collation of (seed, epoch, indices), and the model's draws of (seed, step). Workers, evaluations and the draws of others
+then change nothing, and a training may go on with another number of workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import multiprocessing
+import multiprocessing.context
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
+
+from memfit.errors import UsageError
+from memfit.training._keyed import KeyedDataset, keyed_rng, seed_key
+from memfit.training._process import STOP_SIGNALS
+
+#: The version of what is drawn under which key. Another one would be another training.
+STREAM = 1
+#: What stands in a key where an item has its index.
+_ORDER, _COLLATION, _BATCH = -1, -2, -3
+#: What a loader made anew keeps of the old one.
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "pin_memory_device")
+_KEPT_BY_WORKERS = ("prefetch_factor", "persistent_workers")
+
+
+class KeyedStream:
+    """The random numbers of one training, for a loop that is not memfit's.
+
+    Args:
+        seed: Other seeds, other order and draws, of the same distribution.
+
+    Example:
+        >>> class Noisy:
+        ...     def __len__(self):
+        ...         return 4
+        ...     def __getitem__(self, index):
+        ...         return index + torch.rand(())
+        >>> loader = KeyedStream(1).loader(DataLoader(Noisy(), batch_size=2, shuffle=True))
+        >>> first = list(loader)
+        >>> [torch.equal(*pair) for pair in zip(first, loader, strict=True)]
+        [True, True]
+        >>> loader.sampler.set_epoch(1)
+        >>> [torch.equal(*pair) for pair in zip(first, loader, strict=True)]
+        [False, False]
+    """
+
+    version = STREAM
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def step(self, number: int) -> None:
+        """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
+        digest = hashlib.blake2b(repr((self.seed, _ORDER, number)).encode(), digest_size=20).digest()
+        random.seed(digest[:8])
+        seed = int.from_bytes(digest[8:16])
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each unused device
+        for device in (torch.cuda, torch.xpu):
+            if device.is_initialized():
+                device.manual_seed_all(seed)
+        if torch.backends.mps.is_available():
+            torch.mps.manual_seed(seed)
+        np.random.seed(int.from_bytes(digest[16:]))
+
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches.
+
+        Its ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own.
+
+        Raises:
+            UsageError: It has no index, keeps a position of its own, or gives batches in any order.
+        """
+        _refuse(loader)
+        data = _KeyedItems(loader.dataset, self.seed)
+        options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+        if loader.num_workers:
+            options |= {name: getattr(loader, name) for name in _KEPT_BY_WORKERS}
+            options["multiprocessing_context"] = loader.multiprocessing_context
+        if loader.batch_size is None and loader.batch_sampler is None:
+            options |= {"batch_size": None, "sampler": KeyedOrder(loader.sampler, self.seed)}
+            made = DataLoader(data, collate_fn=loader.collate_fn, **options)
+        else:
+            if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
+                sampler = KeyedOrder(loader.sampler, self.seed)
+                options |= {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+            else:
+                options["batch_sampler"] = KeyedOrder(loader.batch_sampler, self.seed)
+            made = DataLoader(data, collate_fn=_KeyedCollate(loader.collate_fn, self.seed), **options)
+        deaf_workers(made)
+        return made
+
+
+class KeyedOrder(Sampler[Any]):
+    """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch.
+
+    Example:
+        >>> order = KeyedOrder(torch.utils.data.RandomSampler(range(5)), seed=3)
+        >>> whole = list(order)
+        >>> order.skip(2)
+        >>> list(order) == whole[2:], list(order) == whole
+        (True, True)
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = self._skip = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of this epoch, counted from 0; another than before begins at its start."""
+        if epoch != self.epoch:  # a framework may tell it again
+            self.epoch, self._skip = epoch, 0
+
+    def skip(self, count: int) -> None:
+        """Leave the first ``count`` samples (of a batch sampler: batches) out of the next iteration."""
+        self._skip = count
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.epoch, self._skip
+        self._skip = 0
+        # a batch sampler that is handed on by a framework may hold the one that draws
+        inner = [self.sampler, getattr(self.sampler, "sampler", None), getattr(self.sampler, "batch_sampler", None)]
+        with keyed_rng(self.seed, epoch, _ORDER):
+            for one in inner:
+                if hasattr(one, "set_epoch"):
+                    one.set_epoch(epoch)
+                if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+                    generator.manual_seed(int(torch.randint(2**62, ())))
+            order = list(self.sampler)
+        for one in order[start:]:
+            yield [(epoch, int(index)) for index in one] if isinstance(one, Sequence) else (epoch, int(one))
+
+
+class _Batch(list[Any]):
+    """The items of a batch, on their way to the collation."""
+
+    key: tuple[int, ...] = ()
+
+
+class _KeyedItems(KeyedDataset):
+    """Makes the items of a batch at once, and tells its collation their key."""
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Batch:
+        indices = [index for _, index in keys]
+        if callable(together := getattr(self.dataset, "__getitems__", None)):
+            (epoch, _), *_ = keys
+            self._follow(epoch)
+            with keyed_rng(self.seed, epoch, _BATCH, *indices):
+                batch = _Batch(together(indices))
+        else:
+            batch = _Batch()
+            with keyed_rng(self.seed, *keys[0]):
+                for epoch, index in keys:
+                    self._follow(epoch)
+                    seed_key(self.seed, epoch, index)
+                    batch.append(self.dataset[index])
+        batch.key = (keys[0][0], _COLLATION, *indices)
+        return batch
+
+
+class _KeyedCollate:
+    """Lets a collation draw by the key of its batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], seed: int) -> None:
+        self.collate = collate
+        self.seed = seed
+
+    def __call__(self, items: Any) -> Any:
+        if not isinstance(items, _Batch):
+            return self.collate(items)
+        with keyed_rng(self.seed, *items.key):
+            return self.collate(list(items))
+
+
+def _refuse(loader: Any) -> None:
+    remedy = "only stop and resume such a training (the step before exact), or give its data an index"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        kind = type(getattr(loader, "dataset", loader)).__name__
+        why = f"The training data are a stream ({kind}): their samples have no index."
+    elif not getattr(loader, "in_order", True):
+        why, remedy = "The training loader has in_order=False.", "leave it at its default"
+    elif hasattr(loader, "state_dict"):
+        why = f"The training loader ({type(loader).__name__}) keeps a position of its own."
+        remedy = "pass a plain torch.utils.data.DataLoader: its position is kept for it"
+    elif loader.batch_size is None and loader.batch_sampler is None and loader.collate_fn is not default_convert:
+        why = "The training loader has batch_size=None and a collate_fn."
+        remedy = "let the data set make what its collate_fn makes, or pass a batch_sampler"
+    else:
+        return
+    raise UsageError(
+        why,
+        rule="exact: each sample is a function of seed, epoch and index, drawn in an order that is known.",
+        remedy=remedy,
+    )
+
+
+def deaf_workers(loader: Any) -> None:
+    """Let no signal that stops a training reach the workers of a ``DataLoader``: batches would be lost with them.
+
+    What Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then.
+    """
+    if not getattr(loader, "num_workers", 0):
+        return
+    context: Any = loader.multiprocessing_context or multiprocessing.get_context(multiprocessing.get_start_method())
+    if issubclass(context.Process, _Deaf):
+        return
+    resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
+    loader.multiprocessing_context = deaf = copy.copy(context)
+    deaf.Process = _DEAF[context.get_start_method()]
+
+
+class _Deaf:
+    """A process that has the stop signals blocked from its first moment on."""
+
+    def start(self) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
+        try:
+            super().start()  # type: ignore[misc]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        process: Any = self
+        process._popen.terminate = process._popen.kill
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])  # not inherited from a fork server
+        super().run()  # type: ignore[misc]
+
+
+class _DeafFork(_Deaf, multiprocessing.context.ForkProcess):
+    pass
+
+
+class _DeafSpawn(_Deaf, multiprocessing.context.SpawnProcess):
+    pass
+
+
+class _DeafForkServer(_Deaf, multiprocessing.context.ForkServerProcess):
+    pass
+
+
+_DEAF = {"fork": _DeafFork, "spawn": _DeafSpawn, "forkserver": _DeafForkServer}

@@ -1,0 +1,449 @@
+"""A loop of one's own is watched, stops and resumes, to the same bytes where that was asked for."""
+
+import signal
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from memfit.errors import StoppedError, UsageError
+from memfit.training import CheckpointWarning, Loop, SafeStep
+from training import loops
+from training.loops import in_child, loader, masked, parts, plain, said, train
+
+
+def ignore(moment):
+    pass
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an unbroken training leaves, by its options."""
+    made = {}
+
+    def find(**options):
+        key = repr(sorted(options.items()))
+        if key not in made:
+            code, made[key] = in_child(train, tmp_path_factory.mktemp("whole") / "out", **options)
+            assert code == 0
+        return made[key]
+
+    return find
+
+
+MOMENTS = [("batch", 0, 1), ("batch", 0, 4), ("batch", 0, 5), ("batch", 1, 3), ("evaluation", 1), ("batch", 2, 5)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_exact_ends_with_the_same_bytes(moment, number, tmp_path, whole):
+    folder = tmp_path / "out"
+    workers = 2 if moment == ("batch", 1, 3) else 0
+    code, _ = in_child(train, folder, moment, number, workers=workers)
+    assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL), said(folder)
+    code, (digest, _, drawn) = in_child(train, folder, workers=2 - workers if moment == ("batch", 0, 4) else 0)
+    assert (code, digest) == (0, whole()[0]), said(folder)
+    assert drawn.items() <= whole()[2].items()
+
+
+def test_six_stops_in_one_training(tmp_path, whole):
+    folder = tmp_path / "out"
+    chain = [("batch", 0, 2), ("batch", 0, 3), ("batch", 0, 5), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 2)]
+    codes = [in_child(train, folder, moment)[0] for moment in chain[:-1]]
+    assert codes == [75] * 5, said(folder)
+    code, (digest, _, evaluated) = in_child(train, folder, chain[-1])  # all is done: the script ends as it would
+    assert (code, digest) == (0, whole()[0]), said(folder)
+    assert list(evaluated) == [1, 2]
+    assert in_child(train, folder)[1] == (digest, [], {})
+
+
+def test_no_checkpoint_lies_inside_an_accumulation(tmp_path, whole):
+    folder, options = tmp_path / "out", {"carries": True}  # the fifth batch of an epoch belongs to the next one's step
+    unbroken = whole(**options)[0]
+    assert in_child(train, folder, ("evaluation", 0), **options)[0] == 75
+    assert "Stopped by SIGTERM after step 3" in said(folder)
+    assert in_child(train, folder, **options)[1][0] == unbroken != whole()[0]
+
+
+def test_a_stop_in_evaluation_keeps_what_comes_after_it(tmp_path):
+    folder = tmp_path / "out"
+    assert in_child(train, folder, ("evaluation", 0))[0] == 75
+    assert in_child(train, folder)[1][2].keys() == {1, 2}
+
+
+def test_torn_and_damaged_checkpoints_are_not_taken(tmp_path, whole):
+    folder = tmp_path / "out"
+    in_child(train, folder, ("batch", 1, 3), signal.SIGKILL)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    assert steps == [3, 4]
+    torn = folder / "step-99"
+    torn.mkdir()
+    (torn / ".unsealed").touch()
+    newest = folder / "step-4" / "parts.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.warns(CheckpointWarning, match="step-4 is damaged"):
+        digest, *_ = train(folder, ignore)
+    assert digest == whole()[0]
+    assert not torn.exists()
+
+
+def with_generator(made):
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(made.dataset, made.batch_size, shuffle=True, collate_fn=plain, generator=generator)
+
+
+STOPS = [({"collate": plain}, True), ({"collate": masked}, False), ({"collate": plain, "workers": 2}, True)]
+STOPS += [({"wrap": with_generator}, True)]
+
+
+@pytest.mark.parametrize("options, same", STOPS, ids=["plain", "masked", "workers", "generator"])
+def test_stop_sees_each_sample_once_and_says_what_is_not_exact(options, same, tmp_path, whole):
+    folder, options = tmp_path / "out", {"seed": None, **options}
+    unbroken, seen, _ = whole(**options)
+    code, _ = in_child(train, folder, ("batch", 1, 2), **options)
+    assert code == 75
+    code, (digest, rest, _) = in_child(train, folder, **options)
+    assert rest[:3] == seen[7:10]
+    assert (digest == unbroken) is same
+    assert "sealed and not exact" in said(folder)
+
+
+def test_a_stream_goes_on_where_its_state_says(tmp_path, whole):
+    folder = tmp_path / "out"
+    options = {"seed": None, "collate": plain, "data": loops.Resumable()}
+    _, seen, _ = whole(**options)
+    in_child(train, folder, ("batch", 1, 2), **options)
+    assert in_child(train, folder, **options)[1][1] == seen[7:]
+    assert "where its state_dict says" in said(folder)
+
+
+def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
+    folder = tmp_path / "out"
+    options = {"seed": None, "collate": plain, "data": loops.Stream()}
+    in_child(train, folder, ("batch", 1, 2), **options)
+    assert in_child(train, folder, **options)[1][1][0] == [1, 2, 3, 4]
+    assert "8 samples of epoch 2 are seen again" in said(folder)
+
+
+class Numbered:
+    """Batches by number, in another order each epoch, that draw."""
+
+    def __init__(self, made):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        return masked([torch.full((4,), (number * self.epoch + one) / 20) for one in range(4)])
+
+
+def test_batches_by_number_are_exact(tmp_path, whole):
+    folder, options = tmp_path / "out", {"wrap": Numbered}
+    unbroken, seen, _ = whole(**options)
+    assert seen[:5] != seen[5:10]
+    in_child(train, folder, ("batch", 1, 2), **options)
+    assert in_child(train, folder, **options)[1][0] == unbroken
+
+
+def test_what_is_watched(events):
+    train(None, ignore, seed=None)
+    assert [event["phase"] for event in events("phase")] == ["train", "validate"] * 3
+    last = events("epoch")[-1]
+    assert (last["epoch"], last["num_epochs"]) == (3, 3)
+    assert last["train_loss"] > 0 and 0 <= last["score"] < 1 and 0 < last["wait_share"] < 1
+    assert {"epoch": 1, "step": 1, "num_steps": 3, "num_epochs": 3}.items() <= events("step")[0].items()
+
+
+def test_watching_changes_nothing(tmp_path):
+    torch.manual_seed(0)
+    model, optimizer, schedule = parts()
+    torch.manual_seed(0)
+    expected = [batch[1] for _ in range(2) for batch in loader()]
+    torch.manual_seed(0)
+    loop = Loop(model=model, optimizer=optimizer, schedule=schedule)
+    watched = []
+    for _ in loop.epochs(2):
+        for batch in loop(loader()):
+            watched.append(batch[1])
+            optimizer.step()
+    assert all(map(torch.equal, watched, expected))
+
+
+def stopped(folder, events=None, **options):
+    def at(moment):
+        if moment == ("batch", 1, 1):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="Stopped by SIGTERM after step 4"):
+        train(folder, at, **options)
+
+
+def test_stop_and_resume_are_events(tmp_path, events):
+    stopped(tmp_path / "out")
+    assert {"signal": "SIGTERM", "epoch": 1, "step": 1}.items() <= events("stop")[0].items()
+    assert events("checkpoint")[-1]["step"] == 4
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    train(tmp_path / "out", ignore)
+    assert {"epoch": 1, "step": 1}.items() <= events("resume")[0].items()
+
+
+def test_a_stop_before_anything_was_trained_saves_nothing(tmp_path, events):
+    model, optimizer, _ = parts()
+    for kept in ("nothing was trained yet", "step-5 holds this very moment"):
+        loop = Loop(tmp_path, every=9, model=model, optimizer=optimizer)
+        with pytest.raises(StoppedError, match=kept), loop:
+            signal.raise_signal(signal.SIGTERM)
+            for _ in loop.epochs(2):
+                next(loop(loader()))
+        assert len(events("checkpoint")) == (kept != "nothing was trained yet")
+        if not events("checkpoint"):
+            one_epoch(Loop(tmp_path, every=9, model=model, optimizer=optimizer), lambda batch: None, optimizer)
+
+
+def test_a_changed_rate_is_refused_or_taken_as_a_fork(tmp_path, events):
+    folder = tmp_path / "out"
+    stopped(folder)
+    with pytest.raises(UsageError, match=r"learning_rate: \[0.01\] then, \[0.05\] now"):
+        train(folder, ignore, rate=5e-2)
+    changed, *_ = train(folder, ignore, rate=5e-2, allow=["learning_rate"])
+    assert events("fork")[0]["changed"]["learning_rate"] == [[0.01], [0.05]]
+    again = tmp_path / "again"
+    stopped(again)
+    assert changed != train(again, ignore)[0]
+
+
+def tenth(step):
+    return 0.1 if step == 5 else 0.5
+
+
+SCHEDULES = [None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+SCHEDULES += [lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, tenth)]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_an_allowed_rate_is_the_one_that_holds(make, tmp_path):
+    def begin(rate, allow=()):
+        model, optimizer, _ = parts(rate)
+        schedule = make(optimizer) if make else None
+        own = {"schedule": schedule} if make else {}
+        return (
+            Loop(tmp_path, seed=1, every=1, allow=allow, model=model, optimizer=optimizer, **own),
+            optimizer,
+            schedule,
+        )
+
+    loop, optimizer, schedule = begin(1e-2)
+    for _ in loop.epochs(1):
+        for _ in loop(loader()):
+            optimizer.step()
+            schedule.step() if make else None
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 if make else 1e-2)
+    loop, optimizer, schedule = begin(5e-2, ["learning_rate"])
+    with loop:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 if make else 5e-2)
+        optimizer.step()
+        schedule.step() if make else None
+        later = 2.5e-2 if make is SCHEDULES[2] else 5e-4
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(later if make else 5e-2)
+
+
+def test_another_schedule_is_refused_or_holds(tmp_path):
+    def begin(step_size, allow=()):
+        model, optimizer, _ = parts()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
+        return (
+            Loop(tmp_path, every=1, allow=allow, model=model, optimizer=optimizer, schedule=schedule),
+            optimizer,
+            schedule,
+        )
+
+    loop, optimizer, _ = begin(3)
+    one_epoch(loop, lambda batch: None, optimizer)
+    with pytest.raises(UsageError, match="schedule, step_size: 3 then, 2 now"):
+        begin(2)[0].__enter__()
+    loop, _, schedule = begin(2, ["schedule"])
+    with loop:
+        assert schedule.step_size == 2
+
+
+def test_more_data_and_another_batch_are_named(tmp_path):
+    class More(loops.Samples):
+        def __len__(self):
+            return 24
+
+    folder = tmp_path / "out"
+    stopped(folder)
+    with pytest.raises(UsageError, match="num_samples: 20 then, 24 now"):
+        train(folder, ignore, data=More())
+    train(folder, ignore, data=More(), allow=["num_samples"])
+
+
+def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
+    folder = tmp_path / "out"
+    stopped(folder)
+    half = lambda made: DataLoader(made.dataset, 2, shuffle=True, collate_fn=masked)  # noqa: E731
+    unbroken = in_child(train, tmp_path / "whole")[1][1]
+    with pytest.raises(UsageError, match="batch_size: 4 then, 2 now"):
+        train(folder, ignore, wrap=half)
+    rest = train(folder, ignore, wrap=half, allow=["batch_size"])[1]
+    assert [one for batch in rest[:6] for one in batch] == [one for batch in unbroken[7:10] for one in batch]
+
+
+def test_stop_becomes_exact_between_two_epochs(tmp_path):
+    folder = tmp_path / "out"
+    in_child(train, folder, ("evaluation", 0), seed=None)
+    assert train(folder, ignore, seed=1)[2].keys() == {1, 2}
+    folder = tmp_path / "other"
+    stopped(folder, seed=None)
+    with pytest.raises(UsageError, match="seed: None then, 1 now"):
+        train(folder, ignore, seed=1)
+
+
+class Counting:
+    def __init__(self):
+        self.counter = 0
+
+    def __call__(self, items):
+        self.counter += 1
+        return masked(items)
+
+
+def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path):
+    seen = []
+    with pytest.raises(UsageError, match=r"collator\.counter"):
+        train(tmp_path, seen.append, collate=Counting())
+    with pytest.raises(UsageError, match="stream"):
+        train(tmp_path, seen.append, data=loops.Stream())
+    assert seen == []
+    train(tmp_path, seen.append, collate=Counting(), allow=["collator.counter"])
+
+
+class Moving(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_model_that_moves_is_refused_before_its_first_step(tmp_path):
+    model = Moving()
+    before = model.weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for allow in ([], ["model.calls"]):
+        loop = Loop(tmp_path, seed=1, every=1, allow=allow, model=model, optimizer=optimizer)
+        go = partial(one_epoch, loop, lambda batch: model(batch[1]).sum().backward(), optimizer)
+        if not allow:
+            with pytest.raises(UsageError, match=r"model\.calls"):
+                go()
+            assert torch.equal(model.weight, before)
+        else:
+            go()
+
+
+def one_epoch(loop, backward, optimizer):
+    for batch in loop(loader()):
+        backward(batch)
+        optimizer.step()
+
+
+def test_the_rehearsal_leaves_no_cast_weights_to_autocast(tmp_path):
+    model, optimizer, _ = parts()
+    loop = Loop(tmp_path, seed=1, every=1, model=model, optimizer=optimizer)
+
+    def backward(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch[1]).float().square().mean()
+        loss.backward()
+
+    one_epoch(loop, backward, optimizer)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_loop_that_cannot_count_is_refused(tmp_path):
+    model, optimizer, _ = parts()
+    with pytest.raises(UsageError, match="every is None"):
+        Loop(tmp_path, model=model)
+    with pytest.raises(UsageError, match="No optimizer"):
+        next(Loop(tmp_path, every=1, model=model).epochs())
+    with pytest.raises(UsageError, match="has no state"):
+        Loop(tmp_path, every=1, model=3)
+    loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer)
+    with pytest.raises(UsageError, match="5 batches and no optimizer step"):
+        for _ in loop(loader()):
+            pass
+    loop = Loop()
+    with pytest.raises(UsageError, match="a second time in one epoch"):
+        for _ in range(2):
+            list(loop(loader()))
+
+
+def safe(folder, at, backward=torch.Tensor.backward, fits=3):
+    """Train by a SafeStep, in a loop whose device fits three samples."""
+    model, optimizer, _ = parts()
+
+    def loss(model, batch):
+        if len(batch[0]) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(batch[1]).square().sum(), len(batch[0])
+
+    step = SafeStep(model, optimizer, loss, backward=backward)
+    loop = Loop(folder, seed=1, every=2, model=model, optimizer=optimizer, sizes=step)
+    for epoch in loop.epochs(2):
+        for batch in loop(loader()):
+            outcome = step(batch)
+            loop.log(outcome.loss)
+            at(("batch", epoch, loop.batch))
+    return loops.digest(model, optimizer), step.num_ooms, loop.step
+
+
+def test_safe_step_in_a_loop_recovers_stops_and_resumes(tmp_path):
+    code, (unbroken, num_ooms, steps) = in_child(safe, tmp_path / "whole")
+    assert (code, num_ooms > 0, steps) == (0, True, 10)
+    assert in_child(safe, tmp_path / "out", ("batch", 1, 2))[0] == 75
+    assert in_child(safe, tmp_path / "out")[1][0] == unbroken
+
+
+def scaled(folder, at):
+    """Train with a gradient scaler and two optimizers; one step in four has gradients that are not finite."""
+    model, optimizer, _ = parts()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    loop = Loop(folder, seed=1, every=2, model=model, optimizer=optimizer, other=other, scaler=scaler)
+    for epoch in loop.epochs(2):
+        for batch in loop(loader()):
+            loss = model(batch[1]).square().mean() * (torch.inf if loop.batch == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            other.step()
+            optimizer.zero_grad()
+            at(("batch", epoch, loop.batch))
+    return loops.digest(model, optimizer), scaler.get_scale(), loop.step
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 2), ("batch", 1, 3)])
+def test_a_scaler_that_skips_a_step_and_two_optimizers(moment, tmp_path):
+    unbroken = in_child(scaled, tmp_path / "whole")[1]
+    assert unbroken[2] == 8  # of ten batches two were skipped
+    assert in_child(scaled, tmp_path / "out", moment)[0] == 75
+    assert in_child(scaled, tmp_path / "out")[1] == unbroken
+
+
+def test_another_machine_is_told(tmp_path):
+    folder = tmp_path / "out"
+    stopped(folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(CheckpointWarning, match="num_threads"):
+            train(folder, ignore)
+    finally:
+        torch.set_num_threads(threads)

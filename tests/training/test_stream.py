@@ -1,0 +1,316 @@
+"""Random numbers by key for loops that are not memfit's, what is refused before the first step, and sealed folders."""
+
+import itertools
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from memfit.errors import DamagedError, JobFailedError, StoppedError, UsageError
+from memfit.rundir import RunDir
+from memfit.training import (
+    CheckpointWarning,
+    KeyedStream,
+    SealedFolder,
+    Stopper,
+    check_loader,
+    check_model,
+    deaf_workers,
+    refuse_changed,
+)
+
+
+class Noisy:
+    """Draws from all three global generators."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()), np.random.random(), random.random()])
+
+
+class Together(Noisy):
+    """Makes the items of a batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] + torch.rand(()) for index in indices]
+
+
+def mask(items):
+    """A collation that draws."""
+    return torch.stack(items) * (torch.rand(len(items), 1) + 1)
+
+
+def epochs(num_workers=0, num=2, data=None, **options):
+    options = {"batch_size": 4, "shuffle": True} | options
+    loader = KeyedStream(7).loader(DataLoader(data or Noisy(), collate_fn=mask, num_workers=num_workers, **options))
+    order = loader.sampler if hasattr(loader.sampler, "skip") else loader.batch_sampler
+    found = []
+    for epoch in range(num):
+        order.set_epoch(epoch)
+        found.append(torch.cat(list(loader)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_workers_change_nothing(options):
+    alone = epochs()
+    torch.manual_seed(1)  # the draws of others neither
+    assert all(map(torch.equal, alone, epochs(**options)))
+    assert not torch.equal(alone[0], alone[1])
+
+
+def test_what_draws_keeps_its_distribution_and_leaves_the_others_alone():
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    (found,) = epochs(num=1)
+    assert sorted((found[:, 0] / 1).tolist()) != list(range(12))  # masked
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert before[1:] == after[1:]
+    assert len({row[1] for row in found.tolist()}) == 12  # no two items drew the same
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * 12, 12), "shuffle": False},
+        {"sampler": RandomSampler(range(12), generator=torch.Generator()), "shuffle": False},
+        {"batch_sampler": BatchSampler(RandomSampler(range(12)), 5, True), "batch_size": 1, "shuffle": False},
+    ],
+)
+@pytest.mark.parametrize("data", [Noisy(), Together()])
+def test_any_sampler_is_keyed(sampler, data):
+    first, again = epochs(data=data, **sampler), epochs(data=data, **sampler)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0][:, 1], first[1][:, 1])
+
+
+def test_an_epoch_is_entered_anywhere():
+    loader = KeyedStream(7).loader(DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=mask))
+    whole = list(loader)
+    loader.sampler.skip(4)
+    assert all(map(torch.equal, whole[1:], loader))
+
+
+def test_a_step_seeds_all_generators():
+    stream, other = KeyedStream(3), KeyedStream(4)
+
+    def draw():
+        return torch.rand(()).item(), np.random.random(), random.random()
+
+    found = []
+    for one, number in [(stream, 5), (stream, 5), (stream, 6), (other, 5)]:
+        one.step(number)
+        found.append(draw())
+    assert found[0] == found[1]
+    assert all(len(set(column)) == 3 for column in zip(*found[1:], strict=True))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (DataLoader(Stream()), "stream"),
+        (DataLoader(Noisy(), num_workers=1, in_order=False), "in_order"),
+        (DataLoader(Noisy(), batch_size=None, collate_fn=mask), "batch_size=None"),
+        ([1, 2], "stream"),
+    ],
+)
+def test_what_has_no_key_is_refused(loader, said):
+    with pytest.raises(UsageError, match=said):
+        KeyedStream(0).loader(loader)
+
+
+IDS = itertools.count()
+
+
+class Odd(Noisy):
+    def __init__(self, kind=""):
+        self.kind, self.counter, self.generator, self.numpy = kind, 0, torch.Generator(), np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if self.kind == "counter":
+            self.counter += 1
+        if self.kind == "generator":
+            return item + torch.rand((), generator=self.generator)
+        if self.kind == "numpy":
+            return item + self.numpy.random()
+        if self.kind == "hidden":
+            return item + next(IDS)
+        return item + time.monotonic_ns() % 1e6 if self.kind == "clock" else item
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("counter", "dataset.counter"),
+        ("generator", "dataset.generator"),
+        ("numpy", "dataset.numpy"),
+        ("hidden", "data"),
+        ("clock", "data"),
+    ],
+)
+def test_a_probe_names_the_part_that_moves(kind, name):
+    loader = DataLoader(Odd(kind), batch_size=4)
+    with pytest.raises(UsageError) as caught:
+        check_loader(loader)
+    assert f'allow=("{name}",)' in str(caught.value)
+    check_loader(DataLoader(Odd(), batch_size=4, shuffle=True))
+    if kind == "counter":
+        check_loader(loader, allow=(name,))
+
+
+def test_a_probe_leaves_the_random_state():
+    before = torch.get_rng_state()
+    check_loader(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout())
+        self.calls = 0
+        self.register_buffer("lost", torch.zeros(()), persistent=False)
+        self.moves = True
+
+    def forward(self, x):
+        if self.moves:
+            self.calls += 1
+            self.lost += 1
+        return self.layer(x)
+
+
+def test_a_rehearsal_names_what_no_checkpoint_holds():
+    model, x = Counting(), torch.randn(4, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"model\.lost"):
+        check_model(model, lambda: model(x))
+    with pytest.raises(UsageError, match=r"model\.calls"):
+        check_model(model, lambda: model(x), allow=("model.lost",))
+    check_model(model, lambda: model(x), allow=("model.lost", "model.calls"))
+    model.moves = False
+    check_model(model, lambda: model(x))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_signal_to_the_group_reaches_no_worker():
+    loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
+    deaf_workers(loader)
+    batches = iter(loader)
+    next(batches)
+    workers = batches._workers
+    for worker in workers:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid, number)
+    assert len(list(batches)) == 5
+    del batches
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_stop_is_noted_and_ends_with_75():
+    before = signal.getsignal(signal.SIGTERM)
+    stopper = Stopper()
+    stopper.listen()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a framework does
+    stopper.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopper.noted == "SIGTERM"
+    error = stopper.end("after step 3", "step-3 holds this very moment.", epoch=0, step=3)
+    assert isinstance(error, StoppedError)
+    assert error.exit_code == 75
+    stopper.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def write(folder, step, text="whole"):
+    (folder.begin(step) / "deep").mkdir()
+    (folder.folder_of(step) / "deep" / "weights").write_text(text)
+    return folder.seal(step, {"epoch": 0, "lr": (0.1, 0.2)})
+
+
+def test_the_newest_whole_one_is_taken(tmp_path):
+    folder = SealedFolder(tmp_path)
+    assert folder.newest() is None
+    for step in (9, 10):
+        write(folder, step)
+    (folder.begin(11) / "weights").write_text("never sealed")
+    assert folder.newest().step == 10
+    assert not folder.folder_of(11).exists()
+    (folder.folder_of(10) / "deep" / "weights").write_text("flipp")  # as long as before
+    with pytest.warns(CheckpointWarning, match="step-9"):
+        assert folder.newest().step == 9
+    (folder.folder_of(9) / "deep" / "weights").unlink()
+    with pytest.raises(DamagedError, match="differs"):
+        folder.newest()
+
+
+def test_a_checkpoint_is_there_until_the_one_in_its_place_is(tmp_path):
+    folder = SealedFolder(tmp_path)
+    write(folder, 10, "old")
+    (folder.begin(10) / "weights").write_text("torn")
+    again = SealedFolder(tmp_path)
+    assert (again.newest().path / "deep" / "weights").read_text() == "old"
+    write(folder, 10, "new")
+    assert (folder.newest().path / "deep" / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_what_others_wrote_is_left_alone(tmp_path):
+    folder = SealedFolder(tmp_path, "checkpoint-")
+    (tmp_path / "checkpoint-50").mkdir()
+    (tmp_path / "notes").mkdir()
+    for step in (10, 20, 30):
+        write(folder, step)
+    folder.prune(1, spared=[folder.folder_of(10)])
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "notes", "checkpoint-10", "checkpoint-30"}
+    assert [path.name for path in folder.foreign()] == ["checkpoint-50"]
+    assert folder.newest().facts["lr"] == [0.1, 0.2]
+
+
+def test_one_training_at_a_time_and_a_disk_that_refuses(tmp_path):
+    folder = SealedFolder(tmp_path)
+    write(folder, 1)
+    with pytest.raises(JobFailedError, match="No space") as caught, folder.writing():
+        raise OSError(28, "No space left on device")
+    assert "step-1 stays" in str(caught.value)
+
+
+def test_a_change_is_refused_or_named(tmp_path):
+    saved, now = {"betas": [0.9, 0.99], "lr": 0.1}, {"betas": (0.9, 0.99), "lr": 0.2}
+    with pytest.raises(UsageError, match=r"lr: 0\.1 then, 0\.2 now"):
+        refuse_changed(tmp_path, saved, now)
+    assert refuse_changed(tmp_path, saved, now, allow=("lr",)) == {"lr": (0.1, 0.2)}
+
+
+def test_a_save_that_a_stop_has_no_time_for_is_told_once(tmp_path, monkeypatch, capsys):
+    run = RunDir.create(tmp_path, "slow", "0" * 64)
+    folder = run.job_dir("cmd")
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+    monkeypatch.setenv("MEMFIT_JOB_ID", "cmd")
+    for grace in (0.0, 0.0):
+        (folder / "job.json").write_text(f'{{"grace_seconds": {grace}}}')
+        write(SealedFolder(tmp_path / "checkpoints"), 1)
+    assert capsys.readouterr().err.count("--grace") == 1
+    assert [event["kind"] for event in run.events()].count("slow_save") == 1
+
+
+def test_a_save_in_time_is_not_told(tmp_path, monkeypatch, capsys):
+    run = RunDir.create(tmp_path, "quick", "0" * 64)
+    run.job_dir("cmd").mkdir(parents=True)
+    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+    monkeypatch.setenv("MEMFIT_JOB_ID", "cmd")
+    (run.job_dir("cmd") / "job.json").write_text('{"grace_seconds": 60}')
+    write(SealedFolder(tmp_path / "checkpoints"), 1)
+    assert "grace" not in capsys.readouterr().err
