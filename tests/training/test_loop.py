@@ -47,6 +47,12 @@ def test_exact_ends_with_the_same_bytes(moment, number, tmp_path, whole):
     assert drawn.items() <= whole()[2].items()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_ctrl_c_and_sigusr1_stop_too(number, tmp_path):
+    assert in_child(train, tmp_path / "out", ("batch", 0, 2), number)[0] == 75
+    assert f"Stopped by {number.name} after step 1" in said(tmp_path / "out")
+
+
 def test_six_stops_in_one_training(tmp_path, whole):
     folder = tmp_path / "out"
     chain = [("batch", 0, 2), ("batch", 0, 3), ("batch", 0, 5), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 2)]

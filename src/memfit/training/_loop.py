@@ -428,7 +428,7 @@ class Loop:
         """Let the first forward pass of a step be tried before it is made."""
 
         def rehearse(module: Any, args: Any, kwargs: Any) -> None:
-            if self._is_open and module.training and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self._is_open and module.training:
                 handle.remove()
                 plain = getattr(module, "_orig_mod", module)
                 check_model(plain, lambda: plain(*args, **kwargs), self.allow)
