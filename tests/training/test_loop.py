@@ -258,6 +258,22 @@ def test_an_allowed_rate_is_the_one_that_holds(make, tmp_path):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(later if make else 5e-2)
 
 
+def warm_up(step, num_steps):
+    return min(1.0, step / num_steps)
+
+
+def test_arguments_of_a_function_of_the_rate_are_compared(tmp_path):
+    for num_steps in (10, 10, 20):
+        model, optimizer, _ = parts()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, num_steps=num_steps))
+        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer, schedule=schedule)
+        if num_steps == 10:
+            one_epoch(loop, lambda batch: None, optimizer)
+        else:
+            with pytest.raises(UsageError, match="schedule, num_steps: 10 then, 20 now"):
+                loop.__enter__()
+
+
 def test_another_schedule_is_refused_or_holds(tmp_path):
     def begin(step_size, allow=()):
         model, optimizer, _ = parts()
