@@ -54,7 +54,7 @@ def train(
         for _ in loop.epochs(epochs):
             for batch in loop(loader):
                 optimizer.zero_grad()
-                loss(batch).backward()
+                torch.autograd.backward(loss(batch))
                 optimizer.step()
     model.eval()
 
@@ -80,8 +80,7 @@ def words(seed: int, exact: bool) -> float:
     from transformers import BertConfig, BertForMaskedLM
 
     rng = np.random.default_rng(0)
-    text = (np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2  # each word depends on the one before
-    text = torch.tensor(text)
+    text = torch.tensor((np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2)  # each depends on the one before
 
     def mask(items: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = torch.stack(items)
