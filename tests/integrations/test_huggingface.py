@@ -320,6 +320,13 @@ def test_a_watched_training_is_the_one_that_is_not(tmp_path):
     assert whole(mode="plain") == bert.child(tmp_path, mode="plain", callbacks=[MemfitCallback()])[1]
 
 
+def test_a_named_checkpoint_that_is_not_there_is_the_frameworks_error(tmp_path):
+    trainer = bert.make(tmp_path)
+    stoppable(trainer)
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
 def test_two_adapters_on_one_trainer_are_refused(tmp_path):
     trainer = bert.make(tmp_path)
     stoppable(trainer)
