@@ -42,25 +42,20 @@ class Noisy(Dataset[Any]):
         return self.x[index] + 0.3 * torch.randn(self.x.shape[1]), self.y[index]
 
 
-def loop_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, exact: bool) -> Loop:
-    """Return the loop: a plain one, or one with keyed draws."""
-    if not exact:
-        return Loop()
-    return Loop(tempfile.mkdtemp(), seed=seed, every=10**6, keep=1, model=model, optimizer=optimizer)
-
-
 def train(
     model: torch.nn.Module, loader: Any, loss: Callable[[Any], torch.Tensor], epochs: int, seed: int, exact: bool
 ) -> None:
     """Train with AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loop = loop_of(model, optimizer, seed, exact)
     model.train()
-    for _ in loop.epochs(epochs):
-        for batch in loop(loader):
-            optimizer.zero_grad()
-            loss(batch).backward()
-            optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        keyed: dict[str, Any] = {"seed": seed, "every": 10**6, "keep": 1, "model": model, "optimizer": optimizer}
+        loop = Loop(folder, **keyed) if exact else Loop()
+        for _ in loop.epochs(epochs):
+            for batch in loop(loader):
+                optimizer.zero_grad()
+                torch.autograd.backward(loss(batch))
+                optimizer.step()
     model.eval()
 
 
@@ -85,8 +80,7 @@ def words(seed: int, exact: bool) -> float:
     from transformers import BertConfig, BertForMaskedLM
 
     rng = np.random.default_rng(0)
-    text = (np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2  # each word depends on the one before
-    text = torch.tensor(text)
+    text = torch.tensor((np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2)  # each depends on the one before
 
     def mask(items: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = torch.stack(items)
@@ -94,9 +88,15 @@ def words(seed: int, exact: bool) -> float:
         return {"input_ids": ids.masked_fill(hidden, 1), "labels": ids.masked_fill(~hidden, -100)}
 
     seed_everything(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     model = BertForMaskedLM(BertConfig(vocab_size=22, max_position_embeddings=12, **sizes))
-    loader = DataLoader(list(text[:400]), batch_size=20, shuffle=True, collate_fn=mask)
+    data: Any = list(text[:400])
+    loader: Any = DataLoader(data, batch_size=20, shuffle=True, collate_fn=mask)
     train(model, loader, lambda batch: model(**batch).loss, 8, seed, exact)
     seed_everything(0)
     with torch.no_grad():

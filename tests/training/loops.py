@@ -75,26 +75,27 @@ def ids(batch):
 
 
 def train(  # noqa: PLR0913
-    folder, at, *, seed=1, workers=0, collate=masked, rate=1e-2, allow=(), data=None, wrap=lambda x: x
+    folder, at, *, seed=1, workers=0, collate=masked, rate=1e-2, allow=(), data=None, wrap=lambda x: x, carries=False
 ):
-    """Train a plain loop; return the hash of what it leaves, the samples of each batch, and evaluations."""
+    """Train a plain loop; return the hash of what it leaves, the samples of each batch, and what each evaluation drew."""
     model, optimizer, schedule = parts(rate)
     loop = Loop(folder, seed=seed, every=2, allow=allow, model=model, optimizer=optimizer, schedule=schedule)
-    batches, seen, evaluated = wrap(loader(collate, workers, data)), [], []
+    batches, seen, evaluated = wrap(loader(collate, workers, data)), [], {}
     for epoch in loop.epochs(NUM_EPOCHS):
         for batch in loop(batches):
             loss = model(batch[1]).square().mean()
             (loss / ACCUMULATION).backward()
             seen.append(ids(batch))
             at(("batch", epoch, loop.batch))
-            if loop.batch % ACCUMULATION == 0 or loop.batch == NUM_SAMPLES // BATCH:
+            number = loop.batch + carries * epoch * NUM_SAMPLES // BATCH
+            if number % ACCUMULATION == 0 or (loop.batch == NUM_SAMPLES // BATCH and not carries):
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             loop.log(loss)
         at(("evaluation", epoch))
-        evaluated.append(epoch)
-        loop.log(score=float(torch.rand(())))
+        evaluated[epoch] = float(torch.rand(()))
+        loop.log(score=evaluated[epoch])
     return digest(model, optimizer), seen, evaluated
 
 

@@ -42,8 +42,9 @@ def test_exact_ends_with_the_same_bytes(moment, number, tmp_path, whole):
     workers = 2 if moment == ("batch", 1, 3) else 0
     code, _ = in_child(train, folder, moment, number, workers=workers)
     assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL), said(folder)
-    code, (digest, *_) = in_child(train, folder, workers=2 - workers if moment == ("batch", 0, 4) else 0)
+    code, (digest, _, drawn) = in_child(train, folder, workers=2 - workers if moment == ("batch", 0, 4) else 0)
     assert (code, digest) == (0, whole()[0]), said(folder)
+    assert drawn.items() <= whole()[2].items()
 
 
 def test_six_stops_in_one_training(tmp_path, whole):
@@ -53,14 +54,22 @@ def test_six_stops_in_one_training(tmp_path, whole):
     assert codes == [75] * 5, said(folder)
     code, (digest, _, evaluated) = in_child(train, folder, chain[-1])  # all is done: the script ends as it would
     assert (code, digest) == (0, whole()[0]), said(folder)
-    assert evaluated == [1, 2]
-    assert in_child(train, folder)[1] == (digest, [], [])
+    assert list(evaluated) == [1, 2]
+    assert in_child(train, folder)[1] == (digest, [], {})
+
+
+def test_no_checkpoint_lies_inside_an_accumulation(tmp_path, whole):
+    folder, options = tmp_path / "out", {"carries": True}  # the fifth batch of an epoch belongs to the next one's step
+    unbroken = whole(**options)[0]
+    assert in_child(train, folder, ("evaluation", 0), **options)[0] == 75
+    assert "Stopped by SIGTERM after step 3" in said(folder)
+    assert in_child(train, folder, **options)[1][0] == unbroken != whole()[0]
 
 
 def test_a_stop_in_evaluation_keeps_what_comes_after_it(tmp_path):
     folder = tmp_path / "out"
     assert in_child(train, folder, ("evaluation", 0))[0] == 75
-    assert in_child(train, folder)[1][2] == [1, 2]
+    assert in_child(train, folder)[1][2].keys() == {1, 2}
 
 
 def test_torn_and_damaged_checkpoints_are_not_taken(tmp_path, whole):
@@ -79,9 +88,18 @@ def test_torn_and_damaged_checkpoints_are_not_taken(tmp_path, whole):
     assert not torn.exists()
 
 
-@pytest.mark.parametrize("collate, same", [(plain, True), (masked, False)])
-def test_stop_sees_each_sample_once_and_says_what_is_not_exact(collate, same, tmp_path, whole):
-    folder, options = tmp_path / "out", {"seed": None, "collate": collate}
+def with_generator(made):
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(made.dataset, made.batch_size, shuffle=True, collate_fn=plain, generator=generator)
+
+
+STOPS = [({"collate": plain}, True), ({"collate": masked}, False), ({"collate": plain, "workers": 2}, True)]
+STOPS += [({"wrap": with_generator}, True)]
+
+
+@pytest.mark.parametrize("options, same", STOPS, ids=["plain", "masked", "workers", "generator"])
+def test_stop_sees_each_sample_once_and_says_what_is_not_exact(options, same, tmp_path, whole):
+    folder, options = tmp_path / "out", {"seed": None, **options}
     unbroken, seen, _ = whole(**options)
     code, _ = in_child(train, folder, ("batch", 1, 2), **options)
     assert code == 75
@@ -108,9 +126,26 @@ def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
     assert "8 samples of epoch 2 are seen again" in said(folder)
 
 
+class Numbered:
+    """Batches by number, in another order each epoch, that draw."""
+
+    def __init__(self, made):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        return masked([torch.full((4,), (number * self.epoch + one) / 20) for one in range(4)])
+
+
 def test_batches_by_number_are_exact(tmp_path, whole):
-    folder, options = tmp_path / "out", {"wrap": list}
-    unbroken = whole(**options)[0]
+    folder, options = tmp_path / "out", {"wrap": Numbered}
+    unbroken, seen, _ = whole(**options)
+    assert seen[:5] != seen[5:10]
     in_child(train, folder, ("batch", 1, 2), **options)
     assert in_child(train, folder, **options)[1][0] == unbroken
 
@@ -157,6 +192,19 @@ def test_stop_and_resume_are_events(tmp_path, events):
     assert {"epoch": 1, "step": 1}.items() <= events("resume")[0].items()
 
 
+def test_a_stop_before_anything_was_trained_saves_nothing(tmp_path, events):
+    model, optimizer, _ = parts()
+    for kept in ("nothing was trained yet", "step-5 holds this very moment"):
+        loop = Loop(tmp_path, every=9, model=model, optimizer=optimizer)
+        with pytest.raises(StoppedError, match=kept), loop:
+            signal.raise_signal(signal.SIGTERM)
+            for _ in loop.epochs(2):
+                next(loop(loader()))
+        assert len(events("checkpoint")) == (kept != "nothing was trained yet")
+        if not events("checkpoint"):
+            one_epoch(Loop(tmp_path, every=9, model=model, optimizer=optimizer), lambda batch: None, optimizer)
+
+
 def test_a_changed_rate_is_refused_or_taken_as_a_fork(tmp_path, events):
     folder = tmp_path / "out"
     stopped(folder)
@@ -169,11 +217,20 @@ def test_a_changed_rate_is_refused_or_taken_as_a_fork(tmp_path, events):
     assert changed != train(again, ignore)[0]
 
 
-@pytest.mark.parametrize("with_schedule", [True, False])
-def test_an_allowed_rate_is_the_one_that_holds(with_schedule, tmp_path):
+def tenth(step):
+    return 0.1 if step == 5 else 0.5
+
+
+SCHEDULES = [None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+SCHEDULES += [lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, tenth)]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_an_allowed_rate_is_the_one_that_holds(make, tmp_path):
     def begin(rate, allow=()):
-        model, optimizer, schedule = parts(rate)
-        own = {"schedule": schedule} if with_schedule else {}
+        model, optimizer, _ = parts(rate)
+        schedule = make(optimizer) if make else None
+        own = {"schedule": schedule} if make else {}
         return (
             Loop(tmp_path, seed=1, every=1, allow=allow, model=model, optimizer=optimizer, **own),
             optimizer,
@@ -184,11 +241,34 @@ def test_an_allowed_rate_is_the_one_that_holds(with_schedule, tmp_path):
     for _ in loop.epochs(1):
         for _ in loop(loader()):
             optimizer.step()
-            schedule.step() if with_schedule else None
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 if with_schedule else 1e-2)
+            schedule.step() if make else None
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 if make else 1e-2)
     loop, optimizer, schedule = begin(5e-2, ["learning_rate"])
     with loop:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 if with_schedule else 5e-2)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 if make else 5e-2)
+        optimizer.step()
+        schedule.step() if make else None
+        later = 2.5e-2 if make is SCHEDULES[2] else 5e-4
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(later if make else 5e-2)
+
+
+def test_another_schedule_is_refused_or_holds(tmp_path):
+    def begin(step_size, allow=()):
+        model, optimizer, _ = parts()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
+        return (
+            Loop(tmp_path, every=1, allow=allow, model=model, optimizer=optimizer, schedule=schedule),
+            optimizer,
+            schedule,
+        )
+
+    loop, optimizer, _ = begin(3)
+    one_epoch(loop, lambda batch: None, optimizer)
+    with pytest.raises(UsageError, match="schedule, step_size: 3 then, 2 now"):
+        begin(2)[0].__enter__()
+    loop, _, schedule = begin(2, ["schedule"])
+    with loop:
+        assert schedule.step_size == 2
 
 
 def test_more_data_and_another_batch_are_named(tmp_path):
@@ -217,7 +297,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
 def test_stop_becomes_exact_between_two_epochs(tmp_path):
     folder = tmp_path / "out"
     in_child(train, folder, ("evaluation", 0), seed=None)
-    assert train(folder, ignore, seed=1)[2] == [1, 2]
+    assert train(folder, ignore, seed=1)[2].keys() == {1, 2}
     folder = tmp_path / "other"
     stopped(folder, seed=None)
     with pytest.raises(UsageError, match="seed: None then, 1 now"):
@@ -329,6 +409,32 @@ def test_safe_step_in_a_loop_recovers_stops_and_resumes(tmp_path):
     assert (code, num_ooms > 0, steps) == (0, True, 10)
     assert in_child(safe, tmp_path / "out", ("batch", 1, 2))[0] == 75
     assert in_child(safe, tmp_path / "out")[1][0] == unbroken
+
+
+def scaled(folder, at):
+    """Train with a gradient scaler and two optimizers; one step in four has gradients that are not finite."""
+    model, optimizer, _ = parts()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    loop = Loop(folder, seed=1, every=2, model=model, optimizer=optimizer, other=other, scaler=scaler)
+    for epoch in loop.epochs(2):
+        for batch in loop(loader()):
+            loss = model(batch[1]).square().mean() * (torch.inf if loop.batch == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            other.step()
+            optimizer.zero_grad()
+            at(("batch", epoch, loop.batch))
+    return loops.digest(model, optimizer), scaler.get_scale(), loop.step
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 2), ("batch", 1, 3)])
+def test_a_scaler_that_skips_a_step_and_two_optimizers(moment, tmp_path):
+    unbroken = in_child(scaled, tmp_path / "whole")[1]
+    assert unbroken[2] == 8  # of ten batches two were skipped
+    assert in_child(scaled, tmp_path / "out", moment)[0] == 75
+    assert in_child(scaled, tmp_path / "out")[1] == unbroken
 
 
 def test_another_machine_is_told(tmp_path):

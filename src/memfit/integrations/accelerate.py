@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "accelerate", __name__) from error
 
 from memfit.errors import UsageError
-from memfit.training import Loop, LoopParts, deaf_workers, order_of
+from memfit.training import Journal, Loop, LoopParts, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
@@ -50,6 +50,8 @@ class MemfitCallback(Loop):
     def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str | None = None, **settings: Any) -> None:
         super().__init__(folder, **settings)
         self.parts = _Prepared(accelerator)
+        if not accelerator.is_main_process:
+            self.journal = _Silent()
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch that are left.
@@ -58,6 +60,19 @@ class MemfitCallback(Loop):
             loader: What ``accelerator.prepare`` gave.
         """
         return self(loader)
+
+
+class _Silent(Journal):
+    """That of the processes beside the first, so that an event is written once."""
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, *where: Any) -> None:
+        pass
+
+    def epoch(self, *figures: Any) -> None:
+        pass
 
 
 class Stop(MemfitCallback):
@@ -155,8 +170,8 @@ class _Prepared(LoopParts):
             refused = ("use_stateful_dataloader is on: there would be two keepers of one position.", "leave it off")
         elif accelerator.project_configuration.automatic_checkpoint_naming:
             refused = ("automatic_checkpoint_naming is on: Accelerate would choose other folders.", "leave it off")
-        elif not accelerator._models:
-            refused = ("The accelerator has prepared no model.", "call accelerator.prepare(...) before `with`")
+        elif not (accelerator._models and accelerator._optimizers):
+            refused = ("The accelerator has prepared no model or no optimizer.", "call prepare(...) before `with`")
         if refused:
             rule = "one process keeps its position and saves what accelerator.prepare() was given."
             raise UsageError(refused[0], rule=rule, remedy=refused[1])
@@ -188,6 +203,9 @@ class _Prepared(LoopParts):
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         loader.iteration = epoch  # a resumed process would begin at 0
+
+    def is_over(self, loader: Any) -> bool:
+        return bool(loader.end_of_dataloader)
 
     def source(self, loader: Any) -> Any:
         return super().source(getattr(loader, "base_dataloader", loader))

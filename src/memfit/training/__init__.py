@@ -32,6 +32,7 @@ from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import Leak as Leak
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
+from memfit.training._loop import data_identity as data_identity
 from memfit.training._loop import order_of as order_of
 from memfit.training._loop_parts import LoopParts as LoopParts
 from memfit.training._oom import Cleanup as Cleanup
@@ -51,6 +52,7 @@ from memfit.training._probes import check_loader as check_loader
 from memfit.training._probes import check_model as check_model
 from memfit.training._process import Stopper as Stopper
 from memfit.training._process import rng_state as rng_state
+from memfit.training._process import say as say
 from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
 from memfit.training._records import EpochRecord as EpochRecord
@@ -64,6 +66,7 @@ from memfit.training._split import WHOLE as WHOLE
 from memfit.training._split import ByGroup as ByGroup
 from memfit.training._split import BySample as BySample
 from memfit.training._split import Split as Split
+from memfit.training._split import samples_in as samples_in
 from memfit.training._stacks import Stack as Stack
 from memfit.training._stacks import likely_cause as likely_cause
 from memfit.training._stacks import register_stack_dump as register_stack_dump

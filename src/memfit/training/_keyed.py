@@ -45,19 +45,24 @@ def keyed_rng(*key: int) -> Iterator[None]:
     second of a pair of normal numbers.
     """
     python, torch_state, bits = random.getstate(), torch.get_rng_state(), get_bit_generator()
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
-    random.seed(digest[:8])
-    torch.default_generator.manual_seed(int.from_bytes(digest[8:16]))  # torch.manual_seed would queue one for every GPU
     own = _SPARE_BITS.pop() if _SPARE_BITS else np.random.MT19937(0)
     set_bit_generator(own)
-    np.random.seed(int.from_bytes(digest[16:]))
     try:
+        seed_key(*key)
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(torch_state)
         set_bit_generator(bits)
         _SPARE_BITS.append(own)
+
+
+def seed_key(*key: int) -> None:
+    """Go on, inside of a ``keyed_rng``, with another key, in a third of the time of another ``keyed_rng``."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
+    random.seed(digest[:8])
+    torch.default_generator.manual_seed(int.from_bytes(digest[8:16]))  # torch.manual_seed would queue one for every GPU
+    np.random.seed(int.from_bytes(digest[16:]))
 
 
 class KeyedDataset(Dataset[Any]):

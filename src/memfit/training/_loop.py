@@ -244,7 +244,7 @@ class Loop:
                 break
             if source is not None and self._draws is not None:
                 states.append(source.state_dict())
-                self._draws["source"] = states[0]
+                self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
             self._is_open = True
@@ -269,13 +269,13 @@ class Loop:
         if order is not None:
             order.set_epoch(at.epoch)
             order.skip(at.sample)
-            return iter(() if at.sample >= len(order) else loader)
+            return iter(() if count == self._num_batches else loader)
         if _kind_of(loader) == "indexed":
             self._restore_draws()
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(at.epoch + 1)
             return (self._item(loader, number) for number in range(count, len(loader)))
-        if count == _length(loader):
+        if count == self._num_batches or (draws or {}).get("is_over"):
             return iter(())
         generators = _generators(loader)
         if draws is None or not count:
@@ -367,17 +367,11 @@ class Loop:
 
     def _begin(self) -> None:
         """Count steps, listen to signals, go on from the newest checkpoint, and rehearse the models."""
-        self.parts.check()
         self._optimizers = self.parts.optimizers()
-        if self._folder is not None and not self._optimizers:
-            raise UsageError(
-                "No optimizer was named.",
-                rule="a checkpoint holds the parts of a training, and is written after an optimizer step.",
-                remedy="pass model=model, optimizer=optimizer, and what else has a state",
-            )
         for optimizer in self._optimizers:
             self._stack.callback(optimizer.register_step_post_hook(self._note_step).remove)
         if self._folder is not None:
+            self.parts.check()
             seed = None if self._stream is None else self._stream.seed
             self._identity = {"seed": seed, "stream": self._stream and self._stream.version}
             self._identity |= self.settings | self.parts.identity()
@@ -420,7 +414,7 @@ class Loop:
 
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
-        now = _data_identity(loader)
+        now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
             self._refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
@@ -445,7 +439,7 @@ def _is_stream(loader: Any) -> bool:
     return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
 
 
-def _data_identity(loader: Any) -> dict[str, Any]:
+def data_identity(loader: Any) -> dict[str, Any]:
     """Return what must not change of a loader between a checkpoint and its resume; workers may."""
     batches, data, order = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader), order_of(loader)
     sampler = order.sampler if order is not None else getattr(batches, "sampler", batches)

@@ -44,6 +44,12 @@ class LoopParts:
 
     def check(self) -> None:
         """Refuse what cannot be stopped and resumed."""
+        if not self.optimizers():
+            raise UsageError(
+                "No optimizer was named.",
+                rule="a checkpoint holds the parts of a training, and is written after an optimizer step.",
+                remedy="pass model=model, optimizer=optimizer, and what else has a state",
+            )
 
     def models(self) -> dict[str, torch.nn.Module]:
         return {name: one for name, one in self.parts.items() if isinstance(one, torch.nn.Module)}
@@ -119,6 +125,10 @@ class LoopParts:
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         """Tell a loader the epoch, counted from 0, if it keeps one."""
+
+    def is_over(self, loader: Any) -> bool:
+        """Return whether a stream is known to have given its last batch."""
+        return False
 
     def source(self, loader: Any) -> Any:
         """Return what exports the position of a stream; None if nothing does."""

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
 
 from memfit.errors import UsageError
-from memfit.training._keyed import KeyedDataset, keyed_rng
+from memfit.training._keyed import KeyedDataset, keyed_rng, seed_key
 from memfit.training._process import STOP_SIGNALS
 
 #: The version of what is drawn under which key. Another one would be another training.
@@ -64,7 +64,13 @@ class KeyedStream:
         """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
         digest = hashlib.blake2b(repr((self.seed, _ORDER, number)).encode(), digest_size=20).digest()
         random.seed(digest[:8])
-        torch.manual_seed(int.from_bytes(digest[8:16]))
+        seed = int.from_bytes(digest[8:16])
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each unused device
+        for device in (torch.cuda, torch.xpu):
+            if device.is_initialized():
+                device.manual_seed_all(seed)
+        if torch.backends.mps.is_available():
+            torch.mps.manual_seed(seed)
         np.random.seed(int.from_bytes(digest[16:]))
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -156,7 +162,12 @@ class _KeyedItems(KeyedDataset):
             with keyed_rng(self.seed, epoch, _BATCH, *indices):
                 batch = _Batch(together(indices))
         else:
-            batch = _Batch(self[key] for key in keys)
+            batch = _Batch()
+            with keyed_rng(self.seed, *keys[0]):
+                for epoch, index in keys:
+                    self._follow(epoch)
+                    seed_key(self.seed, epoch, index)
+                    batch.append(self.dataset[index])
         batch.key = (keys[0][0], _COLLATION, *indices)
         return batch
 

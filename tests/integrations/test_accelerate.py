@@ -1,0 +1,300 @@
+"""A loop of Accelerate is watched, stops and resumes by the real package, to the same bytes where that was asked for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate import Accelerator, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
+
+from memfit.errors import UsageError  # noqa: E402
+from memfit.integrations.accelerate import Exact, MemfitCallback, Stop  # noqa: E402
+from memfit.training import SafeStep  # noqa: E402
+from training import loops  # noqa: E402
+from training.conftest import events  # noqa: E402, F401
+from training.loops import NUM_EPOCHS, digest, ids, in_child, loader, masked, parts, plain, said  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:accelerate.*")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def ignore(moment):
+    pass
+
+
+def make(form, accelerator, folder, allow=()):
+    if form is MemfitCallback:
+        return MemfitCallback(accelerator)
+    seed = {"seed": 1} if form is Exact else {}
+    return form(accelerator, folder, every=2, allow=allow, **seed)
+
+
+def tear_the_next_save(accelerator, after):
+    """Let the process die in the midst of a save, after so many."""
+    save, done = accelerator.save_state, []
+
+    def torn(path):
+        done.append(save(path))
+        if len(done) > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    accelerator.save_state = torn
+
+
+def train(  # noqa: PLR0913
+    folder,
+    at,
+    *,
+    form=Exact,
+    workers=0,
+    collate=masked,
+    rate=1e-2,
+    allow=(),
+    data=None,
+    accumulation=2,
+    tear=False,
+    **settings,
+):
+    """Train in Accelerate; return the hash of what it leaves, the samples of each batch, and evaluations."""
+    seedable = DataLoaderConfiguration(use_seedable_sampler=settings.pop("seedable", False))
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable, **settings
+    )
+    model, optimizer, schedule = parts(rate)
+    run = make(form, accelerator, folder, allow)
+    batches = run.loader(loader(collate, workers, data))
+    model, optimizer, schedule, batches, valid = accelerator.prepare(
+        model, optimizer, schedule, batches, DataLoader(loops.Samples(), 4, num_workers=workers)
+    )
+    seen, evaluated = [], []
+    with run:
+        if tear:
+            tear_the_next_save(accelerator, after=2)
+        for epoch in run.epochs(NUM_EPOCHS):
+            for batch in run.batches(batches):
+                with accelerator.accumulate(model):
+                    loss = model(batch[1]).square().mean()
+                    accelerator.backward(loss)
+                    seen.append(ids(batch))
+                    at(("batch", epoch, run.batch))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                run.log(loss)
+            for number, _ in enumerate(valid):
+                at(("evaluation", epoch, number))
+            evaluated.append(epoch)
+    return digest(accelerator.unwrap_model(model), optimizer), seen, evaluated
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an unbroken training leaves, by its options."""
+    made = {}
+
+    def find(**options):
+        key = repr(sorted(options.items(), key=repr))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("whole") / "out"
+            code, made[key] = in_child(train, folder, **options)
+            assert code == 0, said(folder)
+        return made[key]
+
+    return find
+
+
+MOMENTS = [
+    (("batch", 0, 1), {}, {}),
+    (("batch", 0, 5), {}, {"seedable": True}),
+    (("batch", 1, 3), {"workers": 2}, {"workers": 2}),
+    (("batch", 1, 4), {"workers": 2, "seedable": True}, {}),
+    (("batch", 2, 1), {}, {"workers": 2}),
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment, first, second", MOMENTS, ids=lambda value: str(value))
+def test_exact_ends_with_the_same_bytes(moment, first, second, number, tmp_path, whole):
+    folder = tmp_path / "out"
+    code, _ = in_child(train, folder, moment, number, **first)
+    assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL), said(folder)
+    code, result = in_child(train, folder, **second)
+    assert code == 0, said(folder)
+    assert result[0] == whole()[0]
+
+
+def test_a_stop_in_evaluation_spares_its_workers_and_keeps_what_comes_after_it(tmp_path, whole):
+    folder = tmp_path / "out"
+    assert in_child(train, folder, ("evaluation", 0, 1), workers=2)[0] == 75, said(folder)
+    code, (found, _, evaluated) = in_child(train, folder)
+    assert (code, found, evaluated) == (0, whole()[0], [1, 2])
+
+
+def test_bf16_is_exact(tmp_path, whole):
+    folder, options = tmp_path / "out", {"mixed_precision": "bf16"}
+    assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
+    found = in_child(train, folder, **options)[1][0]
+    assert found == whole(**options)[0] != whole()[0]
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_stop_sees_each_sample_once(seedable, tmp_path, whole):
+    folder, options = tmp_path / "out", {"form": Stop, "collate": plain, "seedable": seedable}
+    unbroken, seen, _ = whole(**options)
+    assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
+    code, (found, rest, _) = in_child(train, folder, **options)
+    assert (code, rest, found) == (0, seen[9:], unbroken)  # nothing but order and dropout is random here
+    assert "sealed and not exact" in said(folder)
+
+
+def test_a_stream_goes_on_where_its_state_says(tmp_path, whole):
+    options = {"form": Stop, "collate": plain, "data": loops.Resumable(), "accumulation": 1}
+    seen = whole(**options)[1]
+    for number, batch in enumerate((1, 2, 5)):
+        folder = tmp_path / f"out{number}"
+        assert in_child(train, folder, ("batch", 1, batch), **options)[0] == 75, said(folder)
+        # Accelerate reads a batch ahead: what came before the first one of an epoch is not known after it
+        assert in_child(train, folder, **options)[1][1] == seen[5 + max(batch, 2) :], said(folder)
+
+
+def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
+    folder, options = tmp_path / "out", {"form": Stop, "collate": plain, "data": loops.Stream()}
+    assert in_child(train, folder, ("batch", 1, 2), **options)[0] == 75, said(folder)
+    assert in_child(train, folder, **options)[1][1][0] == [1, 2, 3, 4]
+    assert "8 samples of epoch 2 are seen again" in said(folder)
+
+
+def test_a_torn_checkpoint_is_not_taken(tmp_path, whole):
+    folder = tmp_path / "out"
+    assert in_child(train, folder, ("batch", 1, 3), workers=0, tear=True)[0] == -signal.SIGKILL
+    assert [path.name for path in sorted(folder.glob("step-*")) if not (path / "SEAL.json").exists()] == ["step-4"]
+    code, (found, *_) = in_child(train, folder)
+    assert (code, found) == (0, whole()[0])
+
+
+@pytest.mark.parametrize("form", [MemfitCallback, Stop])
+def test_what_is_watched(form, tmp_path, events):  # noqa: F811
+    train(tmp_path / "out", ignore, form=form)
+    assert {"train", "validate"} <= {event["phase"] for event in events("phase")}
+    last = events("epoch")[-1]
+    assert (last["epoch"], last["num_epochs"], last["train_loss"] > 0) == (3, 3, True)
+    assert {"epoch": 1, "step": 1, "num_steps": 3}.items() <= events("step")[0].items()
+    assert len(events("checkpoint")) == (0 if form is MemfitCallback else 6)
+
+
+def test_of_several_processes_the_first_is_watched(events):  # noqa: F811
+    for index in (1, 0):
+        accelerator = Accelerator(cpu=True)
+        PartialState._shared_state |= {"num_processes": 2, "process_index": index}
+        watch = MemfitCallback(accelerator)
+        for _ in watch.epochs(1):
+            assert len(list(watch.batches(loader()))) == 5
+        assert all(len(events(kind)) == 1 - index for kind in ("step", "epoch"))
+
+
+def test_changes_are_refused_or_taken_as_a_fork(tmp_path, events):  # noqa: F811
+    def at(moment):
+        if moment == ("batch", 1, 3):
+            signal.raise_signal(signal.SIGTERM)
+
+    folder = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        train(folder, at)
+    for name, text, changed in (
+        ("accumulation", "2 then, 3 now", {"accumulation": 3}),
+        ("learning_rate", r"\[0.01\] then, \[0.05\] now", {"rate": 0.05}),
+        ("mixed_precision", "no then, bf16 now", {"mixed_precision": "bf16"}),
+    ):
+        AcceleratorState._reset_state(True)
+        with pytest.raises(UsageError, match=f"{name}: {text}"):
+            train(folder, ignore, **changed)
+    AcceleratorState._reset_state(True)
+    train(folder, ignore, rate=0.05, allow=["learning_rate"])
+    assert events("fork")[0]["changed"] == {"learning_rate": [[0.01], [0.05]]}
+
+
+def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
+    seen = []
+    with pytest.raises(UsageError, match="stream"):
+        train(tmp_path, seen.append, data=loops.Resumable())
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match="prepared no model"), Stop(accelerator, tmp_path, every=1):
+        pass
+    model, optimizer, _ = parts()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    with pytest.raises(UsageError, match="not made exact"), Exact(accelerator, tmp_path, seed=1, every=1) as run:
+        run.batches(batches)
+    accelerator.project_configuration = ProjectConfiguration(automatic_checkpoint_naming=True)
+    with pytest.raises(UsageError, match="automatic_checkpoint_naming"), Stop(accelerator, tmp_path, every=1):
+        pass
+    accelerator.dataloader_config = DataLoaderConfiguration(use_stateful_dataloader=False)
+    accelerator.dataloader_config.use_stateful_dataloader = True  # without torchdata only here
+    with pytest.raises(UsageError, match="two keepers"), Stop(accelerator, tmp_path, every=1):
+        pass
+    accelerator.state._shared_state["num_processes"] = 2
+    with pytest.raises(UsageError, match="2 processes"), Exact(accelerator, tmp_path, seed=1, every=1):
+        pass
+    assert seen == []
+
+
+def safe(folder, at):
+    """Train by a SafeStep in Accelerate, on a device that fits three samples."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = parts()
+    run = Exact(accelerator, folder, seed=1, every=2)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, run.loader(loader()))
+
+    def loss(model, batch):
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(batch[1]).square().sum(), len(batch[0])
+
+    step = SafeStep(model, optimizer, loss, backward=accelerator.backward)
+    accelerator.register_for_checkpointing(step)
+    with run:
+        for epoch in run.epochs(2):
+            for batch in run.batches(batches):
+                run.log(step(batch).loss)
+                at(("batch", epoch, run.batch))
+    return digest(accelerator.unwrap_model(model), optimizer), step.num_ooms, run.step
+
+
+def test_safe_step_recovers_stops_and_resumes(tmp_path):
+    code, result = in_child(safe, tmp_path / "whole")
+    assert code == 0, said(tmp_path / "whole")
+    assert (result[1] > 0, result[2]) == (True, 10)
+    assert in_child(safe, tmp_path / "out", ("batch", 1, 2))[0] == 75
+    assert in_child(safe, tmp_path / "out")[1][0] == result[0]
+
+
+def test_frameworks_are_imported_by_their_own_module_alone(tmp_path):
+    (tmp_path / "accelerate.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')"
+    )
+    program = """
+import sys, memfit.integrations
+assert not {"accelerate", "transformers", "lightning", "torch"} & set(sys.modules)
+from memfit.errors import MissingExtraError
+try:
+    import memfit.integrations.accelerate
+except MissingExtraError as error:
+    assert "pip install 'memfit[accelerate]'" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

@@ -1,0 +1,227 @@
+"""A training in Lightning is watched, stops and resumes by the real package, to the same bytes where that was asked for."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from memfit.errors import DamagedError, UsageError
+from memfit.integrations.lightning import Exact, MemfitCallback, Stop
+from training.conftest import events  # noqa: F401
+from training.loops import Stream, digest, ids, in_child, loader, masked, plain, said
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.*litmodels"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+NUM_EPOCHS = 3
+
+
+class Module(LightningModule):
+    def __init__(self, at, rate=1e-2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        self.at, self.rate, self.seen, self.losses, self.calls, self.counts = at, rate, [], [], 0, False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[1]).square().mean()
+        self.log("loss", loss)
+        self.seen.append(ids(batch))
+        self.losses.append(repr(float(loss.detach())))
+        self.calls += self.counts
+        self.batch_idx = batch_idx
+        return loss
+
+    def on_after_backward(self):
+        self.at(("batch", self.current_epoch, self.batch_idx))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0], batch[1] + 0.01 * torch.rand(())  # what is drawn between two steps counts, too
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(7)  # the draws of others change nothing
+        self.log("score", self.net(batch[1]).mean())
+        if not self.trainer.sanity_checking:
+            self.at(("evaluation", self.current_epoch, batch_idx))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+def ignore(moment):
+    pass
+
+
+def make_trainer(**options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    settings = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": 2, "logger": False, "accelerator": "cpu", **quiet}
+    return Trainer(**(settings | options))
+
+
+def train(folder, at, *, form=Exact, workers=0, rate=1e-2, allow=(), persistent=False, **options):
+    """Train; return the hash of what it leaves, the samples of each batch and their losses."""
+    module, seed = Module(at, rate), {"seed": 1} if form is Exact else {}
+    one = form(folder, every=2, allow=allow, **seed)
+    batches = loader(masked, workers)
+    if persistent:
+        batches = DataLoader(
+            batches.dataset, 4, shuffle=True, collate_fn=masked, num_workers=2, persistent_workers=True
+        )
+    trainer = make_trainer(**options)
+    one.fit(trainer, module, batches, loader(masked, workers))
+    return digest(module, trainer.optimizers[0]), module.seen, module.losses
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an unbroken training leaves."""
+    return in_child(train, tmp_path_factory.mktemp("whole") / "whole")[1]
+
+
+MOMENTS = [("batch", 0, 0), ("batch", 0, 2), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 0, 1), ("batch", 2, 0)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: "-".join(map(str, moment)))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, whole, moment, number):
+    code, _ = in_child(train, tmp_path / "part", moment, number)
+    assert code == (75 if number == signal.SIGTERM else -9), said(tmp_path / "part")
+    code, part = in_child(train, tmp_path / "part", workers=0)
+    assert code == 0, said(tmp_path / "part")
+    assert part[0] == whole[0]
+    if part[1]:
+        assert (part[1], part[2]) == (whole[1][-len(part[1]) :], whole[2][-len(part[2]) :])
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"persistent": True}, {"precision": "bf16-mixed"}])
+def test_workers_and_bf16(tmp_path, whole, options):
+    if "precision" in options:
+        _, whole = in_child(train, tmp_path / "whole", **options)
+    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), **options)
+    assert code == 75, said(tmp_path / "part")
+    code, part = in_child(train, tmp_path / "part", **options)
+    assert (code, part[0]) == (0, whole[0]), said(tmp_path / "part")
+
+
+def test_a_chain_of_stops_and_the_end_that_is_saved(tmp_path, whole):
+    for moment in [("batch", 0, 1), ("batch", 0, 3), ("batch", 1, 0), ("evaluation", 1, 0), ("batch", 2, 3)]:
+        code, _ = in_child(train, tmp_path / "part", moment)
+        assert code == 75, said(tmp_path / "part")
+    for count in (2, 0):  # the last one finds the end
+        code, part = in_child(train, tmp_path / "part")
+        assert (code, part[0], min(len(part[1]), 2)) == (0, whole[0], min(count, len(part[1]))), said(tmp_path / "part")
+
+
+def test_a_stop_in_the_last_step_is_no_stop(tmp_path):
+    assert in_child(train, tmp_path / "part", ("evaluation", 2, 1))[0] == 0
+
+
+def test_stop_says_what_is_not_exact(tmp_path):
+    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), form=Stop)
+    assert code == 75
+    code, part = in_child(train, tmp_path / "part", form=Stop)
+    assert code == 0
+    assert len(part[1]) == 6  # the rest of epoch 2, and epoch 3
+    assert "epoch 2 goes on in another order" in said(tmp_path / "part")
+
+
+@pytest.mark.filterwarnings("ignore::memfit.training.CheckpointWarning")
+def test_a_torn_and_a_damaged_checkpoint_are_passed_over(tmp_path, whole):
+    in_child(train, tmp_path / "part", ("batch", 2, 0))
+    folders = sorted((tmp_path / "part").glob("step-*"), key=lambda one: int(one.name[5:]))
+    (folders[-1] / "lightning.ckpt").write_bytes(b"cut")
+    (tmp_path / "part" / "step-99").mkdir()
+    (tmp_path / "part" / "step-99" / ".unsealed").touch()
+    code, part = in_child(train, tmp_path / "part")
+    assert code == 0, said(tmp_path / "part")
+    assert part[0] == whole[0]
+    for folder in (tmp_path / "part").glob("step-*"):
+        (folder / "lightning.ckpt").unlink()
+    with pytest.raises(DamagedError, match="missing"):
+        train(tmp_path / "part", ignore)
+
+
+def test_another_rate_is_refused_or_taken(tmp_path, whole, events):  # noqa: F811
+    in_child(train, tmp_path / "part", ("batch", 1, 2))
+    with pytest.raises(UsageError, match="learning_rate"):
+        train(tmp_path / "part", ignore, rate=1e-1)
+    changed, _, _ = train(tmp_path / "part", ignore, rate=1e-1, allow=("learning_rate",))
+    assert changed != whole[0]
+    assert [one["changed"]["learning_rate"] for one in events("fork")] == [[[1e-2], [1e-1]]]
+
+
+class Counting(Module):
+    def __init__(self):
+        super().__init__(ignore)
+        self.counts = True
+
+
+class ByHand(Module):
+    def __init__(self):
+        super().__init__(ignore)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "named"),
+    [
+        (Counting, None, {}, r"model\.calls"),
+        (ByHand, None, {"accumulate_grad_batches": 1}, "by hand"),
+        (lambda: Module(ignore), Stream(), {}, "stream"),
+        (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):
+    one, batches = module(), loader(plain, data=data)
+    before = {name: value.clone() for name, value in one.state_dict().items()}
+    with pytest.raises(UsageError, match=named):
+        Exact(tmp_path, seed=1, every=2).fit(make_trainer(**options), one, batches)
+    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_it_must_be_asked_to_fit(tmp_path):
+    with pytest.raises(UsageError, match="not asked to fit"):
+        make_trainer(callbacks=[Stop(tmp_path, every=2)]).fit(Module(ignore), loader(plain))
+
+
+def test_watching_changes_nothing_and_tells_all(tmp_path, events):  # noqa: F811
+    def run(callbacks):
+        module, trainer = Module(ignore), make_trainer(callbacks=callbacks)
+        trainer.fit(module, loader(plain), loader(plain))
+        return digest(module, trainer.optimizers[0])
+
+    assert run([]) == run([MemfitCallback()])
+    assert [one["epoch"] for one in events("epoch")] == [1, 2, 3]
+    assert {"loss", "score"} <= set(events("epoch")[0])
+    assert [one["phase"] for one in events("phase")][:4] == ["train", "validate", "train", "validate"]
+    assert events("step")[0]["num_steps"] == 3
+
+
+def test_a_stop_closes_a_logger_as_finished(tmp_path):
+    states = []
+
+    class Kept(CSVLogger):
+        def finalize(self, status):
+            states.append(status)
+            super().finalize(status)
+
+    class Ask(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(logger=Kept(tmp_path), callbacks=[Ask()])
+    with pytest.raises(SystemExit) as stopped:
+        Exact(tmp_path / "out", seed=1, every=2).fit(trainer, Module(ignore), loader(plain), loader(plain))
+    assert (stopped.value.code, states) == (75, ["finished"])
