@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from memfit_conformance._faults import FAULTS
 from memfit_conformance._task import Options
 
 
@@ -50,7 +51,7 @@ def count(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(all_results: Sequence[Mapping[str, Any]]) -> str:
-    """Return one table for each framework, with the rows alone and with memfit side by side."""
+    """Return two tables for each framework: the rows alone and with memfit side by side, and the framework's faults."""
     parts = []
     for framework in dict.fromkeys(results["framework"] for results in all_results):
         mine = [results for results in all_results if results["framework"] == framework]
@@ -68,5 +69,9 @@ def markdown(all_results: Sequence[Mapping[str, Any]]) -> str:
         for is_exact, title in ((False, "Alone"), (True, "With memfit")):
             if by_mode[is_exact]:
                 parts += ["", f"{title}: {count(list(by_mode[is_exact].values()))}."]
+        parts += ["", "| line | what happens | moments |", "|---|---|---|"]
+        for fault in (one for one in FAULTS if one.framework == framework):
+            where = f"`{fault.file}:{fault.line() or 'not in this version'}`"
+            parts.append(f"| {where} | {fault.what} | {', '.join(fault.moments)} |")
         parts.append("")
     return "\n".join(parts)

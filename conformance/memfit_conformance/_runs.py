@@ -120,7 +120,7 @@ def _fitted(strike: Strike, options: task.Options) -> Strike:
     return replace(strike, step=step, nth=min(strike.nth, options.accumulation - 1) if is_batch else strike.nth)
 
 
-def _run(  # noqa: PLR0913
+def _run(
     module: Any, folder: Path, place: Path, options: task.Options, strikes: Sequence[Strike], with_memfit: bool
 ) -> Run:
     """Fork one run and wait for it; end it and what it started after the limit."""
@@ -149,7 +149,7 @@ def _run(  # noqa: PLR0913
     return Run(os.waitstatus_to_exitcode(status), lines, log, usage.ru_maxrss << 10)
 
 
-def _child(  # noqa: PLR0913
+def _child(
     module: Any, folder: Path, place: Path, options: task.Options, strikes: tuple[Strike, ...], with_memfit: bool
 ) -> NoReturn:
     """Do what a script would do, in a process group of its own; never return."""
