@@ -221,7 +221,7 @@ class Data(LightningDataModule):
 def train_whole(folder, at, *, data=None):
     module, trainer = Whole(at), make_trainer(max_epochs=6, callbacks=[EarlyStopping("again_epoch", patience=2)])
     Exact(folder, seed=1, every=2).fit(trainer, module, data)
-    figures = {name: float(trainer.callback_metrics[name]) for name in ("mean", "again_epoch")}
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name in ("mean", "again")}
     return digest(module, trainer.optimizers[0]), module.seen, figures, trainer.current_epoch
 
 
