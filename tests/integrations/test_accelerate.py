@@ -22,7 +22,7 @@ from training import loops  # noqa: E402
 from training.conftest import events  # noqa: E402, F401
 from training.loops import NUM_EPOCHS, digest, ids, in_child, loader, masked, parts, plain, said  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:accelerate.*")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,12 @@ def test_exact_ends_with_the_same_bytes(moment, number, tmp_path, whole):
     assert drawn.items() <= whole()[2].items()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_ctrl_c_and_sigusr1_stop_too(number, tmp_path):
+    assert in_child(train, tmp_path / "out", ("batch", 0, 2), number)[0] == 75
+    assert f"Stopped by {number.name} after step 1" in said(tmp_path / "out")
+
+
 def test_six_stops_in_one_training(tmp_path, whole):
     folder = tmp_path / "out"
     chain = [("batch", 0, 2), ("batch", 0, 3), ("batch", 0, 5), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 2)]
@@ -250,6 +256,22 @@ def test_an_allowed_rate_is_the_one_that_holds(make, tmp_path):
         schedule.step() if make else None
         later = 2.5e-2 if make is SCHEDULES[2] else 5e-4
         assert optimizer.param_groups[0]["lr"] == pytest.approx(later if make else 5e-2)
+
+
+def warm_up(step, num_steps):
+    return min(1.0, step / num_steps)
+
+
+def test_arguments_of_a_function_of_the_rate_are_compared(tmp_path):
+    for num_steps in (10, 10, 20):
+        model, optimizer, _ = parts()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, num_steps=num_steps))
+        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer, schedule=schedule)
+        if num_steps == 10:
+            one_epoch(loop, lambda batch: None, optimizer)
+        else:
+            with pytest.raises(UsageError, match="schedule, num_steps: 10 then, 20 now"):
+                loop.__enter__()
 
 
 def test_another_schedule_is_refused_or_holds(tmp_path):

@@ -23,7 +23,25 @@ from memfit.training import Journal, Loop, LoopParts, deaf_workers, order_of
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
 
-class MemfitCallback(Loop):
+class _Adapted(Loop):
+    """A loop over what an Accelerator has prepared."""
+
+    def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str | None = None, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self.parts = _Prepared(accelerator)
+        if not accelerator.is_main_process:
+            self.journal = _Silent()
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left.
+
+        Args:
+            loader: What ``accelerator.prepare`` gave.
+        """
+        return self(loader)
+
+
+class MemfitCallback(_Adapted):
     """Watches a loop of Accelerate: phases, steps, epochs, losses and waits become events; nothing else changes.
 
     Args:
@@ -47,19 +65,8 @@ class MemfitCallback(Loop):
         4
     """
 
-    def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str | None = None, **settings: Any) -> None:
-        super().__init__(folder, **settings)
-        self.parts = _Prepared(accelerator)
-        if not accelerator.is_main_process:
-            self.journal = _Silent()
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of an epoch that are left.
-
-        Args:
-            loader: What ``accelerator.prepare`` gave.
-        """
-        return self(loader)
+    def __init__(self, accelerator: _accelerate.Accelerator) -> None:
+        super().__init__(accelerator)
 
 
 class _Silent(Journal):
@@ -75,7 +82,7 @@ class _Silent(Journal):
         pass
 
 
-class Stop(MemfitCallback):
+class Stop(_Adapted):
     """Stops a loop of Accelerate by SIGTERM, SIGUSR1 or Ctrl-C after the step under way, and resumes it.
 
     It ends with exit code 75. The newest whole checkpoint is taken, each sample of the epoch is seen once, and random
@@ -108,7 +115,7 @@ class Stop(MemfitCallback):
         super().__init__(accelerator, folder, every=every, keep=keep, allow=allow, settings=settings)
 
 
-class Exact(MemfitCallback):
+class Exact(_Adapted):
     """Resumes a loop of Accelerate to the same bytes, wherever it was stopped or killed, or refuses it before step 1.
 
     Order, items, collation and the model's draws are functions of seed and position, so they are others than without

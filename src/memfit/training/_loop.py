@@ -151,10 +151,13 @@ class Loop:
     def log(self, loss: torch.Tensor | float | None = None, **numbers: float) -> None:
         """Tell the mean loss of a batch, for ``watch`` and the epoch's mean; or the epoch's metrics."""
         if loss is not None:
-            self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            self._at.loss_sum = self._at.loss_sum + (self._loss.double() if self._loss is not loss else self._loss)
+            self._loss = loss
+            if isinstance(loss, torch.Tensor):  # summed where it is: a GPU need not be waited for
+                self._loss = loss.detach()
+                loss = self._loss.to(torch.float32 if loss.device.type == "mps" else torch.float64)
+            self._at.loss_sum = self._at.loss_sum + loss
             self._at.num_losses += 1
-        self._numbers |= numbers
+        self._numbers |= {name: float(number) for name, number in numbers.items()}
 
     def __enter__(self) -> Loop:
         self._depth += 1
