@@ -136,11 +136,9 @@ def _run(
         is_over = not poll.poll(LIMIT * 1000)
     finally:
         os.close(handle)
-        for group in (True, False):  # the group is there once the child has made it
+        for end in (os.killpg, os.kill):  # the group is there once the child has made it
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process, signal.SIGKILL) if group else None
-        if is_over or sys.exc_info()[0] is not None:
-            os.kill(process, signal.SIGKILL)
+                end(process, signal.SIGKILL)  # not reaped yet, so the number is its own
         _, status, usage = os.wait4(process, 0)
     lines = [json.loads(line) for line in (place / "trace").read_text().splitlines()]
     if is_over:
