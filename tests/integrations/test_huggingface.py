@@ -354,3 +354,31 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_is_published_under_other_names_is_resumed(tmp_path):
+    def run(stop_at=0):
+        class Interrupt(transformers.TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == stop_at:
+                    raise InterruptedError
+
+        torch.manual_seed(0)
+        sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3, "intermediate_size": 16}
+        config = transformers.ViTConfig(**sizes, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        model = transformers.ViTForImageClassification(config)
+        data = [{"pixel_values": torch.full((1, 8, 8), one / 32), "labels": one % 3} for one in range(32)]
+        options = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True}
+        folder = tmp_path / ("part" if stop_at != -1 else "whole")
+        trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(str(folder), disable_tqdm=True, **options), train_dataset=data
+        )
+        trainer.add_callback(Interrupt())
+        exact(trainer)
+        trainer.train()
+        return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+    whole = run(stop_at=-1)
+    with pytest.raises(InterruptedError):
+        run(stop_at=3)
+    assert torch.equal(run(), whole)

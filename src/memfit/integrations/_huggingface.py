@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
+import inspect
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +224,20 @@ def _keeps_state(callback: Any) -> bool:
     used = {name for code in codes for name in (*code.co_varnames, *code.co_consts) if isinstance(name, str)} | names
     is_own = bool(names - _STEERED - {"should_epoch_stop", "should_log"})
     return "should_epoch_stop" in names or (is_own and bool(used & _STEERED))
+
+
+@contextmanager
+def under_own_names(model: Any) -> Iterator[None]:
+    """Let a model be saved under the names that its weights have here, under which the Trainer loads them.
+
+    Some (a ViT) are saved in the format of their first publication, and the Trainer would leave them as initialised.
+    """
+    save = getattr(model, "save_pretrained", None)
+    if save is None or "save_original_format" not in inspect.signature(save).parameters:
+        yield
+        return
+    model.save_pretrained = functools.partial(save, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained

@@ -21,7 +21,15 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
 
 from memfit.errors import JobFailedError, StoppedError, UsageError
-from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, length_of, refuse, steps_of
+from memfit.integrations._huggingface import (
+    PREFIX,
+    MemfitCallback,
+    Positioned,
+    length_of,
+    refuse,
+    steps_of,
+    under_own_names,
+)
 from memfit.training import (
     CheckpointWarning,
     KeyedStream,
@@ -39,6 +47,7 @@ from memfit.training import (
     rehearse,
     save_checkpoint,
 )
+from memfit.units import list_some
 
 __all__ = ["MemfitCallback", "exact", "stoppable"]
 
@@ -111,6 +120,7 @@ class _Guard(MemfitCallback):
         self.trainer.add_callback(self)
         seams = [self.train, self.get_train_dataloader, self.get_eval_dataloader, self._load_optimizer_and_scheduler]
         seams += [self.get_batch_samples, self._save_checkpoint, self._finalize_training]
+        seams += [self._issue_warnings_after_load]
         self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
         for name in self.own:
             setattr(trainer, name, getattr(self, name))
@@ -247,6 +257,18 @@ class _Guard(MemfitCallback):
                 f"{trainer.state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}"
             )
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse a checkpoint of which not every weight was taken: transformers only logs that."""
+        weights = self.trainer.model.state_dict(keep_vars=True)
+        taken = {id(one) for name, one in weights.items() if name not in load_result.missing_keys}
+        lost = [name for name in load_result.missing_keys if name in weights and id(weights[name]) not in taken]
+        if found := [*lost, *load_result.unexpected_keys]:
+            raise UsageError(
+                f"The checkpoint has other weights than the model: {list_some(found)}.",
+                rule="a resume takes every weight; what is missing would go on as it was initialised.",
+                remedy="build the model as it was, or take another output_dir",
+            )
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         step, limit = state.global_step, args.save_total_limit
@@ -254,7 +276,8 @@ class _Guard(MemfitCallback):
         args.save_total_limit = None  # nothing is removed before the seal
         try:
             with self.folder.writing():
-                self.own["_save_checkpoint"](model, trial)
+                with under_own_names(trainer.model):
+                    self.own["_save_checkpoint"](model, trial)
                 if self.source is not None:
                     save_checkpoint(self.folder.folder_of(step) / _STREAM, self.source.position())
         finally:
