@@ -54,7 +54,7 @@ def train(
         for _ in loop.epochs(epochs):
             for batch in loop(loader):
                 optimizer.zero_grad()
-                loss(batch).backward()
+                torch.autograd.backward(loss(batch))
                 optimizer.step()
     model.eval()
 
@@ -80,8 +80,7 @@ def words(seed: int, exact: bool) -> float:
     from transformers import BertConfig, BertForMaskedLM
 
     rng = np.random.default_rng(0)
-    text = (np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2  # each word depends on the one before
-    text = torch.tensor(text)
+    text = torch.tensor((np.cumsum(rng.integers(1, 4, (500, 12)), 1) % 20) + 2)  # each depends on the one before
 
     def mask(items: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = torch.stack(items)
@@ -89,9 +88,15 @@ def words(seed: int, exact: bool) -> float:
         return {"input_ids": ids.masked_fill(hidden, 1), "labels": ids.masked_fill(~hidden, -100)}
 
     seed_everything(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     model = BertForMaskedLM(BertConfig(vocab_size=22, max_position_embeddings=12, **sizes))
-    loader = DataLoader(list(text[:400]), batch_size=20, shuffle=True, collate_fn=mask)
+    data: Any = list(text[:400])
+    loader: Any = DataLoader(data, batch_size=20, shuffle=True, collate_fn=mask)
     train(model, loader, lambda batch: model(**batch).loss, 8, seed, exact)
     seed_everything(0)
     with torch.no_grad():

@@ -1,18 +1,34 @@
-"""Stages of a workload, run in the process of the tests: their contexts, and what they leave."""
+"""Stages in the process of the tests: one by one, or as the jobs of a run with its real supervisor and folders."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 
+from memfit.files import write_json
+from memfit.jobs import Counters, Death, JobStatus, LocalBackend, Parent, explain_death, load_target
+from memfit.jobs.__main__ import main
+from memfit.memory import Footprint
 from memfit.pipeline import Context, Output, Stop, Workload
+from memfit.units import MIB
 
 #: How the files of each kind of output end.
 KINDS = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".json": "json"}
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StagesHere:
@@ -97,3 +113,106 @@ def output_of(folder: Path, name: str, path: Path) -> dict[str, Any]:
     size = sum(one.stat().st_size for one in files)
     relative = str(path.relative_to(folder))
     return {"name": name, "kind": kind, "path": relative, "bytes": size, "sha256": sha, "sample": ""}
+
+
+# Runs
+
+
+@contextlib.contextmanager
+def runs_here() -> Iterator[None]:
+    """In this block `memfit.run` calls functions in this process; a command is the only process that starts."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Parent, "start", lambda target, env: Here(env))
+        patched.setattr(LocalBackend, "look_seconds", 0.0)  # a job has ended when it is looked for
+        patched.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
+        yield
+
+
+class Here:
+    """Stands in for `Parent`: what that does in its forks, this does itself, before it returns.
+
+    So jobs run one after another, in the order in which they are submitted. Each takes 32 MiB, as nobody measures it.
+    """
+
+    pid, refused, used_bytes = 0, "", 0
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
+        """Do nothing: each call imports what it needs."""
+
+    def takes(self, env: Mapping[str, str]) -> bool:
+        """Return True: no variable is read at a start."""
+        return True
+
+    def close(self, *, now: bool = False) -> None:
+        """Do nothing: there is nothing to end."""
+
+    def call(self, target: str, arguments: Mapping[str, Any]) -> Any:
+        """Return what a function returns; raise what it raises."""
+        with _as_if_new(self._env, Path.cwd()):
+            return json.loads(json.dumps(load_target(target)(**arguments)))
+
+    def start_shim(self, job_dir: Path, lock: int, *, forks: bool) -> int:
+        """Run the job of a folder to its end, and write its outcome; return the number of no process."""
+        job, started = json.loads((job_dir / "job.json").read_text()), time.time()
+        for name in ("result.json", "error.json"):
+            (job_dir / name).unlink(missing_ok=True)
+        with open(job_dir / "out.log", "a") as out, open(job_dir / "err.log", "a") as err:
+            run = _call if job["target"] else _start
+            code = run(job, job_dir, out, err)
+        error = json.loads(path.read_text()) if (path := job_dir / "error.json").exists() else None
+        has_result, said = not job["target"] or (job_dir / "result.json").exists(), (job_dir / "err.log").read_text()
+        death = Death(code, None, Counters(), Counters(), error, has_result, 32 * MIB, None, last_words=said)
+        state, cause, ended_by = explain_death(death)
+        status = JobStatus(job_dir.name, state, "train", settled=True, peak_bytes=32 * MIB, exit_code=code, cause=cause)
+        own = {"attempt": job["attempt"], "started": started, "ended": time.time(), "ended_by": ended_by}
+        write_json(job_dir / "outcome.json", {**status.to_dict(), **own, "footprint": Footprint(32 * MIB).to_dict()})
+        return 1 << 30
+
+
+def _call(job: Mapping[str, Any], job_dir: Path, out: Any, err: Any) -> int:
+    write_json(job_dir / "request.json", {"target": job["target"], "arguments": job["arguments"]})
+    new = _as_if_new(job["env"], Path(job["cwd"]))
+    with new, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(["child", str(job_dir)])
+    return int(ended.value.code or 0)
+
+
+def _start(job: Mapping[str, Any], job_dir: Path, out: Any, err: Any) -> int:
+    env = {**os.environ, **job["env"]}
+    return subprocess.run(
+        job["command"], cwd=job["cwd"], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+    ).returncode
+
+
+@contextlib.contextmanager
+def _as_if_new(env: Mapping[str, str], folder: Path) -> Iterator[None]:
+    """Be a new interpreter as far as the user's modules go: none is loaded before, and none afterwards."""
+    path, modules = list(sys.path), dict(sys.modules)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    sys.path[:0] = [one for one in env.get("PYTHONPATH", "").split(os.pathsep) if one]
+    _forget(modules)
+    importlib.invalidate_caches()
+    try:
+        with patch.dict(os.environ, env), contextlib.chdir(folder), patch.object(sys, "dont_write_bytecode", True):
+            yield
+    finally:
+        _forget(sys.modules.copy())
+        sys.modules.update({name: module for name, module in modules.items() if name not in sys.modules})
+        sys.path[:] = path
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _forget(modules: Mapping[str, Any]) -> None:
+    """Unload the user's modules, and what memfit has kept of their files."""
+    for name, module in modules.items():
+        path, top = getattr(module, "__file__", None) or "", name.partition(".")[0]
+        is_library = "/site-packages/" in path or top in sys.stdlib_module_names or top == "memfit"
+        if path.endswith(".py") and not is_library and name != "__main__":
+            del sys.modules[name]
+        if name.startswith("memfit.pipeline."):
+            for cached in [one for one in vars(module).values() if hasattr(one, "cache_clear")]:
+                cached.cache_clear()

@@ -345,14 +345,6 @@ def test_checkpoints_that_a_job_reports_are_told(run_dir):
     assert status.started <= status.checkpointed <= status.ended
 
 
-def test_the_phase_of_a_job_that_marks_none_is_guessed_from_its_log(run_dir):
-    backend = LocalBackend(run_dir)
-    submit(backend, python("talker", "import time; print('Epoch 1/3'); time.sleep(1.5)"))
-    wait_until(lambda: backend.poll()["talker"].phase == "train")
-    assert wait_for_end(backend, "talker").phase == "train"
-    assert json.loads((run_dir.job_dir("talker") / "outcome.json").read_text())["phase_source"] == "log"
-
-
 def test_a_job_without_phases_is_settled_when_it_has_stopped_growing(run_dir):
     backend = LocalBackend(run_dir)
     submit(backend, sleeper("flat"))

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import pytest
-
-from memfit.jobs import JobStatus, Monitor, phase_of_log
+from memfit.jobs import JobStatus, Monitor
 from memfit.memory import GroupState, JobGroup
 from memfit.rundir import EventWriter, RunDir
 from memfit.units import MIB
@@ -66,34 +64,3 @@ def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
     watch, used = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001")), os.times()
     watch.observe()
     assert watch.status().cpu_seconds >= sum(used[:4]) - 0.05 > 0
-
-
-@pytest.mark.parametrize(
-    ("line", "phase"),
-    [
-        ("Loading checkpoint shards", "load"),
-        ("Reading panel from disk", "load"),
-        ("Building the vocabulary", "build"),
-        ("Epoch 3/10", "train"),
-        ("step: 400 loss 0.12", "train"),
-        ("[train] iter 7", "train"),
-        ("Validation loss 0.3", "validate"),
-        ("evaluating on 300 samples", "validate"),
-        ("epoch 4 val_loss=0.2", "validate"),
-        ("Saved model to best.pt", "checkpoint"),
-        ("writing checkpoint at step 300", "checkpoint"),
-        ("stepping aside", None),
-        ("downloaded", None),
-        ("", None),
-    ],
-)
-def test_a_line_of_a_log_tells_the_phase_or_nothing(line, phase):
-    assert phase_of_log(line) == phase
-
-
-def test_the_last_telling_line_counts():
-    assert phase_of_log("Epoch 1\nvalidating\nsome other words\n") == "validate"
-
-
-def test_a_progress_bar_is_read_as_lines():
-    assert phase_of_log("Loading data\rEpoch 1: 10 %\rnothing") == "train"

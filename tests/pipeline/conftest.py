@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from stages_here import runs_here
+
 #: Modules of the runs that tests start, imported from folders of their own.
 collect_ignore = ["chain.py", "chain_help.py"]
+
+
+@pytest.fixture
+def here():
+    """Stages run in the process of the tests."""
+    with runs_here():
+        yield
 
 
 @pytest.fixture

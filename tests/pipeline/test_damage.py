@@ -13,8 +13,9 @@ import kills
 import memfit
 from memfit.pipeline import Choice
 from memfit.rundir import RunDir
+from stages_here import runs_here
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("here")
 
 STAGES = {
     "prepare": {"run": "echo 'one 1' > {dir}/rows.txt; echo prepare >>ran"},
@@ -33,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 def finished(tmp_path_factory):
     """A folder in which the stages have run once."""
     folder = tmp_path_factory.mktemp("finished")
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), runs_here():
         assert run()[2] == ["prepare", "fold_1", "fold_2", "join"]
     return folder
 
@@ -153,6 +154,7 @@ def test_what_is_damaged_during_a_run_is_made_again_before_a_later_stage_reads_i
     assert (first.path / "checkpoints/stage_user/own").read_text() == "one 1\n"
 
 
+@pytest.mark.slow
 def test_a_kill_between_damage_and_repair_leaves_a_right_result(folder):
     slow = STAGES | {"prepare": {"run": "sleep 1; echo 'one 1' > {dir}/rows.txt"}}
     (folder / "config.yaml").write_text(json.dumps({"experiment": "demo", "stages": slow, "params": {"folds": [1, 2]}}))

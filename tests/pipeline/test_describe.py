@@ -8,6 +8,8 @@ import memfit
 from memfit.errors import ConfigError
 from memfit.pipeline import Choice, Output, order_of_config, plan_run
 
+pytestmark = pytest.mark.usefixtures("here")
+
 WORKLOAD = """
 from pydantic import BaseModel
 from memfit.pipeline import Stage, Workload
@@ -33,7 +35,6 @@ MIXED = Workload(Params, (
 """
 
 
-@pytest.mark.slow
 def test_a_stage_of_a_workload_that_is_a_command_works_as_one_of_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mixed.py").write_text(WORKLOAD)
@@ -113,7 +114,6 @@ CHOOSING = Workload(
 """
 
 
-@pytest.mark.slow
 def test_a_stage_runs_without_one_that_the_workload_left_out_and_with_it_where_it_is_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("choosing.py").write_text(CHOOSING)
@@ -171,7 +171,6 @@ def test_a_workload_and_its_stages_refuse_settings_before_the_first_job(tmp_path
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
 def test_a_stage_that_is_not_asked_for_refuses_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("checked.py").write_text(CHECKED)

@@ -8,7 +8,7 @@ import memfit
 from memfit.pipeline import Choice
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_a_units_seed_depends_on_its_values_and_not_on_its_place_in_the_list(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""``memfit.run`` from end to end on a workload without torch: real children, real panel, real splits."""
+"""``memfit.run`` from end to end on a workload without torch: real panel, real splits, real children where they count."""
 
 import contextlib
 import json
@@ -16,11 +16,12 @@ from pyarrow import feather
 
 import memfit
 from jobs.contract import is_alive, wait_until
-from memfit.errors import ConfigError, DataError, DoesNotFitError, SplitError, UsageError
+from memfit.errors import ConfigError, DataError, SplitError, UsageError
+from memfit.files import read_json
 from memfit.pipeline import Choice, resume
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+real, here = pytest.mark.slow, pytest.mark.usefixtures("here")  # with processes, and without any
 
 
 def fold_table(result):
@@ -57,6 +58,7 @@ def finished(done, tmp_path, monkeypatch):
     return Path("config.yaml"), replace(done[1], path=tmp_path / done[1].path.relative_to(done[0]))
 
 
+@real
 def test_folds_are_measured_tabled_and_kept(finished):
     config, result = finished
     assert (result.state, result.exit_code) == ("completed", 0)
@@ -90,6 +92,7 @@ def test_folds_are_measured_tabled_and_kept(finished):
     assert kept["fold"]["jobs"] == [f"fold_{i}" for i in range(1, 4)] and kept["fold"]["seconds"] > 1
 
 
+@here
 def test_the_table_holds_the_folds_of_all_commands_and_how_they_are_admitted_makes_no_other_run(tiny):
     config = tiny()
     first = memfit.run(config, overrides=["units=1"])
@@ -102,14 +105,19 @@ def test_the_table_holds_the_folds_of_all_commands_and_how_they_are_admitted_mak
     assert {status.attempt for status in whole.statuses.values()} == {1}
 
 
+@here
 def test_a_command_that_ends_by_an_error_says_so_in_its_events(tiny):
-    with pytest.raises(DoesNotFitError):
-        memfit.run(tiny("memory: {job: 900TiB}"))
+    def fail():
+        raise DataError("no room is left.", rule="a view needs room.", remedy="make some")
+
+    with pytest.raises(DataError):
+        memfit.run(tiny(), view=lambda run: fail)
     [run_dir] = RunDir.all(Path("runs"), "tiny")
     assert [e["state"] for e in run_dir.events() if e["kind"] == "run"] == ["started", "failed"]
-    assert run_dir.state == "failed"
+    assert read_json(run_dir.path / "outcome.json") == {"state": "failed", "cause": "no room is left."}
 
 
+@here
 def test_the_resolved_config_is_itself_a_valid_input(tiny):
     begun = Choice(until="prepare")
     env = dict(os.environ) | {"MEMFIT_SEED": "9"}
@@ -123,6 +131,7 @@ def test_the_resolved_config_is_itself_a_valid_input(tiny):
     assert "config.yaml" in origins["experiment"]
 
 
+@here
 def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
     result = memfit.run(tiny(fail_fold=1, n_splits=2))
     assert (result.state, result.exit_code) == ("failed", 4)
@@ -132,29 +141,34 @@ def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
     assert "a planted bug" in (result.path / "jobs/fold_1/err.log").read_text()
 
 
+@here
 def test_an_unknown_parameter_of_the_workload_is_refused_before_anything_is_made(tiny, tmp_path):
     with pytest.raises(ConfigError, match="num_epoch"):
         memfit.run(tiny(num_epoch=3))
     assert not (tmp_path / "runs").exists()
 
 
+@here
 def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitter(tiny):
     with pytest.raises(SplitError):
         memfit.run(tiny(num_dates=3))
 
 
+@here
 def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(DataError, match="panels cannot be kept in"):
         memfit.run(tiny("panels_dir: taken"))
 
 
+@here
 def test_a_choice_without_meaning_is_refused_before_anything_is_made(tiny, tmp_path):
     with pytest.raises(ConfigError, match="'9-2' names no unit"):
         memfit.run(tiny(), overrides=["units=9-2"])
     assert not (tmp_path / "runs").exists()
 
 
+@real
 def test_a_users_limit_bounds_how_many_run_at_once(tiny):
     config = tiny("memory: {limit: 500MiB, reserve: 50MiB}", hold_mib=120, epoch_seconds=0.8)
     result = memfit.run(config)
@@ -167,6 +181,7 @@ def test_a_users_limit_bounds_how_many_run_at_once(tiny):
     assert max(later, default=0) < 3  # before, three small ones may run that could grow
 
 
+@real
 def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     config = tiny(num_epochs=5, epoch_seconds=0.4, n_splits=2)
     command = [sys.executable, "-m", "memfit", "run", str(config), "--max-parallel", "2"]
@@ -184,6 +199,7 @@ def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     assert epochs == [1, 2, 3, 4, 5]
 
 
+@real
 def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny):
     config = tiny(epoch_seconds=300)
     process = subprocess.Popen([sys.executable, "-m", "memfit", "run", str(config)], stdout=subprocess.DEVNULL)
@@ -198,6 +214,7 @@ def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny)
     wait_until(lambda: not is_alive(child))
 
 
+@real
 def test_the_supervisor_loads_no_heavy_module(tiny):
     config = tiny()
     code = (
@@ -209,6 +226,7 @@ def test_the_supervisor_loads_no_heavy_module(tiny):
     assert found.stdout.strip() == "[]"
 
 
+@here
 def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(finished):
     config, result = finished
     with pytest.raises(ConfigError, match="names no unit"):
@@ -216,6 +234,7 @@ def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(finished):
     assert RunDir(result.path).state == "completed"
 
 
+@here
 def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_path, monkeypatch):
     result = memfit.run(tiny(), overrides=["max_parallel=2", "units=1"])
     (result.path / "checkpoints/fold_1.json").write_text("{")  # damaged: it is made anew
@@ -232,6 +251,7 @@ def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_pat
         resume(result.path)
 
 
+@real
 def test_run_takes_the_words_of_a_command_and_no_function_itself(tiny):
     tiny()
     assert memfit.run(["sh", "-c", "echo done > made"]).exit_code == 0 and Path("made").exists()
@@ -239,6 +259,7 @@ def test_run_takes_the_words_of_a_command_and_no_function_itself(tiny):
         memfit.run(print)
 
 
+@real
 def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
     config = tiny(n_splits=2)
     result = memfit.run(config)
@@ -250,6 +271,7 @@ def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
     assert fresh.metrics == result.metrics and events_of(fresh, "warm") == []
 
 
+@real
 def test_the_process_that_is_forked_counts_once_in_the_budget(tiny):
     """A fold that fits a limit only without it has it end, and runs in a new interpreter."""
     config = tiny(

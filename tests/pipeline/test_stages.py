@@ -11,8 +11,9 @@ import memfit
 from memfit.errors import ConfigError, UsageError
 from memfit.pipeline import Choice, fingerprint_files, plan_run
 from memfit.rundir import RunDir
+from stages_here import runs_here
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("here")
 
 ALL = ["gate", "last", "listed", "square_1", "square_2", "square_3", "summed"]
 HERE = Path(__file__).parent
@@ -34,7 +35,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     for name in ("chain.py", "chain_help.py"):
         shutil.copy(HERE / name, folder)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), runs_here():
         assert run_chain()[1] == ALL
     return folder
 
@@ -216,9 +217,6 @@ def check(context: Context, params: Params) -> dict:
     return {}
 
 def lost(context: Context, params: Params) -> dict:
-    import atexit
-    if not Path("keep").exists():
-        atexit.register(context.dir.with_name("stage_lost.json").unlink)
     return {}
 
 LAZY = Workload(params=Params, stages=(
@@ -232,17 +230,19 @@ def test_code_that_is_loaded_unforeseen_and_changed_lets_nothing_of_it_go_on(tmp
     Path("lazy.py").write_text(LAZY)
     Path("later_loaded.py").write_text("VALUE = 'a'\n")
 
-    def run():
-        return memfit.run({"experiment": "lazy", "target": "lazy:LAZY"})
+    def run(view=None):
+        return memfit.run({"experiment": "lazy", "target": "lazy:LAZY"}, view=view)
+
+    def lose(run):
+        return lambda: (run.path / "checkpoints/stage_lost.json").unlink(missing_ok=True)
 
     assert run().metrics == {"train": {"steps": "a"}}
     Path("later_loaded.py").write_text("VALUE = 'b'\n")
     changed = run()
     assert (changed.exit_code, changed.metrics) == (4, {"train": {"steps": "b"}})  # and not "ab"
     Path("ok").touch()
-    lost = run()  # a job that ended well, and its manifest is not there
+    lost = run(lose)  # a job that ended well, and its manifest is not there
     assert (lost.state, lost.exit_code, lost.statuses["lost"].cause) == ("failed", 4, "its result is not there")
-    Path("keep").touch()
     done = run()
     assert (done.path, done.exit_code) == (changed.path, 0)
     Path("later_loaded.py").write_text("VALUE = 'c'\n")

@@ -279,18 +279,52 @@ def test_a_commands_start_and_end_name_its_parameters(commands):
     assert end == "cmd_0002 fold=2 lr=1e-3 out_of_memory: it met its wall"
 
 
-def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
-    made = commands(3)
-    made.job("cmd_0001", "running", name="status.json", phase="train", phase_source="marks")
-    made.job("cmd_0002", "running", name="status.json", phase="checkpoint", phase_source="log")
-    made.job("cmd_0003", "running", name="status.json", phase="train", phase_source="shape", stalled=True)
+def test_a_job_shows_the_phase_that_it_marked_or_its_logs_counter_or_that_it_runs(commands):
+    made = commands(5)
+    made.job("cmd_0001", "running", name="status.json", pid=1, phase="train")
+    made.job("cmd_0002", "running", name="status.json", pid=2)
+    made.job("cmd_0003", "running", name="status.json", pid=3, phase="train", stalled=True)
+    made.job("cmd_0004", "running", name="status.json", pid=4)
+    made.job("cmd_0005", "running", name="status.json")
+    (made.run.job_dir("cmd_0001") / "out.log").write_text("Epoch 1/3\n")
+    (made.run.job_dir("cmd_0002") / "err.log").write_text("validating\n 12%|#   | 120/1000 [00:10<01:00]\n")
+    (made.run.job_dir("cmd_0004") / "out.log").write_text("training\nsaving model\n")
     lines = table_lines(view_of(made, 5), 80, pressure=1.25)
-    assert [line.split()[3] for line in lines[1:4]] == ["train", "checkpoint", "stalled"]
-    assert "checkpoint ~log" in lines[2] and "~" not in lines[1]
+    for line, told in zip(lines[1:6], ("train", "120/1000 ~log", "stalled", "runs", "starts"), strict=True):
+        assert f" {told}  " in line
     assert lines[0].split() == ["job", "phase", "memory", "peak", "reserved", "time", "ETA"]
-    assert lines[4] == "running 3; 1 waiting for memory"
-    assert lines[7] == "memory pressure 1.2 % of the last ten seconds"
+    assert lines[6] == "running 5; 1 waiting for memory"
+    assert lines[9] == "memory pressure 1.2 % of the last ten seconds"
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("job", "log", "is_told"),
+    [
+        ({"state": "running"}, "Epoch 1/3", True),
+        ({"state": "running"}, "loading", False),
+        ({"state": "running", "phase": "train"}, "Epoch 1/3", False),
+        ({"state": "preempted"}, "", True),
+        ({"state": "failed"}, "", False),
+    ],
+)
+def test_a_hint_is_printed_once_when_a_job_without_marks_counts_or_has_ended(commands, job, log, is_told):
+    made, file = commands(1), io.StringIO()
+    made.event(0, "run", state="started")
+    live = LiveRun(Console(file=file, width=80), hint="three steps")
+    tick = live.show(made.run)
+    name = "status.json" if job["state"] == "running" else "outcome.json"
+    made.job("cmd_0001", name=name, pid=1, **job)
+    (made.run.job_dir("cmd_0001") / "out.log").write_text(log)
+    tick()
+    made.event(9, "run", state="completed")
+    live.close()
+    assert file.getvalue().count("three steps") == int(is_told)
+    made.event(10, "run", state="continued")
+    again = LiveRun(Console(file=file, width=80), hint="a second time")
+    again.show(made.run)()
+    again.close()
+    assert "a second time" not in file.getvalue()
 
 
 def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):

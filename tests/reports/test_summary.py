@@ -137,7 +137,6 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "params": {},
         "pid": None,
         "phase": None,
-        "phase_source": "",
         "stalled": False,
         "used_bytes": 0,
         "state": "out_of_memory",
@@ -304,13 +303,13 @@ def test_one_command_gets_a_short_summary(commands):
     made = commands(1)
     made.admit(0, "cmd_0001", 1, None)
     footprint = Footprint(270 * MIB, phases={"load": PhasePeak(200 * MIB), "train": PhasePeak(270 * MIB)})
-    made.job("cmd_0001", seconds=12, footprint=footprint.to_dict(), phase="train", phase_source="log")
+    made.job("cmd_0001", seconds=12, footprint=footprint.to_dict(), phase="train")
     write_json(made.path / "outcome.json", {"state": "completed"})
     assert printed(made.run, 120).splitlines() == [
         "",
         "2026-11-21 09:00:12  cmd_0001 fold=1 lr=1e-3 completed (12.0s), peak 270.0 MiB",
         "",
-        "phases    load 200.0 MiB, train 270.0 MiB (guessed from its log)",
+        "phases    load 200.0 MiB, train 270.0 MiB",
         "run       runs/demo/run_20261121_090000_0123abcd (completed)",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -20,6 +21,7 @@ from typer import Option
 from memfit.checks import check_one_given
 from memfit.cli._settings import Flags, Output, Text, with_flags
 from memfit.cli._terminal import Console, answer, console, survive_hangup
+from memfit.doctor import explain_steps
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own
 from memfit.masking import mask
@@ -100,20 +102,21 @@ def run(
         but = _CHOOSING | {"new"} | (_COMBINING if command else set())
         _close_plan(plan_run(what, start=_start_of(context, but=but), **how), flags)
     show = _show_command if command and not combinations else show_run
-    show(partial(run_anything, what, force=flags.force, **how), flags)
+    hint = explain_steps(command, cwd=Path.cwd(), env=os.environ) if command else ""
+    show(partial(run_anything, what, force=flags.force, **how), flags, hint)
 
 
-def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
-    """Show a run while it goes on, print its summary, and exit with its code."""
-    result, log, reader = follow(start, output)
+def show_run(start: Callable[..., RunResult], output: Output, hint: str = "") -> NoReturn:
+    """Show a run while it goes on, print its summary, and exit with its code; ``hint`` as for ``LiveRun``."""
+    result, log, reader = follow(start, output, hint)
     _close(result, log, reader, output, exit_code=result.exit_code)
 
 
-def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, Reader | None]:
+def follow(start: Callable[..., R], output: Output, hint: str = "") -> tuple[R, Console, Reader | None]:
     """Show a run while it goes on; return its result, the console, and what followed the run."""
     log = console(stderr=output.as_json)
     survive_hangup()
-    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
+    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
     try:
         return start(view=live.show), log, live.reader
     finally:
@@ -144,12 +147,13 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
     return shlex.join(mask(words))
 
 
-def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
+def _show_command(start: Callable[..., RunResult], output: Output, hint: str) -> NoReturn:
     """Pass on what a single command prints, and exit with its code; with ``--json`` it prints to standard error."""
     log = console(stderr=True)
     log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
-    live, echo = LiveRun(log, quiet=output.quiet, verbose=output.verbose), _Echo(to_stderr=output.as_json)
+    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
+    echo = _Echo(to_stderr=output.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
         tick = live.show(run_dir)

@@ -28,6 +28,7 @@ from memfit.reports import (
     or_dash,
     plain_table,
     sizes_of,
+    what_it_does,
 )  # fmt: skip
 from memfit.rundir import show_state
 from memfit.units import format_bytes, format_duration
@@ -118,8 +119,7 @@ def _print_run(one: Overview, log: Console) -> None:
         return
     shown = plain_table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
     for row in one.running:
-        guessed = f" ~{row.guess}" if row.guess else ""
-        phase = "stalled" if row.stalled else (row.phase or "starts") + guessed
+        phase = "stalled" if row.stalled else what_it_does(row, one.run)
         shown.add_row(
             Text(f"  {row.name}"),
             f"{row.node}{row.node and ':'}{row.pid or '-'}",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memfit.diagnosis._granted import verify_fix as verify_fix
     from memfit.diagnosis._growth import explain_growth as explain_growth
     from memfit.diagnosis._job import Job as Job
+    from memfit.diagnosis._progress import last_counter as last_counter
     from memfit.diagnosis._record import Diagnosis as Diagnosis
     from memfit.diagnosis._record import Evidence as Evidence
     from memfit.diagnosis._remedies import list_remedies as list_remedies

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memfit.diagnosis._text import Line, Stream
+from memfit.diagnosis._text import Line, Stream, read_streams
 
 #: Counters of a training. A bar's name says what it counts; ``value`` is how far it is, ``total`` how far it goes.
 _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -100,6 +101,26 @@ def read_counters(stream: Stream) -> Iterator[Reading]:
             clock = [int(part or 0) for part in (found.get("seconds") or "").split(":")]
             seconds = sum(part * 60**at for at, part in enumerate(reversed(clock)))
             yield Reading(place, name, float(found["value"]), line, total, seconds or None)
+
+
+def last_counter(log: bytes) -> str:
+    """Return how far the end of a log says that a training is; empty if it counts nothing.
+
+    >>> last_counter(b"Epoch 3/10: loss 0.1"), last_counter(b"step 400, loss 0.2"), last_counter(b"hello")
+    ('epoch 3/10', 'step 400', '')
+    >>> last_counter(b"Loading weights: 100%|##| 9/9\\n 12%|#   | 120/1000 [00:10<01:00]\\nlr is 0.1")
+    '120/1000'
+    """
+    found: Reading | None = None
+    for stream in read_streams("log", io.BytesIO(log)):
+        for one in read_counters(stream):
+            is_later = found is None or one.place > found.place or one.line.rank != found.line.rank
+            if is_later and (one.is_training or not one.counter.startswith("bar")):  # a line's bar comes first
+                found = one
+    if found is None:
+        return ""
+    name = {"step": "step ", "epochs": "epoch "}.get(found.counter, "")
+    return f"{name}{found.value:g}" + (f"/{found.total}" if found.total else "")
 
 
 def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:

@@ -7,6 +7,7 @@ from memfit._lazy import load_lazily
 if TYPE_CHECKING:
     from memfit.doctor._case import Setup as Setup
     from memfit.doctor._doctor import examine as examine
+    from memfit.doctor._frameworks import explain_steps as explain_steps
     from memfit.doctor._interpreter import Interpreter as Interpreter
     from memfit.doctor._interpreter import ask_interpreter as ask_interpreter
     from memfit.doctor._place import Place as Place

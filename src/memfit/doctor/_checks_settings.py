@@ -11,6 +11,7 @@ from pathlib import Path
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.doctor._command import which
+from memfit.doctor._frameworks import framework_of
 from memfit.estimation import ALLOCATOR_VARIABLES, allocator_faults
 
 _TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
@@ -150,3 +151,12 @@ def check_packages(case: Case) -> Iterator[Check]:
     else:
         names = ", ".join(f"{name} {version}" for name, version in asked.packages.items() if version)
         yield Check("packages", "ok", names, reason, source=source)
+
+
+def check_framework(case: Case) -> Iterator[Check]:
+    """Which framework the script trains with, and what memfit can do for it."""
+    if found := framework_of(case.script):
+        framework, site = found
+        reason = "memfit can show its steps, save at a stop and resume it exactly, each with one line"
+        steps = f"watch: {framework.watch}; stop: {framework.stop}; exact: {framework.exact}"
+        yield Check("framework", "ok", f"{framework.name}. {steps}", f"{reason} ({framework.page})", source=site)

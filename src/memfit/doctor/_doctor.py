@@ -37,6 +37,7 @@ _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     settings.check_malloc,
     settings.check_debugging,
     settings.check_packages,
+    settings.check_framework,
 )
 
 

@@ -6,6 +6,7 @@ The modules beside it that it imports are read too, one level deep.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ _CONTEXTS = frozenset({"fork", "spawn", "forkserver"})
 #: The position of num_workers among DataLoader's arguments. Source: torch/utils/data/dataloader.py (torch 2.13).
 _NUM_WORKERS_AT = 5
 _MOST_BYTES = 4 << 20
+_TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Script:
     forks: list[Start] = field(default_factory=list)
     start_methods: list[Site] = field(default_factory=list)  # calls of ``set_start_method``
     variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
+    trainer: str | None = None  # the first Trainer of transformers or TRL
     cuda: str | None = None
     threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
     errors: list[Site] = field(default_factory=list)  # by reason; ``more`` is ``syntax`` for a syntax error
@@ -134,11 +137,17 @@ class _Reader(ast.NodeVisitor):
         if node.level == 0 and node.module:
             self._import(node.module, node)
             self.origins |= {one.asname or one.name: node.module for one in node.names}
+            for one in node.names:
+                self._trainer(f"{node.module}.{one.name}", node)
         self.renamed |= {one.asname: one.name for one in node.names if one.asname}
 
     def _import(self, name: str, node: ast.AST) -> None:
         self.loaded.append(name.partition(".")[0])
         self.script.imports.setdefault(self.loaded[-1], self._site(node))
+
+    def _trainer(self, path: str, node: ast.AST) -> None:
+        if self.script.trainer is None and _TRAINER.fullmatch(path):
+            self.script.trainer = self._site(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
@@ -163,6 +172,7 @@ class _Reader(ast.NodeVisitor):
             self._variable(node.args[0], node)
         elif path == "torch.set_num_threads":
             script.threads.append(site)
+        self._trainer(path, node)
         if script.cuda is None and _uses_cuda(path, node):
             script.cuda = site
         self.generic_visit(node)

@@ -1,7 +1,7 @@
-"""Show a run's epochs in TensorBoard and Weights & Biases, from a process that reads the run's events.
+"""Show a run's epochs and ends in trackers, each from a process of its own that reads the run's events.
 
 The run directory is the spool: what was not shown yet is shown by the next start of the run. A tracker that hangs or
-fails costs the jobs nothing.
+fails costs the jobs nothing. It closes its own run with the cause of the end, also if the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, cast
 
 from pydantic import Field, field_validator
 
 from memfit.config import Settings
 from memfit.errors import MissingExtraError, UsageError
 from memfit.files import read_json, write_json
+from memfit.integrations._trackers import TRACKERS, Name, environment
+from memfit.memory import is_locked, lock_file
 from memfit.rundir import EventWriter, Reader, RunDir
 
 _POLL_SECONDS = 1.0
 _LAST_SECONDS = 30.0  # the end of a run waits for its trackers at most so long
 _POSITION = "tracked_{}.json"  # how much of each event file a tracker has read
-Name = Literal["tensorboard", "wandb"]
+_MOST_CAUSES = 3
+#: The state of a run whose supervisor was killed.
+_KILLED = "interrupted"
 
 
 class TrackSettings(Settings):
     """Where the numbers of a run's epochs are shown, beside the run directory.
 
     Attributes:
-        to: ``tensorboard``, ``wandb``, or both.
-        offline: Weights & Biases writes into the run directory and sends nothing; no key is needed.
+        to: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, one or several.
+        offline: All write into the run directory and send nothing; no key and no server is needed.
         key_variable: The variable that holds the key of Weights & Biases. The key itself is refused: settings are
             stored.
-        project: The project there.
+        project: The project there; MLflow's experiment.
     """
 
     to: list[Name] = Field(default_factory=list)
@@ -62,7 +67,7 @@ class Tracking:
         for name in dict.fromkeys(settings.to):
             log = os.open(run.path / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             command = [sys.executable, "-m", "memfit.integrations._track", str(run.path), name, settings.project]
-            env = {**os.environ, "WANDB_SILENT": "true", "WANDB_MODE": "offline" if settings.offline else "online"}
+            env = environment(name, run, offline=settings.offline)
             if name == "wandb" and not settings.offline:
                 env["WANDB_API_KEY"] = os.environ[settings.key_variable]
             self._children[name] = subprocess.Popen(
@@ -70,12 +75,13 @@ class Tracking:
             )
             os.close(log)
 
-    def close(self) -> None:
-        """Let the trackers show what is left, end those that hang, and record what became of each."""
+    def close(self, state: str) -> None:
+        """Let the trackers show what is left and close, end those that hang, and record what became of each."""
         for child in self._children.values():
             assert child.stdin is not None
             with suppress(OSError):
-                child.stdin.close()  # tells it that the run has ended
+                child.stdin.write(state.encode())
+                child.stdin.close()
         for name, child in self._children.items():
             try:
                 code: int | None = child.wait(_LAST_SECONDS)
@@ -95,17 +101,24 @@ def start_trackers(settings: TrackSettings, run: RunDir, events: EventWriter) ->
     """Start the trackers of a run; None if it has none.
 
     Raises:
-        UsageError: If Weights & Biases has no key and ``offline`` is not set.
+        UsageError: If Weights & Biases has no key, or MLflow no server, and ``offline`` is not set.
         MissingExtraError: If a tracker is not installed.
     """
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
-            raise MissingExtraError.of(name, "integrations", f"track.to: {name}")
+            extra = "trackio" if name == "trackio" else "integrations"
+            raise MissingExtraError.of(name, extra, f"track.to: {name}")
     if "wandb" in settings.to and not settings.offline and not os.environ.get(settings.key_variable):
         raise UsageError(
             f"track.to names wandb, and {settings.key_variable} is not set.",
             rule="Weights & Biases needs a key, unless track.offline says that nothing is to be sent.",
             remedy=f"export {settings.key_variable}, or --set track.offline=true",
+        )
+    if "mlflow" in settings.to and not settings.offline and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise UsageError(
+            "track.to names mlflow, and MLFLOW_TRACKING_URI is not set.",
+            rule="MLflow needs the address of its server, unless track.offline says that nothing is to be sent.",
+            remedy="export MLFLOW_TRACKING_URI=http://..., or --set track.offline=true",
         )
     return Tracking(run, settings, events) if settings.to else None
 
@@ -123,58 +136,59 @@ def numbers_of(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-class _TensorBoard:
-    """Scalars by job, in ``RUN/tensorboard``."""
+class _Writer:
+    """Shows a tracker what the events of a run tell from where the last process was."""
 
-    def __init__(self, run: RunDir) -> None:
-        from tensorboard.summary import Writer  # type: ignore[import-untyped]
+    def __init__(self, run: RunDir, name: Name, project: str) -> None:
+        self.run, self.path = run, run.path / _POSITION.format(name)
+        position = (read_json(self.path, {"read_bytes": {str: int}}) or {}).get("read_bytes")
+        self.reader, self._told = Reader(run, offsets=position), set[str]()
+        self.tracker = TRACKERS[name](run, project)
 
-        self.writer = Writer(str(run.path / "tensorboard"))
-        self.flush()  # fails here if the folder cannot be written
+    def take(self) -> None:
+        """Show what is new."""
+        new = [event for event in self.reader.read() if event["kind"] in ("epoch", "end")]
+        for event in new:
+            job = str(event["job"])
+            if event["kind"] == "epoch":
+                self.tracker.show(job, event["epoch"], dict(numbers_of(event)))
+            else:
+                self._end(job, event["state"], event["cause"])
+        if new:
+            self.tracker.flush()
+            write_json(self.path, {"read_bytes": self.reader.offsets})
 
-    def show(self, job: str, epoch: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self.writer.add_scalar(f"{job}/{name}", value, epoch)
+    def close(self, state: str, why: str = "") -> None:
+        """Show the ends that no event told, and close the tracker's run with the causes of the jobs."""
+        self.take()
+        jobs = self.reader.state().jobs.values()
+        for job in jobs:
+            if state == _KILLED and job.ended and job.id not in self._told:
+                self._end(job.id, job.state, job.cause)
+        causes = [f"{job.id} {job.state}: {job.cause}" for job in jobs if job.cause and job.state != "completed"]
+        self.tracker.close(state, "; ".join([*filter(None, [why]), *causes[:_MOST_CAUSES]]))
 
-    def flush(self) -> None:
-        self.writer.flush()
+    def _end(self, job: str, state: str, cause: str) -> None:
+        self._told.add(job)
+        self.tracker.end(job, state, cause)
 
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Wandb:
-    """One run of Weights & Biases, which goes on when the run does; offline below ``RUN/wandb``."""
-
-    def __init__(self, run: RunDir, project: str) -> None:
-        import wandb
-
-        self.run: Any = wandb.init(
-            project=project, id=run.path.name, name=run.path.name, dir=str(run.path), resume="allow"
-        )
-        self.jobs = set[str]()
-
-    def show(self, job: str, epoch: int, numbers: Mapping[str, float]) -> None:
-        if job not in self.jobs:  # each job counts its own epochs
-            self.jobs.add(job)
-            self.run.define_metric(f"{job}/*", step_metric=f"{job}/epoch")
-        self.run.log({f"{job}/{name}": value for name, value in numbers.items()} | {f"{job}/epoch": epoch})
-
-    def flush(self) -> None:
-        """Weights & Biases writes by itself."""
-
-    def close(self) -> None:
-        self.run.finish()
+    def follow_without_supervisor(self) -> None:
+        """Close when the last job has ended, whose watcher writes how; or when a new start shows the rest."""
+        while True:
+            time.sleep(_POLL_SECONDS)  # a process that dies gives up its lock a moment after its pipe
+            self.take()
+            alive = [job.id for job in self.reader.state().running if is_locked(self.run.job_dir(job.id) / "lock")]
+            if is_locked(self.run.path / "supervisor.lock") or not alive:
+                return self.close(_KILLED, "memfit itself was killed")
 
 
-def main(folder: Path, name: str, project: str) -> None:
-    """Show the epochs of a run from where the last process was, until standard input ends."""
-    run, ended = RunDir(folder), threading.Event()
-    path = folder / _POSITION.format(name)
-    reader = Reader(run, offsets=(read_json(path, {"read_bytes": {str: int}}) or {}).get("read_bytes"))
+def main(folder: Path, name: Name, project: str) -> None:
+    """Show a run until standard input ends: after a word, the state in which the supervisor ended, or without one."""
+    run, ended, said = RunDir(folder), threading.Event(), list[str]()
+    lock = lock_file(folder / f"{name}.lock", _LAST_SECONDS)  # that of a supervisor which was killed may close yet
     events = EventWriter(run.events_dir)
     try:
-        tracker = _TensorBoard(run) if name == "tensorboard" else _Wandb(run, project)
+        writer = _Writer(run, name, project)
     except Exception as error:
         told = f"{name} does not work: {type(error).__name__} ({name}.log); the run goes on without it"
         events.write("track_failed", to=name, why=type(error).__name__, text=told)
@@ -182,22 +196,19 @@ def main(folder: Path, name: str, project: str) -> None:
     events.write("tracking", to=name)
 
     def wait_for_end() -> None:
-        sys.stdin.buffer.read()
+        said.append(sys.stdin.buffer.read().decode())
         ended.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
-    while True:
-        is_last = ended.wait(_POLL_SECONDS)
-        epochs = [event for event in reader.read() if event["kind"] == "epoch"]
-        for event in epochs:
-            tracker.show(str(event["job"]), event["epoch"], dict(numbers_of(event)))
-        if epochs:
-            tracker.flush()
-            write_json(path, {"read_bytes": reader.offsets})
-        if is_last:
-            break
-    tracker.close()
+    while not ended.wait(_POLL_SECONDS):
+        writer.take()
+    if said[0]:
+        writer.close(said[0])
+    else:
+        writer.follow_without_supervisor()
+    if lock is not None:
+        os.close(lock)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4])
+    main(Path(sys.argv[1]), cast(Name, sys.argv[2]), sys.argv[3])

@@ -16,8 +16,8 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 
 try:
     import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.pytorch import Callback, LightningModule
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
@@ -53,6 +53,7 @@ class MemfitCallback(Callback):
     """Watches a training: phases, steps, epochs, losses and waits become events; nothing else changes.
 
     Example:
+        >>> from lightning.pytorch import Trainer
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> watch = MemfitCallback()
         >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -70,19 +71,19 @@ class MemfitCallback(Callback):
             self._phase = phase
             self.journal.phase(phase)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.journal.begin_epoch()
         self._phase = ""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._enter("train")
         self._began = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
         waited = self._began - self._ended if self._ended else 0.0
@@ -95,14 +96,14 @@ class MemfitCallback(Callback):
             where = {"epoch": trainer.current_epoch + 1, "step": step, "num_steps": num_steps}
             self.journal.step(where, loss, pl_module.device)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._enter("validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._ended = 0.0
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
         self._ended = 0.0
@@ -137,11 +138,11 @@ class Stop(MemfitCallback):
         self._changed: Mapping[str, Any] = {}
         self._saved = -1
 
-    def fit(self, trainer: Trainer, model: LightningModule, train: Any, val: Any = None, **options: Any) -> None:
+    def fit(self, trainer: Any, model: LightningModule, train: Any, val: Any = None, **options: Any) -> None:
         """Call ``trainer.fit`` from the newest whole checkpoint.
 
         Args:
-            trainer: Its callbacks need not name this one.
+            trainer: The ``lightning.pytorch.Trainer``; its callbacks need not name this one.
             model: The module.
             train: The training loader.
             val: Validation loaders, as for ``trainer.fit``.
@@ -161,7 +162,7 @@ class Stop(MemfitCallback):
             finally:
                 self._stopper.close()
 
-    def _refuse(self, trainer: Trainer, model: LightningModule, train: Any) -> None:
+    def _refuse(self, trainer: Any, model: LightningModule, train: Any) -> None:
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue:
             cluster.auto_requeue = False
@@ -187,7 +188,7 @@ class Stop(MemfitCallback):
 
     # --- the way to the first step
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Enter the epoch where it was left, before its iterator is made."""
         progress = checkpoint["loops"]["fit_loop"]
         epochs = progress["epoch_progress"]["current"]
@@ -202,7 +203,7 @@ class Stop(MemfitCallback):
             record("inexact", reason=why, text=f"resumed, sealed and not exact: {why}")
             say(f"resumed, sealed and not exact: {why}")
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Compare the settings with the checkpoint's, before its state is loaded over them."""
         if self._loader is None:
             raise UsageError(
@@ -226,7 +227,7 @@ class Stop(MemfitCallback):
                 text = f"{found.path} was made with {found.facts['environment']}, this is {environment()}."
                 warnings.warn(f"{text} It may not be exact.", CheckpointWarning, stacklevel=2)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._found is None:
             self._rehearse(trainer, pl_module)
@@ -237,21 +238,24 @@ class Stop(MemfitCallback):
             self._saved = self._found.step
         self._stopper.listen()
         trainer._signal_connector.received_sigterm = False  # it would end the training without a save, with exit code 0
-        self._seed(trainer)
+        if self.stream is not None:
+            loop = trainer.fit_loop.epoch_loop
+            loop._on_after_fetch = partial(self._seed_between, trainer, loop._on_after_fetch)  # before a batch's hooks
 
-    def _rehearse(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
         loop = trainer.fit_loop.epoch_loop
 
-        def loss(batch: Any) -> torch.Tensor:
+        def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.strategy.batch_to_device(pl_module._on_before_batch_transfer(batch, dataloader_idx=0))
             with trainer.precision_plugin.train_step_context():
-                found = pl_module.training_step(*loop._build_kwargs(OrderedDict(), batch, 0).values())
-            return found["loss"] if isinstance(found, Mapping) else found
+                found: Any = pl_module.training_step(*loop._build_kwargs(OrderedDict(), batch, 0).values())
+            loss: torch.Tensor = found["loss"] if isinstance(found, Mapping) else found
+            return loss
 
         with _silent(pl_module):
-            self._try(pl_module, trainer.optimizers[0], loss)
+            self._try(pl_module, trainer.optimizers[0], loss_of)
 
     def _try(self, module: LightningModule, optimizer: Any, loss: Callable[[Any], torch.Tensor]) -> None:
         with _kept(module):
@@ -259,16 +263,13 @@ class Stop(MemfitCallback):
 
     # --- steps
 
-    def _seed(self, trainer: Trainer, *, is_step: bool = False) -> None:
-        """Seed what is drawn in a step, or between two: a stop ends it where the next one begins."""
-        if self.stream is not None:
-            self.stream.step(trainer.global_step if is_step else -1 - trainer.global_step)
+    def _seed_between(self, trainer: Any, then: Callable[[], None]) -> None:
+        """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
+        then()
+        if self.stream is not None and _is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
+            self.stream.step(-1 - trainer.global_step)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        self._seed(trainer)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if _is_between_steps(trainer, batch_idx):
             step, noted = trainer.global_step, self._stopper.noted
             if step and step != self._saved and (noted or step % self.every == 0):
@@ -281,26 +282,16 @@ class Stop(MemfitCallback):
                     kept if step else "nothing was trained yet: nothing will be repeated.",
                     **where,
                 )
-            self._seed(trainer, is_step=True)
+            if self.stream is not None:
+                self.stream.step(step)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if _is_between_steps(trainer, batch_idx + 1):
-            self._seed(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        self._seed(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the end, so that the same command ends at once."""
         if trainer.global_step != self._saved:
             self._save(trainer, 0)
 
-    def _save(self, trainer: Trainer, batch_idx: int) -> None:
+    def _save(self, trainer: Any, batch_idx: int) -> None:
         self._enter("checkpoint")
         step, epoch = trainer.global_step, trainer.current_epoch
         path = self.folder.begin(step)
@@ -312,13 +303,13 @@ class Stop(MemfitCallback):
         self.folder.prune(self.keep)
         self._saved = step
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Undo what Lightning adds to its loggers' step at a restart from between two steps."""
         loop = trainer.fit_loop.epoch_loop
         if self._phase == "checkpoint" and trainer.training and not loop._should_accumulate():
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Let a stop close the loggers' runs as finished: they go on."""
         if isinstance(exception, StoppedError):
             for logger in trainer.loggers:
@@ -363,11 +354,11 @@ class Exact(Stop):
         super()._try(module, optimizer, loss)
 
 
-def _is_between_steps(trainer: Trainer, num_batches: int) -> bool:
-    return num_batches % trainer.accumulate_grad_batches == 0 or num_batches == trainer.num_training_batches
+def _is_between_steps(trainer: Any, num_batches: int) -> bool:
+    return bool(num_batches % trainer.accumulate_grad_batches == 0 or num_batches == trainer.num_training_batches)
 
 
-def _parts(trainer: Trainer) -> LoopParts:
+def _parts(trainer: Any) -> LoopParts:
     named = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
     return LoopParts({str(number): one for number, one in enumerate(named)})
 
@@ -390,7 +381,7 @@ def _silent(module: LightningModule) -> Iterator[None]:
 def _kept(module: LightningModule) -> Iterator[None]:
     """Put back what the modules' attributes held: numbers, tensors, and lists, dicts and sets of anything."""
     kinds = (int, float, str, torch.Tensor, type(None))
-    held = []
+    held: list[tuple[Any, str, Any, Any]] = []
     for one in module.modules():
         for name, value in vars(one).items():
             if name.startswith("_") or name == "training":

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from memfit.jobs._local import start_env as start_env
     from memfit.jobs._monitor import Monitor as Monitor
     from memfit.jobs._monitor import Unsupervised as Unsupervised
-    from memfit.jobs._monitor import phase_of_log as phase_of_log
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._processes import spawn as spawn

@@ -114,8 +114,7 @@ class JobStatus:
     Attributes:
         job_id: The job's id.
         state: One of Slurm's states in lower case.
-        phase: The phase that it marked last or, without marks, the one that its log suggests; or None.
-        phase_source: How the phase is known: ``marks``, or guessed from its ``log``.
+        phase: The phase that it marked last; None without marks.
         settled: Its measured footprint is a forecast for similar jobs: it has passed each of its ``phases`` or, if it
             names none, has stopped growing.
         used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
@@ -145,7 +144,6 @@ class JobStatus:
     job_id: str
     state: State
     phase: str | None = None
-    phase_source: str = ""
     settled: bool = False
     used_bytes: int = 0
     peak_bytes: int = 0

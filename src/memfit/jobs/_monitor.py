@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
 import sys
 import time
 from collections import Counter
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.files import fits, open_own
+from memfit.files import fits
 from memfit.jobs._job import JobStatus
 from memfit.memory import (
     HOST,
@@ -37,23 +35,9 @@ _SETTLED_SECONDS, _GROWN = 3.0, 1.02
 #: After so long without a supervisor a job may take what the run has, and is ended. The jobs of a run end at different
 #: times, so that the others get what the first gives back.
 _ALONE_SECONDS, _STARVED_SECONDS = 5.0, 60.0
-_MOST_LOG_BYTES, _MOST_BYTES = 1 << 16, 1 << 50
+_MOST_BYTES = 1 << 50
 #: A refusal counts from this part of the limit on; below it the kernel reclaimed page cache.
 _AT_WALL = 0.9
-# The first that matches a line counts: "saved model after epoch 3" is a checkpoint.
-_PATTERNS = tuple(
-    (phase, re.compile(pattern, re.IGNORECASE))
-    for phase, pattern in (
-        ("checkpoint", r"\b(?:saving|saved|writing|wrote)\b.*\b(?:checkpoint|model|weights|state)\b"),
-        (
-            "validate",
-            r"\b(?:validat(?:ing|ion)|evaluat(?:ing|ion)|testing)\b|\b(?:val|valid|test|eval)[_ ](?:loss|acc)",
-        ),
-        ("train", r"\btraining\b|\b(?:epoch|step|iter|iteration)s?\b\s*[:=\[#(]?\s*\d|\btrain[_ ]loss\b"),
-        ("build", r"\b(?:building|compiling|creating|constructing|preprocessing|tokenizing)\b"),
-        ("load", r"\b(?:loading|reading|downloading|importing)\b"),
-    )
-)
 
 
 @dataclass
@@ -87,7 +71,6 @@ class Monitor:
     last_peak_bytes: int = 0
     inherited_bytes: int = 0
     _tails: dict[Path, EventTail] = field(default_factory=dict)
-    _log_sizes: dict[Path, int] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
     _looked: float = 0.0
@@ -106,8 +89,6 @@ class Monitor:
         self.meter = TreeMeter(self.known.pid or 0, group=self.group, devices=reader)
         self.meter.inherited_bytes = self.inherited_bytes
         self.meter.counts_from_birth = True
-        if self.known.attempt > 1:
-            self._read_logs()
 
     def note(self, **fields: Any) -> None:
         """Take in what became known of the job."""
@@ -159,22 +140,6 @@ class Monitor:
         except (OSError, DamagedError) as error:
             print(f"no {path.name}: {error}", file=sys.stderr)
 
-    def guess_phase(self) -> None:
-        """Guess the phase of a job that marks none."""
-        if self.known.phase_source != "marks" and (phase := phase_of_log(self._read_logs())) is not None:
-            self.note(phase=phase, phase_source="log")
-
-    def _read_logs(self) -> str:
-        """Return what the logs gained since the last call, of each the last 64 KiB."""
-        chunks = []
-        for path in (self.run.job_dir(self.known.job_id) / name for name in ("out.log", "err.log")):
-            with suppress(OSError), open_own(path) as log:
-                size, seen = os.fstat(log.fileno()).st_size, self._log_sizes.get(path, 0)
-                log.seek(max(min(seen, size), size - _MOST_LOG_BYTES))
-                chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))
-                self._log_sizes[path] = size
-        return "\n".join(chunks)
-
     def _follow_events(self) -> None:
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
             self._looked, pids = time.monotonic(), {str(pid) for pid in self.meter.pids}
@@ -200,10 +165,10 @@ class Monitor:
                     self.note(checkpointed=event_time(record) or time.time(), checkpoint_bytes=size)
 
     def _enter(self, phase: str) -> None:
-        marked = self.known.phase if self.known.phase_source == "marks" else None
+        marked = self.known.phase
         if marked is not None and marked != phase and marked not in self.passed:
             self.passed.append(marked)
-        self.note(phase=phase, phase_source="marks")
+        self.note(phase=phase)
         self.meter.enter_phase(phase)
 
     def device_used_bytes(self) -> dict[str, int]:
@@ -292,16 +257,3 @@ class Unsupervised:
 def _pid_of(event_file: Path) -> str:
     """Return the number of the process that writes an event file, as text."""
     return "".join(event_file.stem.split("-")[-2:-1])
-
-
-def phase_of_log(text: str) -> str | None:
-    """Return the phase that the last telling line of a log speaks of; None when none does.
-
-    >>> [phase_of_log(line) for line in ("Loading dataset ...", "Epoch 3/10: loss 0.1", "val_loss=0.3", "hello")]
-    ['load', 'train', 'validate', None]
-    >>> phase_of_log("Saved checkpoint after epoch 3"), phase_of_log("Building panel\\nok\\n")
-    ('checkpoint', 'build')
-    """
-    # A progress bar writes its lines over one another.
-    lines = reversed(text.replace("\r", "\n").splitlines())
-    return next((phase for line in lines for phase, pattern in _PATTERNS if pattern.search(line)), None)

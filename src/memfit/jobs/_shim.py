@@ -218,7 +218,6 @@ class Shim:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
-                monitor.guess_phase()
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False

@@ -132,7 +132,7 @@ class RunConfig(Settings):
         backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
         slurm: What each job asks of Slurm.
         notify: Who is told how the run goes.
-        track: Where its epochs are shown: TensorBoard, Weights & Biases.
+        track: Where its epochs and ends are shown: TensorBoard, Weights & Biases, MLflow, trackio.
         params: The workload's own settings.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
         warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;

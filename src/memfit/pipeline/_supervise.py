@@ -263,7 +263,7 @@ def supervised(
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
             if (tracking := start_trackers(settings.track, run, events)) is not None:
-                stack.callback(tracking.close)
+                stack.callback(lambda: tracking.close(supervisor.state))
             yield supervisor
         state = supervisor.state
     except Exception as error:

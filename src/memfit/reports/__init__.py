@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import plain_table as plain_table
     from memfit.reports._numbers import sizes_of as sizes_of
     from memfit.reports._numbers import summarize_metrics as summarize_metrics
+    from memfit.reports._numbers import what_it_does as what_it_does
     from memfit.reports._page import write_page as write_page
     from memfit.reports._plan import print_run_plan as print_run_plan
     from memfit.reports._rates import SeedComparison as SeedComparison

@@ -16,7 +16,17 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.memory import Budget
-from memfit.reports._numbers import explain_memory, format_number, is_number, or_dash, plain_table, say, sizes_of
+from memfit.reports._numbers import (
+    counter_of,
+    explain_memory,
+    format_number,
+    is_number,
+    or_dash,
+    plain_table,
+    say,
+    sizes_of,
+    what_it_does,
+)
 from memfit.reports._study import StudyView, study_of
 from memfit.rundir import (
     LEVELS,
@@ -48,8 +58,8 @@ _REFRESH_SECONDS = 0.5
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 #: Columns that are left out if no job has them.
 _OPTIONAL = ("node", "epoch")
-#: The width of the longest state: out_of_memory.
-_PHASE_COLUMNS = 13
+#: The width of a counter such as ``12000/100000 ~log``.
+_PHASE_COLUMNS = 18
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -77,6 +87,7 @@ class LiveRun:
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
         verbose: Print all events, and the memory of each epoch by phase.
+        hint: What to print once in a new run, as soon as a job that marks no phase counts in its log or has ended.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -87,8 +98,11 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False, hint: str = ""
+    ) -> None:
         self.console = console
+        self._hint = "" if quiet else hint
         self.here = here
         self.quiet = quiet
         self.verbose = verbose
@@ -105,6 +119,8 @@ class LiveRun:
         """Begin to show what happens in a run from now on."""
         self.reader = Reader(run)
         self.reader.read()
+        if self._hint and self.reader.state().num_commands > 1:
+            self._hint = ""
         if not self.quiet:
             say(self.console, f"Run {run.path}")
             if (study := self._study_of(self.reader.state())) is not None:
@@ -122,6 +138,7 @@ class LiveRun:
         study = self._study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
+        self._print_hint(state)
         if self._live is not None:
             headline = study.headline() if study else ""
             room = read_room(state, here=self.here)
@@ -154,6 +171,14 @@ class LiveRun:
                     self._said.add((job.id, "grows"))
                     say(self.console, f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
 
+    def _print_hint(self, state: RunState) -> None:
+        jobs = state.jobs.values()
+        if any(job.phase for job in jobs):
+            self._hint = ""
+        if self._hint and any(job.state != "failed" and (job.ended or counter_of(job, state.run)) for job in jobs):
+            say(self.console, self._hint)
+            self._hint = ""
+
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
         try:
@@ -173,6 +198,7 @@ class LiveRun:
         if self.reader is not None and (events := self.reader.read()):
             state = self.reader.state()
             self._print_lines(events, state, self._study_of(state))
+            self._print_hint(state)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -257,7 +283,7 @@ def render(state: RunState, room: Room, pressure: float | None = None, headline:
     Parameters behind a job's name give way where the terminal is narrow.
     """
     rows = [*state.jobs.values()]
-    lines = [_cells(row) for row in _shown(rows)]
+    lines = [_cells(row, state.run) for row in _shown(rows)]
     shown = [
         place
         for place, name in enumerate(_HEADINGS)
@@ -317,14 +343,13 @@ def _progress(name: str, states: Sequence[str]) -> str:
     return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
 
 
-def _cells(job: JobState) -> list[str | Text]:
+def _cells(job: JobState, run: RunDir) -> list[str | Text]:
     state = "waiting" if job.state == "pending" else job.state
     if state == "running":
         state = "stalled" if job.stalled else state
     text = show_state(state)
     if state == "running":
-        text = _share_done(job) or (job.phase or "starts")[:_PHASE_COLUMNS]
-        text += f" ~{job.guess}" if job.guess else ""
+        text = _share_done(job) or what_it_does(job, run)[:_PHASE_COLUMNS]
     return [
         Text(job.name, no_wrap=True, overflow="ellipsis"),
         job.node or "-",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.files import fits
-from memfit.rundir import Event, JobState
+from memfit.files import fits, open_own
+from memfit.rundir import Event, JobState, RunDir
 from memfit.units import format_bytes
 
 T = TypeVar("T")
+#: What is read of a log to find its last counter.
+_END_BYTES = 4096
 _PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
 _MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
 
@@ -120,6 +124,27 @@ def sizes_of(job: JobState) -> tuple[str, str, str]:
         format_bytes(size) if size else "-" for size in (job.used_bytes, job.peak_bytes, job.reserved_bytes)
     )
     return used, peak, reserved
+
+
+def what_it_does(job: JobState, run: RunDir) -> str:
+    """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
+    if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
+        return job.phase or "starts"
+    return f"{found} ~log" if (found := counter_of(job, run)) else "runs"
+
+
+def counter_of(job: JobState, run: RunDir) -> str:
+    """Return the last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing."""
+    found = ""
+    for name in ("out.log", "err.log"):
+        with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:
+            stat = os.fstat(log.fileno())
+            if not found and stat.st_mtime > (job.started or 0.0):  # not an earlier attempt's
+                from memfit.diagnosis import last_counter
+
+                log.seek(max(0, stat.st_size - _END_BYTES))
+                found = last_counter(log.read(_END_BYTES))
+    return found
 
 
 def explain_memory(event: Event) -> str:

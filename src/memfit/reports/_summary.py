@@ -249,7 +249,7 @@ def _phases(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     for row in rows:
         if peaks := (row.footprint or {}).get("phases"):
             text = ", ".join(f"{name} {format_bytes(peak['private_bytes'])}" for name, peak in peaks.items())
-            yield "phases", text + (f" (guessed from its {row.guess})" if row.guess else "")
+            yield "phases", text
 
 
 def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterator[tuple[str, str]]:

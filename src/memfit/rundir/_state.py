@@ -77,7 +77,6 @@ class JobState:
     told: str = ""
     own: str = "pending"
     phase: str | None = None
-    phase_source: str = ""
     used_bytes: int = 0
     peak_bytes: int = 0
     footprint: Mapping[str, Any] | None = None
@@ -114,16 +113,9 @@ class JobState:
         is_told = self.told in THERE or (self.told == "failed" and self.own == "completed")
         return self.told if is_told else self.own
 
-    @property
-    def guess(self) -> str:
-        """``log`` if its phases are guessed from that; empty if the job marked them."""
-        return "" if self.phase_source == "marks" else self.phase_source
-
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
-        plain = (
-            "stage params state seconds pid phase phase_source stalled used_bytes peak_bytes exit_code cause attempt"
-        )
+        plain = "stage params state seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
         found = {"job": self.id, **{name: getattr(self, name) for name in plain.split()}}
         return found | {"reserved_bytes": self.reserved_bytes, "result": finite(self.result)}
 

@@ -25,7 +25,6 @@ _NUMBER, _NONE = (int, float), type(None)
 _SHAPE: Mapping[str, Any] = {
     "state": frozenset(STATES),
     "phase": (str, _NONE),
-    "phase_source": (str, _NONE),
     "cause": (str, _NONE),
     "node": (str, _NONE),
     "footprint": (FOOTPRINT, _NONE),

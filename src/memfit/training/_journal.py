@@ -158,6 +158,12 @@ class Journal:
         say(f"goes on {where}{f', of {self.num_epochs} epochs' if self.num_epochs else ''} ({path})")
         self._restart()
 
+    def inexact(self, why: str) -> None:
+        """Record that a training goes on from a checkpoint that is whole, and why not to the same bytes."""
+        text = f"resumed, sealed and not exact: {why}"
+        record("inexact", reason=why, text=text)
+        say(text)
+
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
         """Record that a signal stops the training here."""
         epoch, step = position

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
 from memfit.training._loop_parts import LoopParts
-from memfit.training._probes import check_loader, check_model
-from memfit.training._process import Stopper, rng_state, say, set_rng_state
+from memfit.training._probes import check_first_forward, check_loader
+from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
 from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers
@@ -179,6 +178,8 @@ class Loop:
     def epochs(self, num: int | None = None) -> Iterator[int]:
         """Yield the epochs that are left, counted from 0; the first may be one that was stopped in.
 
+        An epoch's batches may be left by ``break``. Leaving the epochs themselves saves nothing more.
+
         Args:
             num: The epochs of the whole training; None: until the loop is left.
         """
@@ -251,10 +252,18 @@ class Loop:
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
-            self._is_open = True
+            was_open, self._is_open = self._is_open, True
             at.batch, at.sample = at.batch + 1, at.sample + self._data_size
-            yield batch
-            self._end_batch(time.perf_counter() - began, waited, batch, is_last=at.batch == num_batches)
+            try:
+                yield batch
+            except GeneratorExit:  # left by a break: after a step, or with a batch that was not wanted
+                self._is_open = was_open
+                self._count()
+                raise
+            self.journal.took(time.perf_counter() - began, waited, samples_in(batch))
+            if self._count():
+                is_due = at.step % (self._every or at.step) == 0
+                self._stop_or_save(is_due=is_due and not (at.batch == num_batches and self._is_in_epochs))
         self.journal.phase("validate")
         if self._stream:
             self._stream.step(at.step)
@@ -291,34 +300,31 @@ class Loop:
         if not count:
             return iter(loader)
         if source is None and _is_stream(loader):
-            self._tell_inexact(f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them")
+            why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
+            self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
             source.load_state_dict(state)
-            self._tell_inexact("the stream goes on where its state_dict says")
+            self.journal.inexact("the stream goes on where its state_dict says")
             return iter(loader)
-        self._tell_inexact("the order goes on, and what the data draw at random is not the same")
+        self.journal.inexact("the order goes on, and what the data draw at random is not the same")
         return iter(self.parts.skip(loader, count))
 
     def _item(self, batches: Any, number: int) -> Any:
         with nullcontext() if self._stream is None else keyed_rng(self._stream.seed, self._at.epoch, number):
             return batches[number]
 
-    def _tell_inexact(self, why: str) -> None:
-        record("inexact", reason=why, text=f"resumed, sealed and not exact: {why}")
-        say(f"resumed, sealed and not exact: {why}")
-
-    def _end_batch(self, seconds: float, waited: float, batch: Any, *, is_last: bool) -> None:
+    def _count(self) -> bool:
+        """Count a step if the batch in hand ended one; return whether it did."""
         at = self._at
-        self.journal.took(seconds, waited, samples_in(batch))
         if len(self._stepped) < len(self._optimizers):
-            return
+            return False
         self._stepped.clear()
         self._is_open = False
         at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
         where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": self._steps_of(at)}
         self.journal.step(where, self._loss)
-        self._stop_or_save(is_due=at.step % (self._every or at.step) == 0 and not (is_last and self._is_in_epochs))
+        return True
 
     def _steps_of(self, at: _Position) -> int:
         """Return the steps of this epoch, as far as the batches so far tell."""
@@ -387,8 +393,8 @@ class Loop:
             self._stack.callback(self._stopper.close)
             if (found := self._folder.newest()) is not None:
                 self._resume(found)
-        for name, model in self.parts.models().items() if self._stream else ():
-            self._rehearse(name, model)
+        for model in self.parts.models().values() if self._stream else ():
+            self._stack.callback(check_first_forward(model, lambda: self._is_open, self.allow).remove)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -426,19 +432,6 @@ class Loop:
             self._refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
         self._data_size = now["batch_size"] or 1
-
-    def _rehearse(self, name: str, model: torch.nn.Module) -> None:
-        """Let the first forward pass of a step be tried before it is made."""
-
-        def rehearse(module: Any, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling() and self._is_open and module.training:
-                handle.remove()
-                plain = getattr(module, "_orig_mod", module)
-                check_model(plain, lambda: plain(*args, **kwargs), self.allow)
-                torch.clear_autocast_cache()  # it holds weights that were cast without their gradients
-
-        handle = model.register_forward_pre_hook(rehearse, with_kwargs=True)
-        self._stack.callback(handle.remove)
 
 
 def order_of(loader: Any) -> KeyedOrder | None:

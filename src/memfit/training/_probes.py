@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
 from memfit.training._process import preserved_rng
@@ -85,6 +86,26 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
     for name in [*lost, *moved]:
         if name not in allow:
             raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+
+
+def check_first_forward(
+    model: torch.nn.Module, is_due: Callable[[], bool] = lambda: True, allow: Collection[str] = ()
+) -> RemovableHandle:
+    """Let ``check_model`` try the first forward pass in training mode for which ``is_due``, with what it is given.
+
+    Returns:
+        Its ``remove()`` takes the check back.
+    """
+
+    def rehearse(module: Any, args: Any, kwargs: Any) -> None:
+        if module.training and not torch.compiler.is_compiling() and is_due():
+            handle.remove()
+            plain = getattr(module, "_orig_mod", module)
+            check_model(plain, lambda: plain(*args, **kwargs), allow)
+            torch.clear_autocast_cache()  # it holds weights that were cast without their gradients
+
+    handle = model.register_forward_pre_hook(rehearse, with_kwargs=True)
+    return handle
 
 
 def _refused(what: str, name: str, allow: Collection[str]) -> UsageError:

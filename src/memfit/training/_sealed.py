@@ -154,6 +154,14 @@ class SealedFolder:
             raise damaged[0]
         return None
 
+    def read(self, step: int) -> Sealed:
+        """Return the checkpoint of a step, once its hashes were compared.
+
+        Raises:
+            DamagedError: A file is missing, or differs from its hash.
+        """
+        return _read(self.folder_of(step), step)
+
     def foreign(self) -> list[Path]:
         """Return the folders named like checkpoints that were never sealed, newest first: the framework's own."""
         return [path for path in self._paths().values() if not (path / SEAL).exists() and not (path / _MARK).exists()]

@@ -1,0 +1,220 @@
+"""Watch the Trainer of transformers, and say which ones cannot be resumed."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer_callback import ExportableState
+
+from memfit.errors import UsageError
+from memfit.rundir import record
+from memfit.training import Journal
+
+PREFIX = "checkpoint-"
+#: What a callback steers by: one that does, and counts for itself, must export its state.
+_STEERED = {"should_training_stop", "should_save", "should_evaluate", "model", "optimizer", "lr_scheduler"}
+
+
+class MemfitCallback(transformers.TrainerCallback):
+    """Watches a Trainer: phases, steps, epochs, losses and waits become events; nothing else changes.
+
+    The losses are those that the Trainer logs, so they come every ``logging_steps``.
+
+    Example:
+        >>> watch = [MemfitCallback()]
+        >>> trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=watch)  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self._num_steps, self._is_training, self._epoch = 1, False, -1
+        self._loss: float | None = None
+        self._numbers: dict[str, float] = {}
+        self._mark = self._wait = 0.0
+
+    def _position(self, state: Any) -> tuple[int, int]:
+        """Return the whole epochs, and the steps of the next one."""
+        epoch, step = divmod(state.global_step, self._num_steps)
+        return epoch, step
+
+    def _phase(self, name: str) -> None:
+        if self._is_training:
+            self.journal.phase(name)
+        self._mark = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        self._num_steps = steps_of(train_dataloader, args) or state.max_steps
+        self.journal.num_epochs = math.ceil(state.max_steps / self._num_steps)
+        self._is_training, self._epoch = True, -1
+        if state.global_step:
+            self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close_epoch()
+        self._epoch = self._position(state)[0]
+        self._phase("train")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._wait = time.perf_counter() - self._mark
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        size = args.train_batch_size * args.gradient_accumulation_steps
+        self.journal.took(time.perf_counter() - self._mark, self._wait, size)
+        where = {"epoch": self._epoch + 1, "step": state.global_step - self._epoch * self._num_steps}
+        self.journal.step({**where, "num_steps": self._num_steps}, self._loss, args.device)
+        if control.should_evaluate or control.should_save:
+            self._phase("validate" if control.should_evaluate else "checkpoint")
+        self._mark = time.perf_counter()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control) if not control.should_evaluate else self._phase("validate")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self._loss = self._numbers["train_loss"] = float(logs["loss"])
+        self._mark = time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float) and name != "epoch" and not name.endswith(("_runtime", "_per_second")):
+                self._numbers[name] = float(value)
+        self._phase("checkpoint" if control.should_save else "train")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+        size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        epoch, step = self._position(state)
+        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size)
+        self._phase("train")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close_epoch()
+        self._is_training = False
+
+    def _close_epoch(self) -> None:
+        """Record the epoch that is over, with its evaluation."""
+        if self._epoch >= 0:
+            self.journal.epoch(self._epoch + 1, self._numbers, self.journal.pace())
+        self._numbers, self._epoch = {}, -1
+
+
+class Positioned(torch.utils.data.IterableDataset[Any]):
+    """A stream that keeps its positions behind the batches that were fetched and not yet trained.
+
+    Args:
+        data: It has ``state_dict`` and ``load_state_dict``, and is read in this process.
+        size: The samples of a batch.
+        drop_last: Whether the last batch of a pass is left out if it is smaller.
+    """
+
+    def __init__(self, data: Any, size: int, drop_last: bool) -> None:
+        self.data, self.size, self.drop_last = data, size, drop_last
+        #: The batches of this pass that the Trainer has taken.
+        self.num_taken = 0
+        self._num_fetched = self._epoch = self._first_epoch = 0
+        self._states: dict[int, Any] = {}
+        self._is_over = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = self._first_epoch + epoch
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(self._epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_taken = self._num_fetched = number = 0
+        self._states, self._is_over = {}, False
+        for number, item in enumerate(self.data, 1):
+            if number % self.size == 0:
+                self._num_fetched += 1
+                self._states = {key: one for key, one in self._states.items() if key >= self.num_taken}
+                self._states[self._num_fetched] = copy.deepcopy(self.data.state_dict())
+            yield item
+        self._num_fetched += number % self.size > 0 and not self.drop_last
+        self._is_over = True
+
+    def position(self) -> dict[str, Any]:
+        """Return where the stream was behind the batches that were taken."""
+        if self._is_over and self.num_taken == self._num_fetched:
+            return {"epoch": self._epoch + 1, "state": None}
+        return {"epoch": self._epoch, "state": self._states[self.num_taken]}
+
+    def go_on(self, position: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where ``position`` said."""
+        self._first_epoch = position["epoch"]
+        if position["state"] is not None:
+            self.data.load_state_dict(position["state"])
+
+
+def length_of(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def steps_of(loader: Any, args: Any) -> int | None:
+    """Return the optimizer steps of an epoch; None of a stream without a length."""
+    length = length_of(loader)
+    return None if length is None else math.ceil(length / args.gradient_accumulation_steps)
+
+
+def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool) -> None:
+    """Refuse what cannot be resumed, or not exactly."""
+    args, config = trainer.args, getattr(trainer.accelerator, "dataloader_config", None)
+    strategy = str(trainer.accelerator.distributed_type.value)
+    found = [
+        (
+            "world_size",
+            args.world_size > 1 or args.n_gpu > 1 or strategy != "NO",
+            "train in one process, on one device",
+        ),
+        ("auto_find_batch_size", args.auto_find_batch_size, "set per_device_train_batch_size to what fits"),
+        ("save_only_model", args.save_only_model, "leave it off: a resume needs the optimizer"),
+        (
+            "enable_jit_checkpoint",
+            getattr(args, "enable_jit_checkpoint", False),
+            "leave it off: memfit saves at a stop",
+        ),
+        ("model_init", trainer.model_init is not None, "pass model=model_init()"),
+        ("stoppable", "train" in vars(trainer), "call stoppable or exact once"),
+    ]
+    if is_exact:
+        stateful = getattr(config, "use_stateful_dataloader", False)
+        found += [
+            ("ignore_data_skip", args.ignore_data_skip, "leave it off: no sample may be seen twice"),
+            ("use_stateful_dataloader", stateful, "leave it off: there would be two keepers of one position"),
+            ("torch_compile", args.torch_compile, "leave it off: what is compiled depends on the batches seen before"),
+            *(
+                (f"callbacks.{type(one).__name__}", _keeps_state(one), "let it inherit ExportableState")
+                for one in trainer.callback_handler.callbacks
+            ),
+        ]
+        # transformers leaves the exported states of callbacks in the checkpoint otherwise
+        args.restore_callback_states_from_checkpoint = True
+    for name, is_so, remedy in found:
+        if is_so and name not in allow:
+            raise UsageError(
+                f"{name} is set, and a {'resume to the same bytes' if is_exact else 'stop and resume'} cannot hold it.",
+                rule="what a checkpoint does not hold is refused before the first step.",
+                remedy=remedy,
+            )
+
+
+def _keeps_state(callback: Any) -> bool:
+    """Return whether a callback steers the training by what it has counted and no checkpoint holds."""
+    kind = type(callback)
+    if kind.__module__.startswith(("transformers.", "memfit.")) or isinstance(callback, ExportableState):
+        return False
+    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
+    names = {part.argval for code in codes for part in dis.get_instructions(code) if part.opname == "STORE_ATTR"}
+    used = {name for code in codes for name in (*code.co_varnames, *code.co_consts) if isinstance(name, str)} | names
+    is_own = bool(names - _STEERED - {"should_epoch_stop", "should_log"})
+    return "should_epoch_stop" in names or (is_own and bool(used & _STEERED))

@@ -1,0 +1,375 @@
+"""Watch, stop and resume the Trainer of transformers, and make the resume exact: ``docs/frameworks/huggingface.md``."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MissingExtraError as _MissingExtraError
+
+try:
+    import torch
+    import transformers
+    from transformers.trainer_utils import rotate_checkpoints
+except ModuleNotFoundError as error:
+    raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
+
+from memfit.errors import StoppedError, UsageError
+from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, length_of, refuse, steps_of
+from memfit.training import (
+    CheckpointWarning,
+    KeyedStream,
+    LoopParts,
+    Sealed,
+    SealedFolder,
+    Stopper,
+    check_first_forward,
+    check_loader,
+    deaf_workers,
+    environment,
+    load_checkpoint,
+    order_of,
+    refuse_changed,
+    rehearse,
+    save_checkpoint,
+)
+
+__all__ = ["MemfitCallback", "exact", "stoppable"]
+
+_STREAM = "stream.pt"
+#: Arguments that must not change between a checkpoint and its resume.
+_FIXED = (
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "bf16",
+    "fp16",
+)
+
+
+def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> None:
+    """Let SIGTERM, SIGUSR1 or Ctrl-C stop ``trainer.train()`` after the step under way, and let it go on from there.
+
+    It ends with exit code 75. ``trainer.train()`` takes the newest whole checkpoint by itself. Random numbers stay as
+    they are: what the data draw is another after a resume than in a training without a stop.
+
+    Args:
+        trainer: Before its ``train``; of one process.
+        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
+
+    Raises:
+        UsageError: What cannot be resumed, by name; also in ``train``, for a checkpoint of another training.
+    """
+    _Guard(trainer, allow, None)
+
+
+def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Collection[str] = ()) -> None:
+    """Let ``trainer.train()`` go on to the same bytes, wherever it was stopped or killed, or refuse it before step 1.
+
+    It does what ``stoppable`` does. Order, items, collation and the model's draws are functions of seed and position,
+    so they are others than without it, of the same distribution. The number of workers changes no weight.
+
+    Args:
+        trainer: Before its ``train``; of one process.
+        seed: Other seeds, other order and draws; by default the Trainer's ``data_seed`` or ``seed``.
+        allow: As for ``stoppable``, and parts that may move, such as ``"collator.counter"``.
+
+    Raises:
+        UsageError: As for ``stoppable``, and what cannot be exact.
+    """
+    args = trainer.args
+    if seed is None:
+        seed = args.seed if args.data_seed is None else args.data_seed
+    guard = _Guard(trainer, allow, KeyedStream(seed))
+    guard.get_train_dataloader()  # it checks the data
+    guard.is_checked = True
+
+
+class _Guard(MemfitCallback):
+    """Stands in for some methods of one Trainer, and hears its events."""
+
+    def __init__(self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None) -> None:
+        super().__init__()
+        refuse(trainer, allow, is_exact=stream is not None)
+        self.trainer: Any = trainer
+        self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
+        self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
+        self.found: Sealed | None = None
+        self.loader: Any = None
+        self.source: Positioned | None = None
+        self.is_open = False
+        self.identity: dict[str, Any] = {}
+        self.saved_step, self.began, self.seconds = 0, 0.0, 0.0
+        self.trainer.pop_callback(MemfitCallback)  # this one watches too
+        self.trainer.add_callback(self)
+        seams = [self.train, self.get_train_dataloader, self.get_eval_dataloader, self._load_optimizer_and_scheduler]
+        seams += [self.get_batch_samples, self._save_checkpoint, self._finalize_training]
+        self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
+        for name in self.own:
+            setattr(trainer, name, getattr(self, name))
+
+    # --- in place of the Trainer's own methods
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(self.folder.held())
+            stack.callback(setattr, self.trainer.args, "ignore_data_skip", self.trainer.args.ignore_data_skip)
+            self.stopper.listen()
+            stack.callback(self.stopper.close)
+            self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
+            self.found, self.seconds, self.identity = None, 0.0, {}
+            path = self._choose(resume_from_checkpoint)
+            if self.stream is not None:
+                stack.callback(check_first_forward(self.trainer.model, allow=self.allow).remove)
+            self.began = time.time()
+            try:
+                return self.own["train"](path, *args, **kwargs)
+            except StoppedError as error:
+                traceback.clear_frames(error.__traceback__)  # with them goes what iterates, and its workers
+                for loader in self.trainer.accelerator._dataloaders:
+                    if (lasting := getattr(loader, "_iterator", None)) is not None:
+                        lasting._shutdown_workers()
+                raise
+
+    def _choose(self, named: Any) -> str | None:
+        """Return the checkpoint to go on from: the one that is named, or the newest whole one."""
+        if named is False:
+            return None
+        if isinstance(named, str | Path):
+            path = Path(named)
+            folder = SealedFolder(path.parent, PREFIX)
+            if path not in folder.foreign():
+                self.found = folder.read(int(path.name.removeprefix(PREFIX)))
+            return str(path)
+        self.found, foreign = self.folder.newest(), self.folder.foreign()
+        if foreign and (self.found is None or int(foreign[0].name.removeprefix(PREFIX)) > self.found.step):
+            if named is True:
+                self.found = None
+                return str(foreign[0])
+            raise UsageError(
+                f"{foreign[0]} is newer than what memfit has sealed there.",
+                rule="a checkpoint without a seal may be torn, so it is taken only when it is named.",
+                remedy=f'trainer.train(resume_from_checkpoint="{foreign[0]}"), or take another output_dir',
+            )
+        return str(self.found.path) if self.found else None
+
+    def get_train_dataloader(self) -> Any:
+        loader = self._prepared(self.own["get_train_dataloader"], self._change)
+        if self.stream is not None and not hasattr(loader, "base_dataloader"):
+            loader = self.trainer.accelerator.prepare(loader)  # a plain one would not be told the epoch
+        if self.stream is not None and order_of(loader) is None:
+            raise UsageError(
+                f"{type(self.trainer).__name__}.get_train_dataloader gives a loader that was prepared before.",
+                rule="exact: order and draws are bound to seed and position before Accelerate wraps a loader.",
+                remedy="let it make the DataLoader in each call, and return it plain or prepare it there",
+            )
+        self.loader, self._num_steps = loader, steps_of(loader, self.trainer.args) or 1
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepared(lambda: self.own["get_eval_dataloader"](*args, **kwargs), _deaf)
+
+    def _prepared(self, make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+        """Make a loader, and change it before Accelerate wraps it."""
+        accelerator, prepare = self.trainer.accelerator, self.trainer.accelerator.prepare
+        seen: list[Any] = []
+
+        def changed(*parts: Any, **options: Any) -> Any:
+            seen.extend(parts)
+            loaders = [change(one) if isinstance(one, torch.utils.data.DataLoader) else one for one in parts]
+            return prepare(*loaders, **options)
+
+        accelerator.prepare = changed
+        try:
+            made = make()
+        finally:
+            del accelerator.prepare
+        return made if seen or hasattr(made, "base_dataloader") else change(made)
+
+    def _change(self, loader: Any) -> Any:
+        if self.stream is None:
+            return self._position_stream(_deaf(loader))
+        if not self.is_checked:
+            # transformers wraps the collator in one that drops columns
+            inner = {name.replace("collator.", "collator.data_collator.", 1) for name in self.allow}
+            check_loader(loader, self.allow | inner)
+        return self.stream.loader(loader)
+
+    def _position_stream(self, loader: Any) -> Any:
+        """Return a loader whose stream begins where the checkpoint says, if the stream can."""
+        self.source = None
+        data = loader.dataset
+        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and not loader.num_workers
+        if not isinstance(data, torch.utils.data.IterableDataset) or not has_state:
+            return loader
+        self.source = Positioned(data, loader.batch_size or 1, loader.drop_last)
+        if self.found is not None and (self.found.path / _STREAM).exists():
+            self.source.go_on(load_checkpoint(self.found.path / _STREAM))
+            self.trainer.args.ignore_data_skip = True  # nor is it run forward
+        options = {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "drop_last", "pin_memory")}
+        return torch.utils.data.DataLoader(self.source, **options)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = self.own["get_batch_samples"](*args, **kwargs)
+        if self.source is not None:
+            self.source.num_taken += len(batches)
+        return batches, number
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer, stream = self.trainer, self.stream
+        trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # some may have been made anew
+        parts, changed, is_between = self._parts(), {}, not self._position(trainer.state)[1]
+        self.identity = self._identify(parts)
+        if self.found is not None:
+            saved = dict(self.found.facts["identity"])
+            if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
+                saved |= {"stream": self.identity["stream"], "seed": self.identity["seed"]}
+            allow = {name for name in {*saved, *self.identity} if {name, name.split(",")[0]} & self.allow}
+            changed = refuse_changed(self.found.path, saved, self.identity, allow)
+        elif stream is not None and not is_between:
+            raise UsageError(
+                f"{checkpoint} was saved within an epoch, and not by exact.",
+                rule="exact: an epoch's order and draws are functions of the seed from its first batch on.",
+                remedy="begin exact at an epoch's end; until there, call stoppable(trainer)",
+            )
+        self.own["_load_optimizer_and_scheduler"](checkpoint)
+        parts.take({name: self.identity[name] for name in changed if name in self.identity})
+        if changed.keys() & {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last"}:
+            now = trainer.state.global_step / self._num_steps
+            self.journal.inexact(
+                f"{trainer.state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}"
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        step, limit = state.global_step, args.save_total_limit
+        self.folder.begin(step)
+        args.save_total_limit = None  # nothing is removed before the seal
+        try:
+            with self.folder.writing():
+                self.own["_save_checkpoint"](model, trial)
+                if self.source is not None:
+                    save_checkpoint(self.folder.folder_of(step) / _STREAM, self.source.position())
+        finally:
+            args.save_total_limit = limit
+        running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
+        facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": running}
+        seconds = self.seconds + time.time() - self.began
+        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, **facts})
+        self.saved_step = step
+        rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        return self.own["_finalize_training"](trial, num_train_samples, start_time - self.seconds)
+
+    # --- what must not change
+
+    def _parts(self) -> LoopParts:
+        optimizer, schedule = self.trainer.optimizer, self.trainer.lr_scheduler
+        return LoopParts({"optimizer": getattr(optimizer, "optimizer", optimizer), "schedule": schedule})
+
+    def _identify(self, parts: LoopParts) -> dict[str, Any]:
+        trainer, args, stream = self.trainer, self.trainer.args, self.stream
+        shapes = [(name, [*one.shape], one.requires_grad) for name, one in trainer.model.named_parameters()]
+        return {
+            **{name: getattr(args, name, None) for name in _FIXED},
+            "num_samples": length_of(self.loader.dataset),
+            "batch_size": trainer._train_batch_size,
+            "drop_last": args.dataloader_drop_last,
+            "sampler": str(getattr(args, "train_sampling_strategy", None)),
+            "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            "seed": None if stream is None else stream.seed,
+            "stream": None if stream is None else stream.version,
+            **parts.identity(),
+        }
+
+    # --- events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        self.identity = self.identity or self._identify(self._parts())
+        self.saved_step = state.global_step
+        super().on_train_begin(args, state, control, train_dataloader)
+        if self.found is not None:
+            facts, trainer = self.found.facts, self.trainer
+            loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"]
+            trainer._tr_loss = torch.tensor(loss, device=args.device)
+            trainer._initial_global_step, self.seconds = 0, facts["seconds"]
+            if self.stream is not None and facts["environment"] != environment():
+                then = f"{self.found.path} was made with {facts['environment']}"
+                warnings.warn(f"{then}, this is {environment()}: it may not be exact.", CheckpointWarning, stacklevel=2)
+        if self.stream is None and self._position(state)[1]:
+            self.journal.inexact(self._inexact(args, state))
+        elif self.found is None and state.global_step:
+            self.journal.inexact("the checkpoint has no seal of memfit")
+        self._end_if_saved(state)
+        if "rehearsal" not in self.allow and not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Say whether the largest batch fits, or refuse it."""
+        trainer, model = self.trainer, self.trainer.model_wrapped
+
+        def loss(batch: Any) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                found: torch.Tensor = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+            return found
+
+        model.train()
+        rehearse(model, self._parts().optimizers()[0], loss, self.loader)
+
+    def _inexact(self, args: Any, state: Any) -> str:
+        if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+            return "the order goes on, and what the data draw at random is not the same"
+        if self.found is not None and (self.found.path / _STREAM).exists():
+            return "the stream goes on where its state_dict says"
+        number = state.global_step * args.gradient_accumulation_steps * args.train_batch_size
+        return f"{number} samples are {'seen again' if args.ignore_data_skip else 'run forward'}: no state_dict of them"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
+        self._end_if_saved(state)
+        if self.stream is not None:
+            self.stream.step(state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_open = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_open = False
+        is_between = control.should_epoch_stop or not self._position(state)[1]  # then after what the epoch's end brings
+        control.should_save |= bool(self.stopper.noted) and not is_between and not control.should_training_stop
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # transformers carries the gradients of a stream's last batches over to its next pass
+        control.should_save |= bool(self.stopper.noted) and not (self.is_open or control.should_training_stop)
+        super().on_epoch_end(args, state, control, **kwargs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._phase("train")  # the seal was recorded
+        if not control.should_training_stop and state.global_step < state.max_steps:
+            self._end_if_saved(state)
+
+    def _end_if_saved(self, state: Any) -> None:
+        """End here if a signal asked for it and nothing was trained since the last checkpoint."""
+        if not self.stopper.noted or state.global_step != self.saved_step:
+            return
+        epoch, step = self._position(state)
+        if self._epoch >= 0 and not step:
+            self._close_epoch()
+        kept = f"{self.folder.folder_of(state.global_step)} holds this very moment: nothing will be repeated."
+        if not state.global_step:
+            kept = "nothing was trained yet: nothing will be repeated."
+        raise self.stopper.end(f"after step {state.global_step} of {state.max_steps}", kept, epoch=epoch, step=step)
+
+
+def _deaf(loader: Any) -> Any:
+    deaf_workers(loader)
+    return loader

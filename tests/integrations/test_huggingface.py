@@ -1,0 +1,331 @@
+"""transformers' own Trainer is watched, stops and resumes; with exact it ends in the same bytes, or is refused."""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # the optimizers import it: once, for all children
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+transformers = pytest.importorskip("transformers")
+
+from integrations import bert  # noqa: E402
+from memfit.errors import DamagedError, UsageError  # noqa: E402
+from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # noqa: E402
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
+from memfit.training import CheckpointWarning  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def whole(**settings):
+    """The digest of a training that nothing stops."""
+    code, found = bert.child(tempfile.mkdtemp(), **settings)
+    assert code == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("send", "step", "workers"),
+    [("KILL", 5, 0), ("KILL", 13, 2), ("TERM", 5, 2), ("TERM", 8, 0), ("GROUP", 4, 2), ("USR1", 10, 0), ("INT", 1, 0)],
+)
+def test_a_stopped_training_ends_in_the_bytes_of_one_that_was_not(tmp_path, send, step, workers):
+    options = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
+    code, _ = bert.child(tmp_path, at=step, send=send, **options)
+    assert code == (-9 if send == "KILL" else 75)
+    assert (tmp_path / f"checkpoint-{step + 1}" / "SEAL.json").exists() == (send != "KILL")
+    assert bert.child(tmp_path) == (0, whole())
+
+
+def test_six_stops_in_one_training_change_nothing(tmp_path):
+    for step in (0, 2, 7, 8, 11, 14):
+        assert bert.child(tmp_path, at=step, save_strategy="no")[0] == 75
+    code, found = bert.child(tmp_path, save_strategy="no")
+    assert (code, found) == (0, whole())
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_stop_in_an_evaluation_waits_for_its_end_and_its_checkpoint_stays(tmp_path, strategy):
+    options = {"eval_strategy": strategy, "save_strategy": strategy, "eval_steps": 3, "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True}
+    step = 6 if strategy == "steps" else 8
+    assert bert.child(tmp_path, at=step, where="on_prediction_step", **options)[0] == 75
+    assert (tmp_path / f"checkpoint-{step}" / "SEAL.json").exists()
+    assert bert.child(tmp_path, **options) == (0, whole(**options))
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1, "the best one stays"
+
+
+def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
+    assert bert.child(tmp_path, at=7)[0] == 75
+    (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
+    (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"cut")
+    trainer = bert.make(tmp_path)
+    exact(trainer)
+    with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its hash. Taken instead: checkpoint-3"):
+        trainer.train()
+    assert bert.digest(trainer) == whole()
+
+
+def test_a_folder_with_damaged_checkpoints_alone_is_refused(tmp_path):
+    assert bert.child(tmp_path, at=1)[0] == 75
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    trainer = bert.make(tmp_path)
+    exact(trainer)
+    with pytest.raises(DamagedError, match=r"optimizer.pt is missing"):
+        trainer.train()
+
+
+class OwnLoader(transformers.Trainer):
+    """Makes its loader itself, as trainers of TRL and others do."""
+
+    def get_train_dataloader(self):
+        loader = torch.utils.data.DataLoader(self.train_dataset, 2, shuffle=True, collate_fn=self.data_collator)
+        return loader if self.args.seed == 42 else self.accelerator.prepare(loader)
+
+
+def with_lora():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(bert.model(), peft.LoraConfig(target_modules=["query"], r=2, lora_dropout=0.1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["group_by_length", "own loader", "own prepared loader", "peft", "bf16", "accumulation that does not divide"],
+)
+def test_what_trainings_have_is_exact_too(tmp_path, name):
+    options = {
+        "group_by_length": {"train_sampling_strategy": "group_by_length"},
+        "own loader": {"kind": OwnLoader},
+        "own prepared loader": {"kind": OwnLoader, "seed": 1},
+        "peft": {},
+        "bf16": {"bf16": True},
+        "accumulation that does not divide": {"gradient_accumulation_steps": 3, "logging_steps": 4},
+    }[name]
+
+    def train(folder, **moment):
+        return bert.child(folder, net=with_lora() if name == "peft" else None, **options, **moment)
+
+    found = train(tmp_path / "whole")
+    assert found[0] == 0 and (found[1] == whole()) == (name == "own loader")
+    for step in (5, 9):
+        assert train(tmp_path / "stopped", at=step, send="KILL" if step == 5 else "TERM")[0] in (-9, 75)
+    assert train(tmp_path / "stopped") == found
+
+
+class Counting(bert.Mask):
+    counter = 0
+
+    def __init__(self):
+        self.counter = 0
+
+    def __call__(self, items):
+        self.counter += 1
+        return super().__call__(items)
+
+
+class Patience(transformers.TrainerCallback):
+    """Ends a training by what it has counted."""
+
+    def on_log(self, args, state, control, **kwargs):
+        self.seen = getattr(self, "seen", 0) + 1
+        control.should_training_stop = self.seen > 9
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(bert.Words())
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "cure"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size", "per_device_train_batch_size"),
+        ({"ignore_data_skip": True}, "ignore_data_skip", "leave it off"),
+        ({"save_only_model": True}, "save_only_model", "optimizer"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint", "memfit saves at a stop"),
+        ({"torch_compile": True}, "torch_compile", "leave it off"),
+        ({"callbacks": [Patience()]}, "callbacks.Patience", "ExportableState"),
+        ({"data": Stream(), "max_steps": 4}, "Stream", "index"),
+        ({"collator": Counting()}, "collator.data_collator.counter", "allow="),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_before_anything_is_trained(tmp_path, monkeypatch, options, part, cure):
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # enable_jit_checkpoint would leave its handler
+    with pytest.raises(UsageError) as caught:
+        exact(bert.make(tmp_path, **options))
+    assert part in caught.value.what and cure in caught.value.remedy
+    allowed = bert.make(tmp_path, collator=Counting())
+    exact(allowed, allow=("collator.counter",))
+
+
+def test_a_model_that_counts_its_passes_is_refused_before_its_first_step(tmp_path):
+    net = bert.model()
+    net.bert.passes = 0
+    net.bert.register_forward_hook(lambda module, *_: setattr(module, "passes", module.passes + 1))
+    trainer = bert.make(tmp_path, net=net)
+    exact(trainer)
+    with pytest.raises(UsageError, match=r"model.bert.passes moves in a forward pass"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_changed_setting_is_refused_and_one_that_is_named_holds_from_now_on(tmp_path, monkeypatch):
+    assert bert.child(tmp_path, at=7)[0] == 75
+    with pytest.raises(UsageError, match=r"learning_rate: \[0.01, 0.01\] then, \[0.1, 0.1\] now"):
+        bert.train(tmp_path, learning_rate=0.1)
+    with pytest.raises(UsageError, match="num_samples: 32 then, 24 now"):
+        bert.train(tmp_path, data=bert.Words(24), allow=("schedule",))
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
+    trainer = bert.make(tmp_path, learning_rate=0.1)
+    exact(trainer, allow=("learning_rate",))
+    trainer.train()
+    rates = {one["step"]: one["learning_rate"] for one in trainer.state.log_history if "learning_rate" in one}
+    assert rates[5] < 0.01 < rates[10]
+    (fork,) = (event for event in read_events(tmp_path / "events") if event["kind"] == "fork")
+    assert fork["changed"] == {"learning_rate": [[0.01, 0.01], [0.1, 0.1]]}
+
+
+def test_a_running_project_becomes_stoppable_and_at_an_epochs_end_exact(tmp_path):
+    assert bert.child(tmp_path, mode="plain", at=9, send="KILL", save_steps=4)[0] == -9
+    with pytest.raises(UsageError, match=r"checkpoint-8 is newer than what memfit has sealed"):
+        bert.train(tmp_path)
+    trainer = bert.make(tmp_path)
+    exact(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert trainer.state.global_step == bert.STEPS
+    assert bert.child(tmp_path / "own", mode="stoppable", at=4)[0] == 75
+    with pytest.raises(UsageError, match="stream: None then, 1 now"):
+        bert.train(tmp_path / "own")
+
+
+def test_stoppable_saves_at_the_next_step_goes_on_and_says_what_is_not_exact(tmp_path, capfd):
+    plain = whole(mode="plain")
+    assert whole(mode="stoppable") == plain, "the framework's own random numbers"
+    assert bert.child(tmp_path, mode="stoppable", at=4, send="GROUP", dataloader_num_workers=2)[0] == 75
+    assert "Stopped by SIGTERM after step 5 of 16." in capfd.readouterr().err
+    code, (_, losses) = bert.child(tmp_path, mode="stoppable")
+    assert code == 0 and [step for step, _ in losses] == [step for step, _ in plain[1]]
+    assert capfd.readouterr().err.count("not exact: the order goes on, and what the data draw") == 1
+
+
+class Resumable(Stream):
+    """Exports its position; each of its passes is another."""
+
+    def __init__(self, number=9):
+        self.number, self.epoch, self.row = number, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        rows = list(bert.Words(self.number))
+        while self.row < len(rows):
+            item = rows[self.row]
+            self.row += 1
+            yield {"input_ids": [4, *item["input_ids"][1:], 5 + self.epoch]}
+        self.row = 0
+
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+def first_word(items):
+    words = torch.tensor([item["input_ids"] for item in items])
+    return {"input_ids": words, "labels": words}
+
+
+@pytest.mark.parametrize(
+    ("data", "skip", "told", "is_same"),
+    [
+        *(
+            (functools.partial(Resumable, number), False, "the stream goes on where its", True)
+            for number in (8, 9, 10, 99)
+        ),
+        (Stream, False, "20 samples are run forward: no state_dict of them", True),
+        (Stream, True, "20 samples are seen again: no state_dict of them", False),
+    ],
+)
+def test_a_stream_goes_on_where_it_says_or_it_is_told_what_is_seen_again(tmp_path, capfd, data, skip, told, is_same):
+    net = functools.partial(bert.model, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    options = {"mode": "stoppable", "max_steps": 7, "collator": first_word, "ignore_data_skip": skip}
+    code, found = bert.child(tmp_path / "whole", data=data(), net=net(), **options)
+    assert code == 0
+    assert bert.child(tmp_path / "own", data=data(), net=net(), at=4, **options)[0] == 75
+    assert "not exact" not in capfd.readouterr().err
+    assert (bert.child(tmp_path / "own", data=data(), net=net(), **options)[1][0] == found[0]) == is_same
+    assert f"not exact: {told}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["plain", "stoppable"])
+def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "callbacks": [MemfitCallback()]}
+    bert.train(tmp_path / "out", mode=mode, **options)
+    events = read_events(tmp_path / "events")
+    kinds = [event["kind"] for event in events]
+    assert kinds.count("epoch") == 2 and kinds.count("checkpoint") == 2 and "step" in kinds
+    first, second = (event for event in events if event["kind"] == "epoch")
+    assert (first["epoch"], first["num_epochs"], second["epoch"]) == (1, 2, 2)
+    assert {"train_loss", "eval_loss", "wait_share", "samples_per_second"} <= first.keys()
+    assert list(first["memory"]["phases"]) == ["train", "validate", "checkpoint"]
+    phases = [event["phase"] for event in events if event["kind"] == "phase"]
+    assert phases[-8:] == ["train", "validate", "checkpoint", "train"] * 2
+    assert ("preflight" in kinds) == (mode == "stoppable"), "whether the largest batch fits"
+    saved = [event for event in events if event["kind"] == "checkpoint"]
+    assert [Path(event["path"]).name for event in saved] == ["checkpoint-8", "checkpoint-16"] and saved[0][
+        "bytes"
+    ] > 9999
+
+
+def test_a_watched_training_is_the_one_that_is_not(tmp_path):
+    assert whole(mode="plain") == bert.child(tmp_path, mode="plain", callbacks=[MemfitCallback()])[1]
+
+
+def test_two_adapters_on_one_trainer_are_refused(tmp_path):
+    trainer = bert.make(tmp_path)
+    stoppable(trainer)
+    with pytest.raises(UsageError, match="stoppable is set"):
+        exact(trainer)
+
+
+def test_the_seal_says_what_stays_unproved(tmp_path):
+    assert bert.child(tmp_path, at=1)[0] == 75
+    facts = json.loads((tmp_path / "checkpoint-2" / "SEAL.json").read_text())["facts"]
+    assert facts["identity"]["stream"] == 1 and facts["environment"]["torch"] == torch.__version__
+
+
+def test_integrations_load_no_framework_and_a_missing_one_names_its_extra():
+    code = """
+import sys
+import memfit.integrations
+assert not {"torch", "transformers", "accelerate", "lightning"} & sys.modules.keys()
+sys.modules["transformers"] = None
+try:
+    import memfit.integrations.huggingface
+except memfit.errors.MissingExtraError as error:
+    assert "memfit[huggingface]" in str(error), error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
