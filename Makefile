@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -154,6 +154,13 @@ bench-estimate: install ## time and memory of estimating a 3B and an 8B model, a
 
 bench-diagnosis: install ## verdicts on the messages of the rules, or on labelled logs (ARGS="--corpus FILE")
 	$(BIN)/python benchmarks/diagnosis.py $(ARGS)
+
+bench-conformance: install ## 64 moments of three frameworks, alone and with memfit, and the page's tables (ARGS="--pairwise")
+	@mkdir -p build/conformance
+	@for one in huggingface lightning accelerate; do for with in "" --with-memfit; do \
+	  PYTHONPATH=conformance $(BIN)/python -m memfit_conformance $$one $$with --json build/conformance/$$one$$with.json $(ARGS); \
+	done; done
+	@PYTHONPATH=conformance $(BIN)/python -m memfit_conformance table build/conformance/*.json
 
 clean: ## remove build outputs and caches; keeps .venv, runs and panels
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

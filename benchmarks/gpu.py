@@ -5,8 +5,10 @@
 Parts: ``devices`` (the budget and CUDA's context beside nvidia-smi), ``step`` (SafeStep against real out-of-memories),
 ``allocator`` (the model of torch's allocator beside it, request by request), ``estimate`` (estimates beside measured
 peaks), ``resume`` (a training stopped and killed on the GPU), ``jobs`` (reservations that torch enforces, several jobs
-on one GPU), ``pace`` (an epoch's device use beside nvidia-smi), ``trials`` (``memfit tune`` of the forecaster in bf16,
-side by side), ``rows`` (batches of 16,384 and 32,768 rows by accumulation). Nobody else may use the GPU meanwhile.
+on one GPU), ``folds`` (folds an hour side by side and one after the other), ``warm`` (folds that are forked, and folds
+in new interpreters), ``cost`` (how often a safe step waits for the GPU), ``pace`` (an epoch's device use beside
+nvidia-smi), ``trials`` (``memfit tune`` of the forecaster in bf16, side by side), ``rows`` (batches of 16,384 and
+32,768 rows by accumulation). Nobody else may use the GPU meanwhile.
 Exit status: 0 every check holds, 1 one does not, 2 there is no GPU.
 """
 
@@ -100,6 +102,7 @@ def devices() -> Rows:
         holds = any((one["used_bytes"] or 0) >= 3 * GIB for one in told["processes"])
         yield Row("devices", "a stranger's 3 GiB", str(told["processes"])[:90], f"pid {other.pid}", holds)
         yield Row("devices", "foreign", mib(told["foreign_bytes"]), mib(used), told["foreign_bytes"] >= 3 * GIB)
+    yield from _visible()
     before = used_bytes()
     torch.empty(1, device="cuda")
     steps: dict[str, Callable[[], object]] = {
@@ -112,6 +115,35 @@ def devices() -> Rows:
         torch.cuda.synchronize()
         size = used_bytes() - before - torch.cuda.memory_reserved()
         yield Row("devices", f"outside of torch's allocator: {name}", mib(size), "614 to 1,228 MiB", size < 1228 * MIB)
+
+
+def _memfit_json(*words: str, **env: str) -> Any:
+    """What a command of memfit prints as JSON."""
+    command = [sys.executable, "-m", "memfit", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"exit {done.returncode}: {done.stderr.strip()[-300:]}")
+    return json.loads(done.stdout)
+
+
+def _visible() -> Rows:
+    """CUDA_VISIBLE_DEVICES as the budget and as torch read it, and the GPU that an estimate is for."""
+    words = ["nvidia-smi", "-i", "0", "--query-gpu=uuid,name", "--format=csv,noheader"]
+    uuid, name = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    for visible in ("", "0", "1", "0,1", "1,0", "-1", "0,-1", uuid, uuid[:12], "GPU-nothing"):
+        env = {"CUDA_VISIBLE_DEVICES": visible}
+        mine = len(_memfit_json("budget", **env)["devices"])
+        real = int(subprocess.run(count, capture_output=True, text=True, env=os.environ | env).stdout)
+        yield Row("devices", f"CUDA_VISIBLE_DEVICES={visible[:14]!r}: GPUs", str(mine), f"torch {real}", mine == real)
+    config = {"model_type": "gpt2", "n_layer": 4, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    with tempfile.TemporaryDirectory() as folder, stranger(20 * GIB):
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        found = _memfit_json("estimate", "--hf-config", folder, "--formula")
+        free = used_bytes("free")
+    told = (found["gpu"] or {}).get("total_bytes", 0)
+    holds = abs(told - free) < 1 * GIB
+    yield Row("devices", "estimate without --gpu, 20 GiB in use", mib(told), f"{name}, {mib(free)} free", holds)
 
 
 def squared_error(model: Any, batch: Any) -> tuple[torch.Tensor, float]:
@@ -166,6 +198,9 @@ def safe_step() -> Rows:
     by_size = {size: _two_steps(size, size) for size in (256, 128, 64, 32)}
     for size, taken in by_size.items():
         yield Row("step", f"never out of memory, {size} of 256 at once", mib(taken.reserved), taken.weights)
+    again = {size: _two_steps(size, size).weights for size in by_size}
+    same = sum(again[size] == taken.weights for size, taken in by_size.items())
+    yield Row("step", "the same steps once more", f"the same weights at {same} of {len(again)} sizes", "", same == 4)
     for size in (128, 64, 32):
         room = (by_size[size].reserved + by_size[2 * size].reserved) // 2
         torch.cuda.empty_cache()
@@ -179,6 +214,7 @@ def safe_step() -> Rows:
             how = f"a stranger leaves {mib(torch.cuda.mem_get_info()[0])}"
             found = _two_steps("auto", "auto")
         yield from _compare(how, found)
+    yield from _retries(total, by_size[128].reserved)
     yield from _update(total)
     yield from _validation(total)
 
@@ -190,6 +226,29 @@ def _compare(how: str, found: Taken) -> Rows:
     holds = found.num_ooms > 0 and same.num_ooms == 0 and same.weights == found.weights
     yield Row("step", how, text, same.weights, holds)
     yield Row("step", f"{how}: held after it", mib(found.held), mib(same.held), found.held == same.held)
+
+
+def _retries(total: int, room: int) -> Rows:
+    """Batches whose lengths differ: the allocator empties its caches and tries again before it is out of memory."""
+    torch.cuda.empty_cache()
+    seed_everything(0)
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    model = Encoder().cuda()
+    step = SafeStep(model, torch.optim.AdamW(model.parameters(), lr=1e-4), squared_error, max_grad_norm=1.0)
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
+    found, num_ooms = [], 0
+    for length in (256, 96, 224, 128, 248, 64, 232, 160, 256, 200, 256, 104, 256):
+        batch = torch.randn(128, length, 512, device="cuda"), torch.randn(128, length, 512, device="cuda")
+        outcome = step(batch)
+        retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
+        found.append((outcome.microbatch_size, retries))
+        num_ooms += outcome.num_ooms
+        if num_ooms:
+            break
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    smaller = any(size < 128 for size, _ in found)
+    text = f"(microbatch, retries so far) {found}, {num_ooms} out of memory"
+    yield Row("step", f"128 of several lengths in {mib(room)}", text, "smaller before the first failure", smaller)
 
 
 def _update(total: int) -> Rows:
@@ -443,17 +502,19 @@ def jobs() -> Rows:
     """Commands on one GPU: one that takes more than it reserved, and ten whose peaks are not known."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        code, said, run = _map(work, "greedy", "6", 5, "--gpu-memory", "3GiB")
+        code, said, run = _map(work, "greedy", "24", 5, "--gpu-memory", "3GiB")
         logs = "".join(path.read_text() for path in run.rglob("err*.log"))
         refused = re.search(r"OutOfMemoryError.*", logs)
         again = next((line.strip()[:110] for line in said.split("\n") if "restarts" in line), said[-200:])
         holds = bool(refused) and not code
-        yield Row("jobs", "6 GiB with 3 GiB reserved", f"exit {code}; {again}", (refused or [""])[0][:80], holds)
+        yield Row("jobs", "24 GiB with 3 GiB reserved", f"exit {code}; {again}", (refused or [""])[0][:80], holds)
         code, said, run = _map(work, "many", "12,12.1,12.2,12.3,12.4,12.5,12.6,12.7,12.8,12.9", 6)
         yield _concurrency(run, "jobs", "ten of 12 to 13 GiB", code)
-        first = json.loads(min(run.glob("jobs/*/outcome*.json")).read_text())
-        footprint = json.dumps(first.get("footprint") or {})[:150]
-        yield Row("jobs", "footprint of the first job", footprint, "12 GiB and the context")
+        first = min(run.glob("jobs/*/outcome*.json"))
+        peak = max((json.loads(first.read_text())["footprint"]["device_bytes"] or {"": 0}).values())
+        reserved = int((first.parent / "out.log").read_text().split()[0])
+        text, beside = f"{mib(peak)}, context {mib(peak - reserved)}", f"torch reserved {mib(reserved)}"
+        yield Row("jobs", "device memory of the first job", text, beside, 400 * MIB < peak - reserved < 800 * MIB)
 
 
 def _concurrency(run: Path, part: str, what: str, code: int) -> Row:
@@ -465,6 +526,169 @@ def _concurrency(run: Path, part: str, what: str, code: int) -> Row:
     states = {str(one.get("state")) for one in outcomes}
     text = f"{most} at once at most, {len(outcomes)} ends, {ooms} out of memory, {sorted(states)}"
     return Row(part, what, text, f"exit {code}", code == 0 and not ooms and most > 1)
+
+
+def _ended(run: Path, pattern: str = "*") -> dict[str, dict[str, Any]]:
+    """The last outcome of each job of a run that was started, by the job's name."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(run.glob(f"jobs/{pattern}/outcome*.json"), key=lambda one: one.stat().st_mtime):
+        found[path.parent.name] = json.loads(path.read_text())
+    return {name: one for name, one in found.items() if one.get("started") and one.get("ended")}
+
+
+def _span(ended: dict[str, dict[str, Any]]) -> float:
+    """The seconds from the first start to the last end."""
+    return float(max(one["ended"] for one in ended.values()) - min(one["started"] for one in ended.values()))
+
+
+def folds() -> Rows:
+    """The folds of a forecaster on one GPU: one after the other, and as many at once as memfit admits."""
+    kinds = {"small": (128, 2048, 3), "large": (512, 8192, 2)}
+    with tempfile.TemporaryDirectory() as work:
+        for kind, (width, batch, num_epochs) in kinds.items():
+            params = {
+                "train": {"num_epochs": num_epochs, "batch_size": batch, "precision": "bf16-mixed"},
+                "splits": {"n_splits": 8, "embargo_size": 20},
+                "model": {"hidden_size": width, "num_layers": 3, "num_heads": 4, "dropout": 0.2},
+            }
+            spans, ended = dict[str, float](), dict[str, dict[str, dict[str, Any]]]()
+            for how, most in (("alone", 1), ("beside", "auto")):
+                code, _, run = _forecast(Path(work), "run", f"{kind}-{how}", params, max_parallel=most)
+                ended[how] = _ended(run, "fold*")
+                spans[how] = _span(ended[how])
+                rate = len(ended[how]) * 3600 / spans[how]
+                peaks = [
+                    max((one["footprint"] or {})["device_bytes"].values(), default=0) for one in ended[how].values()
+                ]
+                text = f"{rate:.0f} folds an hour, {len(ended[how])} in {spans[how]:.1f} s, peak {mib(max(peaks))}"
+                yield Row("folds", f"{kind}, {how}", text, f"exit {code}", code == 0)
+            times = {how: {name: one["ended"] - one["started"] for name, one in ended[how].items()} for how in ended}
+            names = sorted(times["alone"].keys() & times["beside"].keys())
+            slower = [times["beside"][name] / times["alone"][name] for name in names]
+            text = f"{spans['alone'] / spans['beside']:.2f} x the folds an hour"
+            each = ", ".join(f"{one:.2f}" for one in slower)
+            yield Row("folds", f"{kind}, side by side", text, f"each fold takes {each} x its time alone")
+
+
+_FORKED = """
+import os, time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from memfit.pipeline import Stage, Workload
+
+
+def step(ctx, params):
+    began = time.time()
+    has_driver = "libcuda.so" in Path("/proc/self/maps").read_text()
+    import torch
+
+    loaded = time.time()
+    model = torch.nn.Linear(64, 64).cuda()
+    on_gpu = time.time()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    stepped = time.time()
+    held = [torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(4 * params.gib)]
+    return {
+        "began": began, "loaded": loaded, "on_gpu": on_gpu, "stepped": stepped, "has_driver": has_driver,
+        "setting": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_reserved(),
+    }
+
+
+class Params(BaseModel):
+    folds: int = 8
+    gib: int = 0
+
+
+WORKLOAD = Workload(Params, stages=(Stage("fold", step, each="fold in params.folds"),))
+"""
+
+
+def _fork(work: Path, *settings: str) -> tuple[float, int, str, Path]:
+    """Run folds that make one step each; return the run's seconds, exit code, what it said, and its folder."""
+    runs = work / f"runs_{len(list(work.iterdir()))}"
+    words = [sys.executable, "-m", "memfit", "run", "forked:WORKLOAD", "--new", "--runs-dir", str(runs)]
+    for one in ("memory.num_gpus=1", *settings):
+        words += ["--set", one]
+    path = os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])
+    start = time.monotonic()
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=150, cwd=work, env=os.environ | {"PYTHONPATH": path}
+    )
+    seconds = time.monotonic() - start
+    found = sorted(runs.glob("*/run_*"))
+    if not found:
+        raise RuntimeError(f"exit {done.returncode}: {done.stdout[-600:]} {done.stderr[-900:]}")
+    return seconds, done.returncode, done.stdout + done.stderr, found[-1]
+
+
+def warm() -> Rows:
+    """Folds that are forked from a process with torch, and folds in new interpreters: their first step on the GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "forked.py").write_text(_FORKED)
+        for most in ("max_parallel=1", "memory.gpu_job=2GiB"):
+            for how in ("never", "auto", "never", "auto"):
+                seconds, code, said, run = _fork(work, most, f"warm={how}")
+                ended = _ended(run)
+                results = [json.loads(one.read_text())["result"] for one in sorted(run.glob("checkpoints/fold_*.json"))]
+                if not results:
+                    yield Row("warm", f"warm: {how}, {most}", said[-400:], f"exit {code}", False)
+                    continue
+                starts = [one["started"] for _, one in sorted(ended.items())]
+                parts = []
+                for key in ("began", "loaded", "on_gpu", "stepped"):
+                    middle = statistics.median(one[key] - at for one, at in zip(results, starts, strict=True))
+                    parts.append(f"{key} {middle:.2f} s")
+                num_forked = sum((one.get("evidence") or {}).get("start") == "warm" for one in ended.values())
+                span = _span(ended)
+                text = f"{len(ended) * 3600 / span:.0f} folds an hour, run {seconds:.1f} s, {', '.join(parts)}"
+                drivers = sum(one["has_driver"] for one in results)
+                wanted = len(ended) if how == "auto" else 0
+                beside = f"{num_forked} of {len(ended)} forked, {drivers} with the driver loaded at their first line"
+                why = [line for line in said.splitlines() if "new interpreters" in line]
+                holds = code == 0 and num_forked == wanted and not drivers
+                yield Row("warm", f"warm: {how}, {most}", text, "; ".join([beside, *why])[:300], holds)
+        for how in ("never", "auto"):
+            _, code, said, run = _fork(work, f"warm={how}", "memory.gpu_job=3GiB", "params.gib=24", "params.folds=1")
+            logs = "".join(path.read_text() for path in run.rglob("*.log"))
+            refused = re.search(r"OutOfMemoryError.*", logs)
+            results = [json.loads(one.read_text())["result"] for one in sorted(run.glob("checkpoints/fold_*.json"))]
+            last = {key: results[0][key] for key in ("setting", "peak")} if results else said[-300:]
+            text = f"exit {code}, {(refused or ['not refused'])[0][:90]}"
+            yield Row("warm", f"24 GiB with 3 GiB reserved, {how}", text, str(last), bool(refused) and not code)
+
+
+def cost() -> Rows:
+    """How often a step waits for the GPU, by torch's own count: a plain one and a safe one."""
+    import warnings
+
+    from overhead import CASES as MODELS
+    from overhead import make_steps
+
+    for case in MODELS:
+        plain, safe, batch = make_steps(case, torch.device("cuda"))
+        counts = {}
+        for name, step in (("plain", plain), ("safe", safe)):
+            for _ in range(3):
+                step(batch)
+            torch.cuda.synchronize()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                step(batch)
+                torch.cuda.set_sync_debug_mode("default")
+            counts[name] = sum("synchroniz" in str(one.message) for one in said)
+        yield Row(
+            "cost", f"waits for the GPU, {case.name}", f"{counts['safe']} in a safe step", f"plain {counts['plain']}"
+        )
+        del plain, safe, batch
+        torch.cuda.empty_cache()
 
 
 def pace() -> Rows:
@@ -518,6 +742,9 @@ _FORECASTER = {
 }
 
 
+_MOST_SECONDS = 240
+
+
 def _forecast(work: Path, verb: str, name: str, params: dict[str, Any], **more: Any) -> tuple[int, str, Path]:
     config = work / f"{name}.json"
     data = {"source": "generated", "num_dates": 320, "num_assets": 1024, "num_features": 16, "lookback": 20}
@@ -529,11 +756,15 @@ def _forecast(work: Path, verb: str, name: str, params: dict[str, Any], **more: 
     config.write_text(json.dumps(content))
     until = ["--until", "fold"] if verb == "run" else []
     words = [sys.executable, "-m", "memfit", verb, str(config), *until]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=work)
-    run = next((work / "runs" / name).glob("run_*"))
-    if done.returncode:
-        sys.stderr.write(done.stdout[-3000:] + done.stderr[-3000:])
-    return done.returncode, done.stdout, run
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=work) as process:
+        try:
+            said, _ = process.communicate(timeout=_MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+    if process.returncode:
+        sys.stderr.write(said[-3000:])
+    return process.returncode, said, next((work / "runs" / name).glob("run_*"))
 
 
 def trials() -> Rows:
@@ -550,12 +781,12 @@ def trials() -> Rows:
         {"name": "params.model.num_layers", "low": 2, "high": 4},
     ]
     tune = {
-        "space": space, "objective": "fold.valid_rank_ic", "direction": "maximize", "n_trials": 12, "num_slots": 6,
+        "space": space, "objective": "fold.valid_rank_ic", "direction": "maximize", "n_trials": 8, "num_slots": 4,
         "epochs": "params.train.num_epochs",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         code, said, run = _forecast(Path(work), "tune", "trials", {"train": train}, tune=tune)
-        yield _concurrency(run, "trials", "12 trials of two folds, bf16", code)
+        yield _concurrency(run, "trials", "8 trials of two folds, bf16", code)
         ended = [json.loads(path.read_text()) for path in run.glob("trials/*.json")]
         states = sorted(str(one.get("state")) for one in ended)
         peaks = sorted(max(one["measured"]["device_peaks"].values(), default=0) for one in ended if one.get("measured"))
@@ -587,11 +818,14 @@ def rows() -> Rows:
 
 PARTS: dict[str, tuple[Callable[[], Rows], int]] = {
     "devices": (devices, 60),
-    "step": (safe_step, 150),
+    "step": (safe_step, 180),
     "allocator": (allocator, 60),
     "estimate": (estimates, 240),
     "resume": (resume, 150),
     "jobs": (jobs, 150),
+    "folds": (folds, 400),
+    "warm": (warm, 240),
+    "cost": (cost, 60),
     "pace": (pace, 60),
     "trials": (trials, 300),
     "rows": (rows, 240),

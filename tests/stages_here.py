@@ -21,7 +21,7 @@ import pytest
 
 from memfit.files import write_json
 from memfit.jobs import Counters, Death, JobStatus, LocalBackend, Parent, explain_death, load_target
-from memfit.jobs.__main__ import main
+from memfit.jobs import __main__ as program
 from memfit.memory import Footprint
 from memfit.pipeline import Context, Output, Stop, Workload
 from memfit.units import MIB
@@ -176,7 +176,7 @@ def _call(job: Mapping[str, Any], job_dir: Path, out: Any, err: Any) -> int:
     write_json(job_dir / "request.json", {"target": job["target"], "arguments": job["arguments"]})
     new = _as_if_new(job["env"], Path(job["cwd"]))
     with new, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main(["child", str(job_dir)])
+        program.main(["child", str(job_dir)])
     return int(ended.value.code or 0)
 
 

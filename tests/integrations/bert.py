@@ -107,7 +107,7 @@ def digest(trainer):
 
 def _add(sha, value):
     if isinstance(value, torch.Tensor):
-        sha.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for name in sorted(value, key=str):
             sha.update(str(name).encode())

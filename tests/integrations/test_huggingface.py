@@ -19,7 +19,7 @@ pytestmark = [
 transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
-from memfit.errors import DamagedError, UsageError  # noqa: E402
+from memfit.errors import DamagedError, StoppedError, UsageError  # noqa: E402
 from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning  # noqa: E402
@@ -99,6 +99,14 @@ class OwnLoader(transformers.Trainer):
         return loader if self.args.seed == 42 else self.accelerator.prepare(loader)
 
 
+class WithScaler(transformers.Trainer):
+    """Scales gradients as fp16 does, where there is no GPU for fp16 itself."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+
 def with_lora():
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(bert.model(), peft.LoraConfig(target_modules=["query"], r=2, lora_dropout=0.1))
@@ -106,7 +114,7 @@ def with_lora():
 
 @pytest.mark.parametrize(
     "name",
-    ["group_by_length", "own loader", "own prepared loader", "peft", "bf16", "accumulation that does not divide"],
+    ["group_by_length", "own loader", "own prepared loader", "peft", "bf16", "scaler", "accumulation of three"],
 )
 def test_what_trainings_have_is_exact_too(tmp_path, name):
     options = {
@@ -115,7 +123,8 @@ def test_what_trainings_have_is_exact_too(tmp_path, name):
         "own prepared loader": {"kind": OwnLoader, "seed": 1},
         "peft": {},
         "bf16": {"bf16": True},
-        "accumulation that does not divide": {"gradient_accumulation_steps": 3, "logging_steps": 4},
+        "scaler": {"kind": WithScaler},
+        "accumulation of three": {"gradient_accumulation_steps": 3, "logging_steps": 4},
     }[name]
 
     def train(folder, **moment):
@@ -126,6 +135,15 @@ def test_what_trainings_have_is_exact_too(tmp_path, name):
     for step in (5, 9):
         assert train(tmp_path / "stopped", at=step, send="KILL" if step == 5 else "TERM")[0] in (-9, 75)
     assert train(tmp_path / "stopped") == found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fp16 needs a GPU")
+def test_fp16_on_a_gpu_is_exact(tmp_path):
+    options = {"fp16": True, "use_cpu": False}
+    found = bert.train(tmp_path / "whole", **options)
+    with pytest.raises(StoppedError):
+        bert.train(tmp_path / "own", at=5, **options)
+    assert bert.train(tmp_path / "own", **options) == found
 
 
 class Counting(bert.Mask):
@@ -300,6 +318,13 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
 
 def test_a_watched_training_is_the_one_that_is_not(tmp_path):
     assert whole(mode="plain") == bert.child(tmp_path, mode="plain", callbacks=[MemfitCallback()])[1]
+
+
+def test_a_named_checkpoint_that_is_not_there_is_the_frameworks_error(tmp_path):
+    trainer = bert.make(tmp_path)
+    stoppable(trainer)
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
 def test_two_adapters_on_one_trainer_are_refused(tmp_path):

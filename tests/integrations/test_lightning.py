@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Resumable, Stream, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -68,17 +68,19 @@ def make_trainer(**options):
     return Trainer(**(settings | options))
 
 
-def train(folder, at, *, form=Exact, workers=0, rate=1e-2, allow=(), persistent=False, **options):
+def train(  # noqa: PLR0913
+    folder, at, *, form=Exact, workers=0, rate=1e-2, allow=(), persistent=False, collate=masked, data=None, **options
+):
     """Train; return the hash of what it leaves, the samples of each batch and their losses."""
     module, seed = Module(at, rate), {"seed": 1} if form is Exact else {}
     one = form(folder, every=2, allow=allow, **seed)
-    batches = loader(masked, workers)
+    batches = loader(collate, workers, data)
     if persistent:
         batches = DataLoader(
             batches.dataset, 4, shuffle=True, collate_fn=masked, num_workers=2, persistent_workers=True
         )
     trainer = make_trainer(**options)
-    one.fit(trainer, module, batches, loader(masked, workers))
+    one.fit(trainer, module, batches, loader(collate, workers))
     return digest(module, trainer.optimizers[0]), module.seen, module.losses
 
 
@@ -126,13 +128,23 @@ def test_a_stop_in_the_last_step_is_no_stop(tmp_path):
     assert in_child(train, tmp_path / "part", ("evaluation", 2, 1))[0] == 0
 
 
-def test_stop_says_what_is_not_exact(tmp_path):
-    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), form=Stop)
-    assert code == 75
-    code, part = in_child(train, tmp_path / "part", form=Stop)
-    assert code == 0
-    assert len(part[1]) == 6  # the rest of epoch 2, and epoch 3
-    assert "epoch 2 goes on in another order" in said(tmp_path / "part")
+@pytest.mark.parametrize("data", [None, Resumable()], ids=["indexed", "stream"])
+def test_stop_sees_each_sample_once(tmp_path, data):
+    options = {"form": Stop, "collate": plain, "data": data}
+    seen = in_child(train, tmp_path / "whole", **options)[1][1]
+    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), **options)
+    assert code == 75, said(tmp_path / "part")
+    code, part = in_child(train, tmp_path / "part", **options)
+    assert (code, part[1]) == (0, seen[9:]), said(tmp_path / "part")
+    why = "the order goes on" if data is None else "the stream goes on where its state_dict says"
+    assert f"sealed and not exact: {why}" in said(tmp_path / "part")
+
+
+def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
+    options = {"form": Stop, "collate": plain, "data": Stream()}
+    assert in_child(train, tmp_path / "part", ("batch", 1, 1), **options)[0] == 75, said(tmp_path / "part")
+    assert in_child(train, tmp_path / "part", **options)[1][1][0] == [1, 2, 3, 4]
+    assert "8 samples are seen again" in said(tmp_path / "part")
 
 
 @pytest.mark.filterwarnings("ignore::memfit.training.CheckpointWarning")

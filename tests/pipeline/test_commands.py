@@ -19,7 +19,7 @@ from memfit.memory import is_locked
 from memfit.pipeline import Choice, plan_run, resume, run_commands
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+real, here = pytest.mark.slow, pytest.mark.usefixtures("here")  # with processes, and with none but the commands
 
 MEMFIT = [sys.executable, "-m", "memfit"]
 
@@ -43,6 +43,7 @@ def states(result):
     return {job: status.state for job, status in result.statuses.items()}
 
 
+@here
 def test_every_combination_runs_once_and_is_kept_with_its_parameters():
     result = run_sh("echo {a}{b} >> ran; echo out {a}; echo err {b} >&2", "a=1..2", "b=x,y")
     assert (result.state, result.exit_code) == ("completed", 0)
@@ -59,6 +60,7 @@ def test_every_combination_runs_once_and_is_kept_with_its_parameters():
     assert header["combinations"][1] == {"a": "1", "b": "y"}
 
 
+@here
 def test_settings_count_flag_before_environment_before_default_and_their_origins_are_kept():
     env = {"MEMFIT_RETRIES": "5", "MEMFIT_MAX_PARALLEL": "3", "MEMFIT_PANELS_DIR": "of folds alone"}
     result = run_sh("true {a}", "a=1", settings=["max_parallel=1", "memory.limit=4GiB"], env=env)
@@ -71,6 +73,7 @@ def test_settings_count_flag_before_environment_before_default_and_their_origins
     assert any(one["name"] == "cap" and one["limit_bytes"] == 4 << 30 for one in budget["limits"])
 
 
+@here
 def test_an_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match="MEMFIT_RETRYS"):
         run_sh("true", env={"MEMFIT_RETRYS": "1"})
@@ -78,6 +81,7 @@ def test_an_unknown_setting_is_refused():
         run_sh("true", settings=["max_paralel=1"])
 
 
+@here
 def test_a_single_command_may_use_all_cores_unless_told_otherwise_and_has_the_environment(monkeypatch):
     cores = memfit.Budget.read().num_cpus
     monkeypatch.setenv("MAX_EPOCHS", "15")
@@ -87,6 +91,7 @@ def test_a_single_command_may_use_all_cores_unless_told_otherwise_and_has_the_en
     assert lines("ran") == sorted([f"{cores}", f"{cores + 1}", "1 15 1"])
 
 
+@here
 def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
     first = run_sh("echo {a} >> ran", "a=1..2")
     second = run_sh("echo {a} >> ran", "a=1..2")
@@ -94,6 +99,7 @@ def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
     assert lines("ran") == ["1", "1", "2", "2"]
 
 
+@here
 def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
     text = "echo {a} >> ran; test -e ready || test {a} != 2"
     first = run_sh(text, "a=1..3")
@@ -107,6 +113,7 @@ def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
     assert read_file(second.path / "config.yaml")["max_parallel"] == 1
 
 
+@here
 def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_path, monkeypatch):
     first = run_sh("echo {a}; false", "a=1")
     others = [run_sh("echo {a} ; false", "a=1"), run_sh("echo {a}; false", "a=2")]
@@ -116,12 +123,14 @@ def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_
     assert len({first.path, *(other.path for other in others)}) == 4
 
 
+@here
 def test_new_starts_over_and_leaves_the_unfinished_run():
     first = run_sh("echo {a} >> ran; false", "a=1")
     second = run_sh("echo {a} >> ran; false", "a=1", new=True)
     assert first.path != second.path and lines("ran") == ["1", "1"]
 
 
+@here
 def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
     with pytest.raises(UsageError, match="there is no program 'nonesuch'"):
         run_commands(["nonesuch"])
@@ -130,6 +139,7 @@ def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
     assert not Path("runs").exists()
 
 
+@real
 def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     with pytest.raises(DoesNotFitError, match=r"cmd_0001 needs 900\.00 TiB of host memory \(as declared\)"):
         run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"])
@@ -139,6 +149,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     assert forced.exit_code == 0 and "not checked against the budget (--force)" in admitted
 
 
+@real
 def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is_accepted():
     limits = ["memory.limit=100MiB", "memory.reserve=1", "memory.job=97MiB"]
     with pytest.raises(DoesNotFitError, match="cmd_0001 is tight, as declared: 97"):
@@ -151,6 +162,7 @@ def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is
         assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
 
 
+@here
 def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -167,6 +179,7 @@ def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch
         assert run_commands(command, env={"PATH": str(programs)}).path.parent.name == name
 
 
+@real
 def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a}"
     process = subprocess.Popen([*MEMFIT, "run", "--param", "a=1", "--", "sh", "-c", text], stdout=subprocess.DEVNULL)
@@ -188,6 +201,7 @@ def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_doe
     assert (run.job_dir("cmd_0001") / "out.log").read_text() == "1\n"
 
 
+@real
 def test_first_starts_at_the_same_moment_make_one_run(tmp_path):
     text, together = "echo {a} >> ran; until test -e go; do sleep 0.05; done", threading.Barrier(4)
 
@@ -205,6 +219,7 @@ def test_first_starts_at_the_same_moment_make_one_run(tmp_path):
     assert [path.name for path in Path("runs/sh").iterdir()] == [RunDir.all(Path("runs"), "sh")[0].path.name]
 
 
+@here
 def test_an_interrupted_run_goes_on_although_the_clock_was_set_back():
     text = "echo {a} >> ran; test -e ready"
     Path("ready").touch()
@@ -218,6 +233,7 @@ def test_an_interrupted_run_goes_on_although_the_clock_was_set_back():
     assert (again.path, again.exit_code) == (failed.path, 0)
 
 
+@here
 def test_one_damaged_run_blocks_no_other(capsys):
     first = run_sh("true {a}", "a=1").path
     (first / "run.json").write_text('{"schema_ver')
@@ -226,6 +242,7 @@ def test_one_damaged_run_blocks_no_other(capsys):
     assert f"{first}/run.json is not a JSON object" in capsys.readouterr().err
 
 
+@here
 def test_resume_goes_on_in_the_folder_and_with_the_settings_of_the_run(tmp_path, monkeypatch):
     text = "echo {a} $OMP_NUM_THREADS >> ran; test -e ready"
     first = run_sh(text, "a=1..2", settings=["threads_per_job=2"])
@@ -242,6 +259,7 @@ def test_resume_goes_on_in_the_folder_and_with_the_settings_of_the_run(tmp_path,
     assert again.exit_code == 0 and len(lines(tmp_path / "ran")) == 4
 
 
+@here
 def test_resume_without_a_run_or_its_folder_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is no run directory"):
         resume(tmp_path)

@@ -12,7 +12,6 @@ from typer import Option
 from memfit.cli._settings import with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
-from memfit.rundir import finite
 
 #: What was found, as JSON, and how to show it to people.
 Answer = tuple[dict[str, Any], Callable[[Console], object]]
@@ -55,7 +54,7 @@ def compare(
     Exit codes: 0 done, whatever the verdict, 2 bad input, or a difference that is not named.
     """
     found, show = _by_seeds(a, b, flags) if flags.seeds else _by_runs(a, b, flags)
-    answer(finite({"a": a, "b": b} | found), flags.as_json, show)
+    answer({"a": a, "b": b} | found, flags.as_json, show)
 
 
 def _by_seeds(a: str, b: str, flags: Flags) -> Answer:

@@ -29,6 +29,7 @@ from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import Reader, RunDir
+from memfit.units import list_some
 
 if TYPE_CHECKING:
     from memfit.pipeline import RunPlan
@@ -218,7 +219,7 @@ def _how_to_go_on(result: RunResult) -> str:
     text = f"stopped; to go on: memfit resume {result.path}"
     if not anew:
         return text
-    names = ", ".join(anew[:_MOST_NAMES]) + (f" and {len(anew) - _MOST_NAMES} more" if len(anew) > _MOST_NAMES else "")
+    names = list_some(anew, _MOST_NAMES)
     start = "starts" if len(anew) == 1 else "start"
     return f"{text}\n{names} {start} from the beginning, unless the command saves and loads checkpoints of its own"
 

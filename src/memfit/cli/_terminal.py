@@ -13,6 +13,8 @@ import rich.console
 import typer
 from typer import Option
 
+from memfit.rundir import finite
+
 AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, times in seconds.")]
 
 
@@ -36,9 +38,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def answer(found: Any, as_json: bool, show: Callable[[Console], object]) -> None:
-    """Print what was found as JSON, or show it to people."""
+    """Print what was found as JSON, where NaN and infinity are null, or show it to people."""
     if as_json:
-        typer.echo(json.dumps(found, indent=2, default=str))
+        typer.echo(json.dumps(finite(found), indent=2, default=str))
     else:
         show(console())
 

@@ -38,12 +38,12 @@ class Framework:
 
 
 _HUGGINGFACE = Framework(
-    "transformers", "huggingface", "trainer.add_callback(MemfitCallback())", "stoppable(trainer)", "exact(trainer)"
+    "transformers", "huggingface", "Trainer(..., callbacks=[MemfitCallback()])", "stoppable(trainer)", "exact(trainer)"
 )
 _LIGHTNING = Framework(
     "Lightning",
     "lightning",
-    "Trainer(callbacks=[MemfitCallback()])",
+    "Trainer(..., callbacks=[MemfitCallback()])",
     'stop = Stop("out", every=500); Trainer(callbacks=[stop]); stop.fit(trainer, module, loader)',
     'exact = Exact("out", seed=1, every=500); Trainer(callbacks=[exact]); exact.fit(trainer, module, loader)',
 )

@@ -37,6 +37,7 @@ class MemfitCallback(transformers.TrainerCallback):
         self.journal = Journal()
         self._num_steps, self._is_training, self._epoch = 1, False, -1
         self._loss: float | None = None
+        self._losses, self._logged_step = [0.0, 0.0], 0
         self._numbers: dict[str, float] = {}
         self._mark = self._wait = 0.0
 
@@ -53,7 +54,7 @@ class MemfitCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._num_steps = steps_of(train_dataloader, args) or state.max_steps
         self.journal.num_epochs = math.ceil(state.max_steps / self._num_steps)
-        self._is_training, self._epoch = True, -1
+        self._is_training, self._epoch, self._logged_step = True, -1, state.global_step
         if state.global_step:
             self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))
 
@@ -79,7 +80,9 @@ class MemfitCallback(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in (logs or {}):
-            self._loss = self._numbers["train_loss"] = float(logs["loss"])
+            self._loss, number = float(logs["loss"]), max(1, state.global_step - self._logged_step)
+            self._losses = [self._losses[0] + self._loss * number, self._losses[1] + number]
+            self._numbers["train_loss"], self._logged_step = self._losses[0] / self._losses[1], state.global_step
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -103,7 +106,7 @@ class MemfitCallback(transformers.TrainerCallback):
         """Record the epoch that is over, with its evaluation."""
         if self._epoch >= 0:
             self.journal.epoch(self._epoch + 1, self._numbers, self.journal.pace())
-        self._numbers, self._epoch = {}, -1
+        self._numbers, self._losses, self._epoch = {}, [0.0, 0.0], -1
 
 
 class Positioned(torch.utils.data.IterableDataset[Any]):

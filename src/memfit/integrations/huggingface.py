@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
 
-from memfit.errors import StoppedError, UsageError
+from memfit.errors import JobFailedError, StoppedError, UsageError
 from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, length_of, refuse, steps_of
 from memfit.training import (
     CheckpointWarning,
@@ -44,14 +44,14 @@ __all__ = ["MemfitCallback", "exact", "stoppable"]
 
 _STREAM = "stream.pt"
 #: Arguments that must not change between a checkpoint and its resume.
-_FIXED = (
+_FIXED = [
     "gradient_accumulation_steps",
     "max_grad_norm",
     "label_smoothing_factor",
     "neftune_noise_alpha",
     "bf16",
     "fp16",
-)
+]
 
 
 def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> None:
@@ -143,10 +143,10 @@ class _Guard(MemfitCallback):
         if named is False:
             return None
         if isinstance(named, str | Path):
-            path = Path(named)
+            path, number = Path(named), Path(named).name.removeprefix(PREFIX)
             folder = SealedFolder(path.parent, PREFIX)
-            if path not in folder.foreign():
-                self.found = folder.read(int(path.name.removeprefix(PREFIX)))
+            if path.is_dir() and number.isdigit() and path not in folder.foreign():
+                self.found = folder.read(int(number))
             return str(path)
         self.found, foreign = self.folder.newest(), self.folder.foreign()
         if foreign and (self.found is None or int(foreign[0].name.removeprefix(PREFIX)) > self.found.step):
@@ -322,7 +322,8 @@ class _Guard(MemfitCallback):
             return found
 
         model.train()
-        rehearse(model, self._parts().optimizers()[0], loss, self.loader)
+        with suppress(JobFailedError):  # a loss that is not finite says nothing about memory
+            rehearse(model, self._parts().optimizers()[0], loss, self.loader)
 
     def _inexact(self, args: Any, state: Any) -> str:
         if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):

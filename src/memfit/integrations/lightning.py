@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,26 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 try:
     import torch
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
 from memfit.errors import StoppedError, UsageError
-from memfit.rundir import record
+from memfit.integrations._lightning import (
+    MemfitCallback,
+    Replayed,
+    is_between_steps,
+    keeps_state,
+    kept,
+    metric_numbers,
+    put_means,
+    running_means,
+    silent,
+)
 from memfit.training import (
     CheckpointWarning,
-    Journal,
     KeyedStream,
     LoopParts,
     Sealed,
@@ -37,88 +46,32 @@ from memfit.training import (
     deaf_workers,
     environment,
     find_longest,
+    load_checkpoint,
     order_of,
     refuse_changed,
     rehearse,
-    samples_in,
+    rng_state,
+    save_checkpoint,
     say,
+    set_rng_state,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
-_FILE = "lightning.ckpt"
-
-
-class MemfitCallback(Callback):
-    """Watches a training: phases, steps, epochs, losses and waits become events; nothing else changes.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> watch = MemfitCallback()
-        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-        >>> trainer = Trainer(max_epochs=1, callbacks=[watch], accelerator="cpu", enable_checkpointing=False, **quiet)
-        >>> trainer.fit(BoringModel())
-    """
-
-    def __init__(self) -> None:
-        self.journal = Journal()
-        self._began = self._ended = 0.0
-        self._phase = ""
-
-    def _enter(self, phase: str) -> None:
-        if phase != self._phase:
-            self._phase = phase
-            self.journal.phase(phase)
-
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.journal.begin_epoch()
-        self._phase = ""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._enter("train")
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        now = time.perf_counter()
-        waited = self._began - self._ended if self._ended else 0.0
-        self.journal.took(now - self._began + waited, waited, samples_in(batch))
-        self._ended = now
-        if _is_between_steps(trainer, batch_idx + 1):
-            every = trainer.accumulate_grad_batches
-            step, num_steps = -(-(batch_idx + 1) // every), -(-int(trainer.num_training_batches) // every)
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            where = {"epoch": trainer.current_epoch + 1, "step": step, "num_steps": num_steps}
-            self.journal.step(where, loss, pl_module.device)
-
-    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._enter("validate")
-
-    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        self._ended = 0.0
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
-        self._ended = 0.0
+_FILE, _DRAWS = "lightning.ckpt", "draws.pt"
 
 
 class Stop(MemfitCallback):
     """Stops a training by SIGTERM, SIGUSR1 or Ctrl-C after the optimizer step under way, and resumes it.
 
-    It ends with exit code 75. The newest whole checkpoint is taken; random numbers stay as Lightning draws them.
+    It ends with exit code 75. The newest whole checkpoint is taken, each sample of the epoch is seen once, and random
+    numbers stay as Lightning draws them: what the data draw differs from that of a training without a stop.
 
     Args:
         folder: Where checkpoints are kept.
         every: A checkpoint after so many optimizer steps.
         keep: The newest checkpoints that stay.
-        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``.
+        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
     Raises:
         UsageError: In ``fit``, before anything is trained: what cannot be resumed, by name.
@@ -136,33 +89,39 @@ class Stop(MemfitCallback):
         self._data: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
         self._changed: Mapping[str, Any] = {}
+        self._resumed: dict[str, Any] = {}  # what is put back at the first batch
         self._saved = -1
+        self._is_asked = False
 
-    def fit(self, trainer: Any, model: LightningModule, train: Any, val: Any = None, **options: Any) -> None:
+    def fit(self, trainer: Any, model: LightningModule, train: Any = None, val: Any = None, **options: Any) -> None:
         """Call ``trainer.fit`` from the newest whole checkpoint.
 
         Args:
             trainer: The ``lightning.pytorch.Trainer``; its callbacks need not name this one.
             model: The module.
-            train: The training loader.
+            train: The training loader, or a ``LightningDataModule``; None: the module has its loaders.
             val: Validation loaders, as for ``trainer.fit``.
-            options: More for ``trainer.fit``.
+            options: More for ``trainer.fit``. ``ckpt_path`` is taken where nothing has been sealed yet.
         """
-        self._refuse(trainer, model, train)
-        trainer.callbacks = [one for one in trainer.callbacks if one is not self] + [self]
-        self._loader = self._prepare(train)
-        for one in val if isinstance(val, list | tuple) else [val]:
-            deaf_workers(one)
-        with self.folder.held():
+        self._refuse(trainer, model)
+        trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
+        with self.folder.held(), ExitStack() as stack:
             self._stopper.listen()
-            try:
-                self._found = self.folder.newest()
-                path = None if self._found is None else self._found.path / _FILE
-                trainer.fit(model, self._loader, val, ckpt_path=path, weights_only=False, **options)
-            finally:
-                self._stopper.close()
+            stack.callback(self._stopper.close)
+            self._found, self._is_asked = self.folder.newest(), True
+            if self._found is not None:
+                options["ckpt_path"] = self._found.path / _FILE
+            holder = train if isinstance(train, LightningDataModule) else options.get("datamodule") or model
+            if train is None or holder is train:
+                for name, change in (("train_dataloader", self._prepare), ("val_dataloader", _deaf)):
+                    if is_overridden(name, holder):
+                        setattr(holder, name, partial(_changed, getattr(holder, name), change))
+                        stack.callback(vars(holder).pop, name)
+            else:
+                train = self._prepare(train)
+            trainer.fit(model, train, _deaf(val), weights_only=False, **options)
 
-    def _refuse(self, trainer: Any, model: LightningModule, train: Any) -> None:
+    def _refuse(self, trainer: Any, model: LightningModule) -> None:
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue:
             cluster.auto_requeue = False
@@ -172,40 +131,66 @@ class Stop(MemfitCallback):
             "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
             "overfit_batches is set": trainer.overfit_batches > 0,
             "the module optimizes by hand (automatic_optimization=False)": not model.automatic_optimization,
-            f"the training data are a {type(train).__name__}": not hasattr(train, "dataset"),
         }
+        for one in trainer.callbacks if self.stream is not None else ():
+            name = f"callbacks.{type(one).__name__}"
+            faults[f"{name} steers by what no checkpoint holds"] = keeps_state(one) and name not in self.allow
+        self._refuse_any(faults)
+
+    def _refuse_any(self, faults: Mapping[str, bool]) -> None:
         if found := [name for name, is_there in faults.items() if is_there]:
             raise UsageError(
-                f"This training cannot be stopped and resumed: {'; '.join(found)}.",
-                rule="it has one process, one DataLoader, and steps that Lightning makes.",
-                remedy="change that, or watch it alone: callbacks=[MemfitCallback()]",
+                f"This training cannot be stopped and resumed{' exactly' * bool(self.stream)}: {'; '.join(found)}.",
+                rule="it has one process, one training loader, steps that Lightning makes, and callbacks with a state.",
+                remedy="change that (a callback has state_dict and load_state_dict, or is allowed by its name), or "
+                "watch it alone: callbacks=[MemfitCallback()]",
             )
-
-    def _prepare(self, train: Any) -> Any:
-        deaf_workers(train)
-        self._data = data_identity(train)
-        return train
 
     # --- the way to the first step
 
+    def _prepare(self, train: Any) -> Any:
+        """Return the loader to train on, at the place where the checkpoint was."""
+        several = isinstance(train, list | tuple | dict | CombinedLoader)
+        self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
+        self._loader = self._bind(_deaf(train))
+        self._data = data_identity(self._loader)
+        if self._found is not None:
+            changed = self._compare(self._found.facts["data"], self._data)
+            epoch, batch = self._found.facts["epoch"], self._found.facts["batch"]
+            self._enter_epoch(epoch, batch)
+            if changed and batch:
+                self.journal.inexact(f"the changed data go on at batch {batch + 1} of epoch {epoch + 1}")
+        return self._loader
+
+    def _bind(self, train: Any) -> Any:
+        return Replayed(train)
+
+    def _enter_epoch(self, epoch: int, batch: int) -> None:
+        assert self._found is not None
+        if (path := self._found.path / _DRAWS).exists():
+            self._resumed = load_checkpoint(path)
+            why = self._loader.begin(batch, self._resumed["position"])
+            if batch:
+                self.journal.inexact(why)
+
+    def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse other settings; ``schedule`` allows all that is said of a schedule."""
+        assert self._found is not None
+        allow = {name for name in {*saved, *now} if {name, name.split(",")[0]} & self.allow}
+        if saved.get("seed", 0) is None and not self._found.facts["batch"]:
+            allow |= {"seed", "stream"}  # between two epochs Stop may become Exact
+        return refuse_changed(self._found.path, saved, now, allow)
+
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Enter the epoch where it was left, before its iterator is made."""
-        progress = checkpoint["loops"]["fit_loop"]
-        epochs = progress["epoch_progress"]["current"]
-        batches = progress["epoch_loop.batch_progress"]["current"]["completed"]
-        if epochs["processed"] == epochs["started"]:
-            batches = 0
-        if (order := order_of(self._loader)) is not None:
-            order.set_epoch(epochs["processed"])
-            order.skip(batches * (self._loader.batch_size or 1))
-        elif batches and not hasattr(self._loader, "load_state_dict"):
-            why = f"epoch {epochs['processed'] + 1} goes on in another order: some samples come twice, some not at all"
-            record("inexact", reason=why, text=f"resumed, sealed and not exact: {why}")
-            say(f"resumed, sealed and not exact: {why}")
+        self._resumed["means"] = checkpoint.get("memfit")
+        at = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        if self._found is None and self.stream is not None:
+            self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
+            self.journal.inexact("the checkpoint has no seal of memfit")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Compare the settings with the checkpoint's, before its state is loaded over them."""
-        if self._loader is None:
+        if not self._is_asked:
             raise UsageError(
                 f"{type(self).__name__} was given to the Trainer, and not asked to fit.",
                 rule="it chooses the checkpoint before Lightning begins.",
@@ -217,13 +202,14 @@ class Stop(MemfitCallback):
             "accumulation": trainer.accumulate_grad_batches,
             "precision": str(trainer.precision),
             "gradient_clip": [trainer.gradient_clip_val, trainer.gradient_clip_algorithm],
-            **self._data,
+            "limit_train_batches": trainer.limit_train_batches,
+            "max_steps": trainer.max_steps,
             **_parts(trainer).identity(),
         }
         if (found := self._found) is not None:
-            allow = self.allow | ({"seed", "stream"} if found.facts["identity"]["seed"] is None else set())
-            self._changed = refuse_changed(found.path, found.facts["identity"], self._identity, allow)
-            if found.facts["environment"] != environment():
+            self._changed = self._compare(found.facts["identity"], self._identity)
+            trainer.should_stop = found.facts["is_over"]
+            if self.stream is not None and found.facts["environment"] != environment():
                 text = f"{found.path} was made with {found.facts['environment']}, this is {environment()}."
                 warnings.warn(f"{text} It may not be exact.", CheckpointWarning, stacklevel=2)
 
@@ -244,7 +230,7 @@ class Stop(MemfitCallback):
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
-        loop = trainer.fit_loop.epoch_loop
+        loop, loader = trainer.fit_loop.epoch_loop, getattr(self._loader, "loader", self._loader)
 
         def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
@@ -254,34 +240,45 @@ class Stop(MemfitCallback):
             loss: torch.Tensor = found["loss"] if isinstance(found, Mapping) else found
             return loss
 
-        with _silent(pl_module):
-            self._try(pl_module, trainer.optimizers[0], loss_of)
-
-    def _try(self, module: LightningModule, optimizer: Any, loss: Callable[[Any], torch.Tensor]) -> None:
-        with _kept(module):
-            rehearse(module, optimizer, loss, self._loader)
+        if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
+            return  # it would lose what is read of it
+        with silent(pl_module):
+            if self.stream is not None:
+                batch = find_longest(loader).batch
+                with kept(pl_module):
+                    check_model(pl_module, lambda: loss_of(batch), self.allow | metric_numbers(pl_module))
+            if "rehearsal" not in self.allow:
+                with kept(pl_module):
+                    rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
 
     # --- steps
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        if (order := order_of(self._loader)) is not None:
+            order.set_epoch(trainer.current_epoch)  # Lightning tells no batch_sampler
 
     def _seed_between(self, trainer: Any, then: Callable[[], None]) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
         then()
-        if self.stream is not None and _is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
+        if self.stream is not None and is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
             self.stream.step(-1 - trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if _is_between_steps(trainer, batch_idx):
+        resumed, self._resumed = self._resumed, {}
+        if resumed.get("means") and batch_idx:
+            put_means(trainer, pl_module, resumed["means"])
+        if "now" in resumed:
+            set_rng_state(resumed["now"])
+        if is_between_steps(trainer, batch_idx):
             step, noted = trainer.global_step, self._stopper.noted
             if step and step != self._saved and (noted or step % self.every == 0):
                 self._save(trainer, batch_idx)
             if noted:
                 where = {"epoch": trainer.current_epoch, "step": batch_idx // trainer.accumulate_grad_batches}
-                kept = f"{self.folder.folder_of(step)} holds this very moment: nothing will be repeated."
-                raise self._stopper.end(
-                    f"after step {step}",
-                    kept if step else "nothing was trained yet: nothing will be repeated.",
-                    **where,
-                )
+                kept_by = f"{self.folder.folder_of(step)} holds this very moment: nothing will be repeated."
+                kept_by = kept_by if step else "nothing was trained yet: nothing will be repeated."
+                raise self._stopper.end(f"after step {step}", kept_by, **where)
             if self.stream is not None:
                 self.stream.step(step)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -289,24 +286,29 @@ class Stop(MemfitCallback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the end, so that the same command ends at once."""
         if trainer.global_step != self._saved:
-            self._save(trainer, 0)
+            self._save(trainer, 0, is_over=bool(trainer.should_stop))
 
-    def _save(self, trainer: Any, batch_idx: int) -> None:
+    def _save(self, trainer: Any, batch_idx: int, *, is_over: bool | None = None) -> None:
         self._enter("checkpoint")
         step, epoch = trainer.global_step, trainer.current_epoch
         path = self.folder.begin(step)
         with self.folder.writing():
             trainer.save_checkpoint(path / _FILE)
-        facts = {"identity": self._identity, "environment": environment()}
-        epoch_step = batch_idx // trainer.accumulate_grad_batches
-        self.folder.seal(step, {"epoch": epoch, "epoch_step": epoch_step, **facts})
+            if self.stream is None and is_over is None:
+                save_checkpoint(path / _DRAWS, {"position": self._loader.position(batch_idx), "now": rng_state()})
+        facts = {"identity": self._identity, "data": self._data, "environment": environment(), "is_over": bool(is_over)}
+        at = {"epoch": epoch, "batch": batch_idx, "epoch_step": batch_idx // trainer.accumulate_grad_batches}
+        self.folder.seal(step, {**at, **facts})
         self.folder.prune(self.keep)
         self._saved = step
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Undo what Lightning adds to its loggers' step at a restart from between two steps."""
+        """Add the running means, and undo what Lightning adds to its loggers' step at a restart between two steps."""
         loop = trainer.fit_loop.epoch_loop
-        if self._phase == "checkpoint" and trainer.training and not loop._should_accumulate():
+        if self._phase != "checkpoint":
+            return
+        checkpoint["memfit"] = running_means(trainer, pl_module)
+        if trainer.training and not loop._should_accumulate():
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
@@ -340,22 +342,17 @@ class Exact(Stop):
         super().__init__(folder, every=every, keep=keep, allow=allow)
         self.stream = KeyedStream(seed)
 
-    def _prepare(self, train: Any) -> Any:
+    def _bind(self, train: Any) -> Any:
         assert self.stream is not None
         made = self.stream.loader(train)
         check_loader(train, self.allow)
-        self._data = data_identity(made)
         return made
 
-    def _try(self, module: LightningModule, optimizer: Any, loss: Callable[[Any], torch.Tensor]) -> None:
-        batch = find_longest(self._loader).batch
-        with _kept(module):
-            check_model(module, lambda: loss(batch), self.allow)
-        super()._try(module, optimizer, loss)
-
-
-def _is_between_steps(trainer: Any, num_batches: int) -> bool:
-    return bool(num_batches % trainer.accumulate_grad_batches == 0 or num_batches == trainer.num_training_batches)
+    def _enter_epoch(self, epoch: int, batch: int) -> None:
+        order = order_of(self._loader)
+        assert order is not None
+        order.set_epoch(epoch)
+        order.skip(batch * (self._loader.batch_size or 1))
 
 
 def _parts(trainer: Any) -> LoopParts:
@@ -363,40 +360,15 @@ def _parts(trainer: Any) -> LoopParts:
     return LoopParts({str(number): one for number, one in enumerate(named)})
 
 
+def _deaf(loaders: Any) -> Any:
+    for one in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        deaf_workers(one)
+    return loaders
+
+
+def _changed(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+    return change(make())
+
+
 def _finalize(finalize: Callable[[str], None], status: str) -> None:
     finalize("finished")
-
-
-@contextmanager
-def _silent(module: LightningModule) -> Iterator[None]:
-    """Let a step be tried that logs."""
-    vars(module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
-
-
-@contextmanager
-def _kept(module: LightningModule) -> Iterator[None]:
-    """Put back what the modules' attributes held: numbers, tensors, and lists, dicts and sets of anything."""
-    kinds = (int, float, str, torch.Tensor, type(None))
-    held: list[tuple[Any, str, Any, Any]] = []
-    for one in module.modules():
-        for name, value in vars(one).items():
-            if name.startswith("_") or name == "training":
-                continue
-            if isinstance(value, list | dict | set):
-                held.append((one, name, value, copy.copy(value)))
-            elif isinstance(value, kinds):
-                held.append((one, name, value, value.clone() if isinstance(value, torch.Tensor) else value))
-    try:
-        yield
-    finally:
-        for one, name, value, before in held:
-            if isinstance(value, list):
-                value[:] = before
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(before)
-            vars(one)[name] = value if isinstance(value, list | dict | set) else before

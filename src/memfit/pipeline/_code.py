@@ -31,6 +31,7 @@ from memfit.pipeline._statements import (
     read_module,
     run_by_import,
 )
+from memfit.units import list_some
 
 #: A module, and what it imports: the module and the name in it.
 _Passed = tuple[str, str, tuple[str, ...]]
@@ -75,7 +76,7 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     changes = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
     changes += [f"{name} is new" for name in now if name not in before]
     changes += [f"{name} is gone" for name in before if name not in now]
-    return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+    return list_some(changes, 3)
 
 
 def own_modules(package: str) -> dict[str, Path]:

@@ -98,7 +98,7 @@ def check_first_forward(
     """
 
     def rehearse(module: Any, args: Any, kwargs: Any) -> None:
-        if module.training and not torch.compiler.is_compiling() and is_due():
+        if not torch.compiler.is_compiling() and module.training and is_due():
             handle.remove()
             plain = getattr(module, "_orig_mod", module)
             check_model(plain, lambda: plain(*args, **kwargs), allow)

@@ -1,0 +1,252 @@
+"""Watch a training in Lightning, replay its loader, and carry its running means; see ``lightning.py``."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch.utils.data import IterableDataset
+from torchmetrics import Metric
+
+from memfit.training import Journal, LoopParts, rng_state, samples_in, set_rng_state
+
+#: What a callback steers by: one that does, and counts for itself, must export its state.
+_STEERED = {"should_stop", "optimizers", "lr_schedulers", "param_groups", "requires_grad"}
+
+
+class MemfitCallback(Callback):
+    """Watches a training: phases, steps, epochs, losses and waits become events; nothing else changes.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> watch = MemfitCallback()
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        >>> trainer = Trainer(max_epochs=1, callbacks=[watch], accelerator="cpu", enable_checkpointing=False, **quiet)
+        >>> trainer.fit(BoringModel())
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self._began = self._ended = 0.0
+        self._phase = ""
+
+    def _enter(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self.journal.phase(phase)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.journal.begin_epoch()
+        self._phase = ""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._enter("train")
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        waited = self._began - self._ended if self._ended else 0.0
+        self.journal.took(now - self._began + waited, waited, samples_in(batch))
+        self._ended = now
+        if is_between_steps(trainer, batch_idx + 1):
+            every, num = trainer.accumulate_grad_batches, trainer.num_training_batches
+            step = -(-(batch_idx + 1) // every)
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            num_steps = step if num == float("inf") else -(-int(num) // every)
+            where = {"epoch": trainer.current_epoch + 1, "step": step, "num_steps": num_steps}
+            self.journal.step(where, loss, pl_module.device)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._enter("validate")
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._ended = 0.0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
+        self._ended = 0.0
+
+
+def is_between_steps(trainer: Any, num_batches: int) -> bool:
+    """Return whether no accumulation is open after so many batches of an epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    is_last = num_batches == loop.batch_progress.current.ready and loop._num_ready_batches_reached()
+    return bool(is_last or num_batches % trainer.accumulate_grad_batches == 0)
+
+
+class Replayed:
+    """A training loader as it is, whose next iteration may begin within an epoch, in the order that this has had.
+
+    It begins when its first batch is asked for: Lightning makes iterators before it knows the epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        _auto_add_worker_init_fn(loader, 0)
+        self.loader = loader
+        self.source = LoopParts({}).source(loader)
+        self._begin: tuple[int, dict[str, Any]] | None = None
+        self._draws: dict[str, Any] = {}
+        self._states: dict[int, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "state_dict", "load_state_dict"):  # Lightning would keep a position of its own
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def position(self, num_batches: int) -> dict[str, Any]:
+        """Return what begins this epoch again behind so many batches."""
+        return {**self._draws, "source": self._states.get(num_batches)}
+
+    def begin(self, num_batches: int, position: dict[str, Any]) -> str:
+        """Let the next iteration begin there; return why it is not exact."""
+        self._begin = (num_batches, position)
+        if position["source"] is not None:
+            return "the stream goes on where its state_dict says"
+        if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
+            return f"{num_batches * (self.loader.batch_size or 1)} samples are seen again: no state_dict of them"
+        return "the order goes on, and what the data draw at random is not the same"
+
+    def __iter__(self) -> Iterator[Any]:
+        (count, position), self._begin, loader = self._begin or (0, None), None, self.loader
+        own = [getattr(one, "generator", None) for one in (loader, self._part("sampler"), self._part("batch_sampler"))]
+        generators = [one for one in own if isinstance(one, torch.Generator)]
+        if position is None:
+            self._draws = {"start": rng_state(), "generators": [one.get_state() for one in generators]}
+        else:
+            self._draws = {name: position[name] for name in ("start", "generators")}
+            set_rng_state(position["start"])
+            for generator, state in zip(generators, position["generators"], strict=False):
+                generator.set_state(state)
+            if position["source"] is not None:
+                self.source.load_state_dict(position["source"])
+        is_stream = self.source is not None or isinstance(getattr(loader, "dataset", None), IterableDataset)
+        batches = iter(LoopParts({}).skip(loader, count) if count and not is_stream else loader)
+        self._states = {}
+        while True:
+            if self.source is not None:
+                self._states = {key: one for key, one in self._states.items() if key > count - 3}  # Lightning fetches 2
+                self._states[count] = copy.deepcopy(self.source.state_dict())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            count += 1
+            yield batch
+
+    def _part(self, name: str) -> Any:
+        return getattr(self.loader, name, None)
+
+
+def keeps_state(callback: Callback) -> bool:
+    """Return whether a callback steers the training by what it has counted and no checkpoint holds."""
+    kind = type(callback)
+    if isinstance(callback, GradientAccumulationScheduler):
+        return len(callback.scheduling) > 1  # an epoch that is entered in its midst does not ask it
+    if isinstance(callback, StochasticWeightAveraging):
+        return True
+    own = ("lightning.", "memfit.")
+    saves = [getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")]
+    if kind.__module__.startswith(own) or any(saves):
+        return False
+    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
+    parts = [part for code in codes for part in dis.get_instructions(code)]
+    stored = {part.argval for part in parts if part.opname == "STORE_ATTR"}
+    return bool(stored - _STEERED and {part.argval for part in parts if isinstance(part.argval, str)} & _STEERED)
+
+
+# --- what Lightning computes on the way, and saves in no checkpoint
+
+
+def running_means(trainer: Any, module: LightningModule) -> dict[str, Any]:
+    """Return the metrics of the epoch so far, for ``put_means``."""
+    results = {}
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        meta = {one.name: getattr(result.meta, one.name) for one in fields(result.meta) if one.name != "_sync"}
+        sync = {"_should": result.meta.sync.should, "rank_zero_only": result.meta.sync.rank_zero_only}
+        results[key] = (meta, sync, result.is_tensor, _state_of(result) if result.is_tensor else {})
+    metrics = {name: _state_of(one) for name, one in module.named_modules() if isinstance(one, Metric)}
+    callback = dict(trainer._logger_connector._callback_metrics)
+    return {"results": results, "metrics": metrics, "callback": callback}
+
+
+def put_means(trainer: Any, module: LightningModule, means: Mapping[str, Any]) -> None:
+    """Let the metrics of the epoch go on from what ``running_means`` gave."""
+    named = dict(module.named_modules())
+    for key, (fields_of, sync, is_tensor, state) in means["results"].items():
+        meta = _Metadata(**fields_of)
+        meta.sync = _Sync(fn=trainer.strategy.reduce, **sync)
+        result = trainer.fit_loop.epoch_loop._results[key] = _ResultMetric(meta, is_tensor)
+        for name, value in (state if is_tensor else {"value": named[str(meta.metric_attribute)]}).items():
+            setattr(result, name, value)
+    for name, state in means["metrics"].items():
+        for key, value in state.items():
+            setattr(named[name], key, value)
+    trainer._logger_connector._callback_metrics.update(means["callback"])
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    names = [*metric._defaults, "_update_count", "_forward_cache", "has_reset"]
+    return {name: copy.deepcopy(getattr(metric, name)) for name in names if hasattr(metric, name)}
+
+
+# --- a step that is tried
+
+
+@contextmanager
+def silent(module: LightningModule) -> Iterator[None]:
+    """Let a step be tried that logs."""
+    vars(module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        del module.__dict__["log"], module.__dict__["log_dict"]
+
+
+@contextmanager
+def kept(module: LightningModule) -> Iterator[None]:
+    """Put back what the modules' attributes held: numbers, tensors, and lists, dicts and sets of anything."""
+    kinds = (int, float, str, torch.Tensor, type(None))
+    held: list[tuple[Any, str, Any, Any]] = []
+    for one in module.modules():
+        for name, value in vars(one).items():
+            if isinstance(value, list | dict | set) and not name.startswith("_"):
+                held.append((one, name, value, copy.copy(value)))
+            elif isinstance(value, kinds) and name != "training":
+                held.append((one, name, value, value.clone() if isinstance(value, torch.Tensor) else value))
+    try:
+        yield
+    finally:
+        for one, name, value, before in held:
+            if isinstance(value, list):
+                value[:] = before
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(before)
+            vars(one)[name] = value if isinstance(value, list | dict | set) else before
+
+
+def metric_numbers(module: LightningModule) -> set[str]:
+    """Return the names of the metrics' attributes: they move, and are saved."""
+    metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
+    return {f"model.{name}.{key}" for name, one in metrics.items() for key in vars(one)}

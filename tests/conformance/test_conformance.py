@@ -1,0 +1,90 @@
+"""The suite of moments sees the faults of the frameworks alone; with memfit each moment is the same, or refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "conformance"
+FRAMEWORKS = ["huggingface", "lightning", "accelerate"]
+#: 20 rows of each framework in CI; all others are long.
+SOME = "2,5,7,11,13,18,25,31,37,40,42,45-47,49,51,55,56,59,61"
+SLOW = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+pytestmark = SLOW
+for _name in ("transformers", "lightning", "accelerate"):
+    pytest.importorskip(_name)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """Run the suite; return its exit status and its rows by moment."""
+
+    def run(framework, *words):
+        file = tmp_path_factory.mktemp("conformance") / "found.json"
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "memfit_conformance", framework, "--json", str(file), *words]
+        ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        assert file.exists(), ended.stdout + ended.stderr
+        return ended.returncode, {row["moment"]: row for row in json.loads(file.read_text())["rows"]}
+
+    return run
+
+
+def faults(rows):
+    return {number: (row["text"], row["log"][-1500:]) for number, row in rows.items() if not row["is_good"]}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_memfit_a_stopped_training_is_the_same_or_refused(suite, framework):
+    status, rows = suite(framework, "--with-memfit", "--moments", SOME)
+    assert faults(rows) == {}
+    assert status == 0
+    assert rows["61"]["text"] == rows["56"]["text"] == "refused before step 1"
+    assert sum(row["text"] == "same" for row in rows.values()) >= 15
+    assert max(row["memory"] for row in rows.values()) < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("framework", "differs"),
+    [
+        ("huggingface", {"7": "masks, losses, hash", "51": "crash before step 1", "61": "not refused"}),
+        ("lightning", {"7": "samples, losses, hash", "46": "exit 0", "61": "not refused"}),
+        ("accelerate", {"7": "samples, losses, hash", "51": "crash before step 1", "61": "not refused"}),
+    ],
+)
+def test_alone_the_suite_sees_what_differs(suite, framework, differs):
+    status, rows = suite(framework, "--moments", ",".join(differs))
+    assert status == 0, "it is no fault of memfit"
+    assert {number: text in rows[number]["text"] for number, text in differs.items()} == dict.fromkeys(differs, True)
+    assert not any(rows[number]["is_good"] for number in differs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [[], ["--pairwise"]], ids=["all", "pairwise"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_memfit_all_moments_are_the_same_or_refused(suite, framework, words):
+    status, rows = suite(framework, "--with-memfit", *words)
+    assert (status, faults(rows)) == (0, {})
+
+
+def test_each_fault_of_a_framework_is_in_the_installed_version(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from memfit_conformance._faults import FAULTS
+
+    assert [fault.file for fault in FAULTS if fault.line() is None] == []
+
+
+def test_all_64_moments_are_listed_and_each_pair_is_combined(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from memfit_conformance._combinations import DIMENSIONS, pairwise
+    from memfit_conformance._moments import MOMENTS
+
+    assert list(dict.fromkeys(int(one.number.rstrip("bc")) for one in MOMENTS)) == list(range(1, 65))
+    found = pairwise({"moment": [one.number for one in MOMENTS], **DIMENSIONS})
+    assert len(found) < 1.2 * len(MOMENTS) * 3
+    pairs = [(one["moment"], one["accumulation"]) for one in found]
+    assert set(pairs) == {(one.number, number) for one in MOMENTS for number in (1, 2, 5)}
