@@ -67,6 +67,7 @@ def train(  # noqa: PLR0913
     data=None,
     accumulation=2,
     tear=False,
+    scaled=False,
     **settings,
 ):
     """Train in Accelerate; return the hash of what it leaves, the samples of each batch, and evaluations."""
@@ -74,6 +75,7 @@ def train(  # noqa: PLR0913
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable, **settings
     )
+    scaler = accelerator.scaler = torch.amp.GradScaler("cpu", 4.0, growth_interval=3) if scaled else None
     model, optimizer, schedule = parts(rate)
     run = make(form, accelerator, folder, allow)
     batches = run.loader(loader(collate, workers, data))
@@ -88,7 +90,7 @@ def train(  # noqa: PLR0913
             for batch in run.batches(batches):
                 with accelerator.accumulate(model):
                     loss = model(batch[1]).square().mean()
-                    accelerator.backward(loss)
+                    accelerator.backward(loss * torch.inf if scaled and run.batch == 3 else loss)
                     seen.append(ids(batch))
                     at(("batch", epoch, run.batch))
                     optimizer.step()
@@ -98,7 +100,8 @@ def train(  # noqa: PLR0913
             for number, _ in enumerate(valid):
                 at(("evaluation", epoch, number))
             evaluated.append(epoch)
-    return digest(accelerator.unwrap_model(model), optimizer), seen, evaluated
+    left = digest(accelerator.unwrap_model(model), optimizer) + (f" {scaler.get_scale()} {run.step}" if scaled else "")
+    return left, seen, evaluated
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,15 @@ def test_bf16_is_exact(tmp_path, whole):
     assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
     found = in_child(train, folder, **options)[1][0]
     assert found == whole(**options)[0] != whole()[0]
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 4), ("batch", 1, 2)])
+def test_a_scaler_that_skips_steps_is_exact(moment, tmp_path, whole):
+    folder, options = tmp_path / "out", {"scaled": True}  # that of fp16, which a GPU alone has
+    unbroken = whole(**options)[0]
+    assert unbroken.endswith(" 6")  # of nine steps three were skipped
+    assert in_child(train, folder, moment, **options)[0] == 75, said(folder)
+    assert in_child(train, folder, **options)[1][0] == unbroken
 
 
 @pytest.mark.parametrize("seedable", [False, True])

@@ -148,6 +148,28 @@ class Numbered:
         return masked([torch.full((4,), (number * self.epoch + one) / 20) for one in range(4)])
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_an_epoch_that_is_left_ends_with_the_steps_that_were_made(early, tmp_path):
+    def go(folder, num_epochs):
+        model, optimizer, _ = parts()
+        loop = Loop(folder, seed=1, every=99, model=model, optimizer=optimizer)
+        for _ in loop.epochs(num_epochs):
+            for batch in loop(loader()):
+                if early and loop.batch == 4:
+                    break  # with a batch that is not wanted
+                model(batch[1]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not early and loop.batch == 3:
+                    break
+        return loops.digest(model, optimizer), loop.step
+
+    assert go(tmp_path / "whole", 3)[1] == 9
+    go(tmp_path / "out", 1)
+    assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-3"]
+    assert go(tmp_path / "out", 3) == go(tmp_path / "whole", 3)
+
+
 def test_batches_by_number_are_exact(tmp_path, whole):
     folder, options = tmp_path / "out", {"wrap": Numbered}
     unbroken, seen, _ = whole(**options)

@@ -178,6 +178,8 @@ class Loop:
     def epochs(self, num: int | None = None) -> Iterator[int]:
         """Yield the epochs that are left, counted from 0; the first may be one that was stopped in.
 
+        An epoch's batches may be left by ``break``. Leaving the epochs themselves saves nothing more.
+
         Args:
             num: The epochs of the whole training; None: until the loop is left.
         """
@@ -250,10 +252,18 @@ class Loop:
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
-            self._is_open = True
+            was_open, self._is_open = self._is_open, True
             at.batch, at.sample = at.batch + 1, at.sample + self._data_size
-            yield batch
-            self._end_batch(time.perf_counter() - began, waited, batch, is_last=at.batch == num_batches)
+            try:
+                yield batch
+            except GeneratorExit:  # left by a break: after a step, or with a batch that was not wanted
+                self._is_open = was_open
+                self._count()
+                raise
+            self.journal.took(time.perf_counter() - began, waited, samples_in(batch))
+            if self._count():
+                is_due = at.step % (self._every or at.step) == 0
+                self._stop_or_save(is_due=is_due and not (at.batch == num_batches and self._is_in_epochs))
         self.journal.phase("validate")
         if self._stream:
             self._stream.step(at.step)
@@ -304,17 +314,17 @@ class Loop:
         with nullcontext() if self._stream is None else keyed_rng(self._stream.seed, self._at.epoch, number):
             return batches[number]
 
-    def _end_batch(self, seconds: float, waited: float, batch: Any, *, is_last: bool) -> None:
+    def _count(self) -> bool:
+        """Count a step if the batch in hand ended one; return whether it did."""
         at = self._at
-        self.journal.took(seconds, waited, samples_in(batch))
         if len(self._stepped) < len(self._optimizers):
-            return
+            return False
         self._stepped.clear()
         self._is_open = False
         at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
         where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": self._steps_of(at)}
         self.journal.step(where, self._loss)
-        self._stop_or_save(is_due=at.step % (self._every or at.step) == 0 and not (is_last and self._is_in_epochs))
+        return True
 
     def _steps_of(self, at: _Position) -> int:
         """Return the steps of this epoch, as far as the batches so far tell."""
