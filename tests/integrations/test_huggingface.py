@@ -83,6 +83,15 @@ def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     assert bert.digest(trainer) == whole()
 
 
+def test_a_script_that_names_the_newest_folder_is_served_when_that_is_torn(tmp_path):
+    assert bert.child(tmp_path, at=7)[0] == 75
+    (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
+    trainer = bert.make(tmp_path)
+    exact(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert bert.digest(trainer) == whole()
+
+
 def test_a_folder_with_damaged_checkpoints_alone_is_refused(tmp_path):
     assert bert.child(tmp_path, at=1)[0] == 75
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
