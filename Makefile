@@ -157,7 +157,7 @@ bench-diagnosis: install ## verdicts on the messages of the rules, or on labelle
 
 bench-conformance: install ## 64 moments of three frameworks, alone and with memfit, and the page's tables (ARGS="--pairwise")
 	@mkdir -p build/conformance
-	@for one in huggingface lightning accelerate; do for with in "" --with-memfit; do \
+	@for one in huggingface lightning accelerate; do for with in "" --plain --with-memfit; do \
 	  PYTHONPATH=conformance $(BIN)/python -m memfit_conformance $$one $$with --json build/conformance/$$one$$with.json $(ARGS); \
 	done; done
 	@PYTHONPATH=conformance $(BIN)/python -m memfit_conformance table build/conformance/*.json

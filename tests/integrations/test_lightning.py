@@ -9,13 +9,15 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torchmetrics
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Resumable, Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Resumable, Samples, Stream, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -172,10 +174,85 @@ def test_another_rate_is_refused_or_taken(tmp_path, whole, events):  # noqa: F81
     assert [one["changed"]["learning_rate"] for one in events("fork")] == [[[1e-2], [1e-1]]]
 
 
+class Whole(Module):
+    """It has loaders, and a schedule that follows the epoch's mean of what its steps logged."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.mean = torchmetrics.MeanMetric()
+
+    def train_dataloader(self):
+        batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(Samples()), 4, drop_last=False)
+        return DataLoader(Samples(), batch_sampler=_Own(batches), collate_fn=masked)
+
+    def val_dataloader(self):
+        return loader(masked)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("again", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        (optimizer,), _ = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "mean"}}
+
+
+class _Own(torch.utils.data.Sampler):
+    """A batch sampler of a class of its own."""
+
+    def __init__(self, batches):
+        self.batches, self.__len__ = batches, batches.__len__
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Data(LightningDataModule):
+    train_dataloader, val_dataloader = Whole.train_dataloader, Whole.val_dataloader
+
+
+def train_whole(folder, at, *, data=None):
+    module, trainer = Whole(at), make_trainer(max_epochs=6, callbacks=[EarlyStopping("again_epoch", patience=2)])
+    Exact(folder, seed=1, every=2).fit(trainer, module, data)
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name in ("mean", "again")}
+    return digest(module, trainer.optimizers[0]), module.seen, figures, trainer.current_epoch
+
+
+@pytest.fixture(scope="module")
+def whole_alone(tmp_path_factory):
+    return in_child(train_whole, tmp_path_factory.mktemp("whole") / "alone")[1]
+
+
+@pytest.mark.parametrize("epoch, batch", [(0, 2), (1, 3), (2, 0)])
+def test_loaders_of_a_module_and_means_of_an_epoch(tmp_path, whole_alone, epoch, batch):
+    whole, folder = whole_alone, tmp_path / "part"
+    assert whole[1][:5] != whole[1][5:10]
+    data = Data() if epoch == 1 else None
+    assert in_child(train_whole, folder, ("batch", epoch, batch))[0] == 75, said(folder)
+    code, part = in_child(train_whole, folder, data=data)
+    assert (code, part[0], part[2], part[3]) == (0, whole[0], whole[2], whole[3]), said(folder)
+    assert part[1] == whole[1][-len(part[1]) :]
+    again = in_child(train_whole, folder)[1]
+    assert (again[0], again[1]) == (whole[0], [])  # also where it ended early, it has ended
+
+
 class Counting(Module):
     def __init__(self):
         super().__init__(ignore)
         self.counts = True
+
+
+class Steering(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.count = getattr(self, "count", 0) + 1
+        trainer.should_stop = self.count > 9
 
 
 class ByHand(Module):
@@ -191,6 +268,8 @@ class ByHand(Module):
         (ByHand, None, {"accumulate_grad_batches": 1}, "by hand"),
         (lambda: Module(ignore), Stream(), {}, "stream"),
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
+        (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),
+        (lambda: Module(ignore), None, {"callbacks": [Steering()]}, r"callbacks\.Steering"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):

@@ -203,6 +203,8 @@ def put_means(trainer: Any, module: LightningModule, means: Mapping[str, Any]) -
         for key, value in state.items():
             setattr(named[name], key, value)
     trainer._logger_connector._callback_metrics.update(means["callback"])
+    trainer._logger_connector._first_loop_iter = False  # else the first log of a process begins them anew
+    trainer.fit_loop._restarting = False  # else no schedule follows the means of this epoch
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
