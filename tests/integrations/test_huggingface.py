@@ -19,14 +19,15 @@ pytestmark = [
 transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
-from memfit.errors import DamagedError, StoppedError, UsageError  # noqa: E402
+from memfit.errors import DamagedError, UsageError  # noqa: E402
 from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a forked child cannot use CUDA
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,6 +80,15 @@ def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     exact(trainer)
     with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its hash. Taken instead: checkpoint-3"):
         trainer.train()
+    assert bert.digest(trainer) == whole()
+
+
+def test_a_script_that_names_the_newest_folder_is_served_when_that_is_torn(tmp_path):
+    assert bert.child(tmp_path, at=7)[0] == 75
+    (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
+    trainer = bert.make(tmp_path)
+    exact(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert bert.digest(trainer) == whole()
 
 
@@ -137,13 +147,21 @@ def test_what_trainings_have_is_exact_too(tmp_path, name):
     assert train(tmp_path / "stopped") == found
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="fp16 needs a GPU")
-def test_fp16_on_a_gpu_is_exact(tmp_path):
-    options = {"fp16": True, "use_cpu": False}
-    found = bert.train(tmp_path / "whole", **options)
-    with pytest.raises(StoppedError):
-        bert.train(tmp_path / "own", at=5, **options)
-    assert bert.train(tmp_path / "own", **options) == found
+@pytest.mark.skipif(torch.version.cuda is None, reason="fp16 needs a GPU")
+def test_fp16_on_a_gpu_is_exact(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    code = f"""
+import torch
+from integrations import bert
+if torch.cuda.is_available():
+    whole = bert.train({str(tmp_path / "whole")!r}, fp16=True, use_cpu=False)
+    try:
+        bert.train({str(tmp_path / "own")!r}, at=5, fp16=True, use_cpu=False)
+    except SystemExit as stop:
+        assert stop.code == 75
+    assert bert.train({str(tmp_path / "own")!r}, fp16=True, use_cpu=False) == whole
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 class Counting(bert.Mask):

@@ -152,23 +152,24 @@ class _Guard(MemfitCallback):
         """Return the checkpoint to go on from: the one that is named, or the newest whole one."""
         if named is False:
             return None
-        if isinstance(named, str | Path):
-            path, number = Path(named), Path(named).name.removeprefix(PREFIX)
-            folder = SealedFolder(path.parent, PREFIX)
-            if path.is_dir() and number.isdigit() and path not in folder.foreign():
+        path = Path(named) if isinstance(named, str | Path) else None
+        is_there = path is not None and path.is_dir()
+        found, foreign = self.folder.newest(), self.folder.foreign()
+        if path is not None and is_there == path.is_dir():  # else it was torn, and is removed now
+            folder, number = SealedFolder(path.parent, PREFIX), path.name.removeprefix(PREFIX)
+            if is_there and number.isdigit() and path not in folder.foreign():
                 self.found = folder.read(int(number))
             return str(path)
-        self.found, foreign = self.folder.newest(), self.folder.foreign()
-        if foreign and (self.found is None or int(foreign[0].name.removeprefix(PREFIX)) > self.found.step):
+        if foreign and (found is None or int(foreign[0].name.removeprefix(PREFIX)) > found.step):
             if named is True:
-                self.found = None
                 return str(foreign[0])
             raise UsageError(
                 f"{foreign[0]} is newer than what memfit has sealed there.",
                 rule="a checkpoint without a seal may be torn, so it is taken only when it is named.",
                 remedy=f'trainer.train(resume_from_checkpoint="{foreign[0]}"), or take another output_dir',
             )
-        return str(self.found.path) if self.found else None
+        self.found = found
+        return str(found.path) if found else None
 
     def get_train_dataloader(self) -> Any:
         loader = self._prepared(self.own["get_train_dataloader"], self._change)
