@@ -74,7 +74,7 @@ check-code: install
 
 # What a user meets first is checked with every change; the others with make test-long.
 DOCS := README.md docs/quickstart.md docs/folds.md docs/commands.md docs/stages.md docs/training.md docs/data.md
-DOCS_LONG := docs/frameworks/accelerate.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md
+DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/tune.md src/memfit_workloads/recipes/README.md
 
 check-docs: install
 	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py
@@ -157,7 +157,7 @@ bench-diagnosis: install ## verdicts on the messages of the rules, or on labelle
 
 bench-conformance: install ## 64 moments of three frameworks, alone and with memfit, and the page's tables (ARGS="--pairwise")
 	@mkdir -p build/conformance
-	@for one in huggingface lightning accelerate; do for with in "" --with-memfit; do \
+	@for one in huggingface lightning accelerate; do for with in "" --plain --with-memfit; do \
 	  PYTHONPATH=conformance $(BIN)/python -m memfit_conformance $$one $$with --json build/conformance/$$one$$with.json $(ARGS); \
 	done; done
 	@PYTHONPATH=conformance $(BIN)/python -m memfit_conformance table build/conformance/*.json

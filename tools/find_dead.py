@@ -25,7 +25,7 @@ KINDS = ("function", "method", "property", "class")
 #: Decorators that register what they decorate.
 REGISTERED = ["@*.command*", "@*.callback*", "@model_validator*", "@field_validator*", "@*_validator*"]
 #: Names that a base class calls.
-CALLED = ["visit_*", "get_lr", "readable", "format_commands", "reducer_override", "find_class"]
+CALLED = ["visit_*", "get_lr", "readable", "format_commands", "reducer_override", "find_class", "on_*"]
 _ENTRY = re.compile(r"[\w.}]:(\w+)")
 
 
@@ -47,6 +47,7 @@ def _documents() -> Iterator[Path]:
     yield ROOT / "README.md"
     reports = ("benchmarks.md", "log.md", "requirements.md")  # they name what was measured or tried, and use nothing
     yield from (path for path in ROOT.glob("docs/*.md") if path.name not in reports)
+    yield from ROOT.glob("docs/frameworks/*.md")
     yield from ROOT.glob("docs/frameworks/*.md")
     yield from ROOT.glob("examples/**/*.py")
     yield from ROOT.glob("src/memfit_workloads/**/*.md")

@@ -30,6 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="of table: results that --json wrote")
     parser.add_argument("--with-memfit", action="store_true", help="train by memfit.integrations, exact")
     parser.add_argument("--moments", default="", help="such as 7,18-27; all by default")
+    parser.add_argument("--plain", action="store_true", help="a collator that draws nothing, in place of random masks")
     parser.add_argument("--pairwise", action="store_true", help="each moment with pairs of the other dimensions")
     parser.add_argument("--processes", type=int, default=2, help="rows at the same time")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -78,7 +79,7 @@ def _rows(given: argparse.Namespace) -> Iterator[Any]:
 
     wanted = set(_numbers(given.moments))
     moments = [one for one in MOMENTS if not wanted or int(one.number.rstrip("bc")) in wanted]
-    combinations = [{"moment": one} for one in moments]
+    combinations = [{"moment": one, "masks": not given.plain} for one in moments]
     if given.pairwise:
         combinations = pairwise({"moment": moments, **DIMENSIONS})
     for one in combinations:

@@ -74,7 +74,7 @@ MOMENTS: tuple[Moment, ...] = (
     Moment("11", "inside optimizer.step", _at("in optimizer", 7, 1)),
     Moment("12", "before the schedule", _at("schedule")),
     Moment("13", "before the step counter", _at("counter")),
-    Moment("14", "logging step", _at("log", None, 1)),
+    Moment("14", "logging step", _at("log", 10)),
     Moment("15", "step skipped by a grad scaler", absent={"+*": "its scaler needs a GPU"}),
     Moment("16", "last step of warm-up", _at("batch", 3, 1)),
     # save
@@ -112,8 +112,8 @@ MOMENTS: tuple[Moment, ...] = (
     Moment("37", "epoch's end, before the next iter()", _at("epoch end", 12)),
     Moment("38", "first step of epoch 2", _at("batch", 12)),
     Moment("39", "middle of epoch 2", _at("batch", 18, 1)),
-    Moment("40", "accumulation that does not divide the epoch", _at("batch", 7, 1), {"accumulation": 5}),
-    Moment("41", "drop_last", _at("batch", 12), {"batch": 5, "drop_last": True}),
+    Moment("40", "accumulation that does not divide the epoch", _at("batch", 6, 1), {"accumulation": 7}),
+    Moment("41", "drop_last", _at("batch", 7), {"batch": 5, "drop_last": True}),
     Moment("42", "last step of all", _at("batch", 23, 1)),
     Moment("43", "after it, before the final save", _at("train end", 24)),
     Moment(

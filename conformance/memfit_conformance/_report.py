@@ -51,27 +51,29 @@ def count(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(all_results: Sequence[Mapping[str, Any]]) -> str:
-    """Return two tables for each framework: the rows alone and with memfit side by side, and the framework's faults."""
+    """Return two tables for each framework: what differs, alone and with memfit side by side, and its faults."""
     parts = []
     for framework in dict.fromkeys(results["framework"] for results in all_results):
         mine = [results for results in all_results if results["framework"] == framework]
         versions = {name: version for results in mine for name, version in results["versions"].items()}
-        by_mode: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for results in mine:
-            for row in results["rows"]:
-                by_mode[row["with_memfit"]][row["moment"]] = row
+        columns: dict[str, dict[str, Any]] = {}
+        for row in (row for results in mine for row in results["rows"]):
+            columns.setdefault(_column(row), {})[row["moment"]] = row
+        titles = sorted(columns)
         parts += [f"### {framework}", "", ", ".join(f"{name} {one}" for name, one in versions.items()), ""]
-        parts += ["| moment | alone | with memfit |", "|---|---|---|"]
-        for number in by_mode[False] | by_mode[True]:
-            alone, exact = by_mode[False].get(number), by_mode[True].get(number)
-            name = (alone or exact or {})["name"]
-            parts.append(f"| {number} {name} | {alone['text'] if alone else ''} | {exact['text'] if exact else ''} |")
-        for is_exact, title in ((False, "Alone"), (True, "With memfit")):
-            if by_mode[is_exact]:
-                parts += ["", f"{title}: {count(list(by_mode[is_exact].values()))}."]
+        parts += [f"| moment | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+        for number, row in columns[max(titles, key=lambda title: len(columns[title]))].items():
+            texts = [columns[title].get(number, {"text": ""})["text"] for title in titles]
+            parts.append(f"| {number} {row['name']} | {' | '.join(texts)} |")
+        parts += ["", *(f"- {title}: {count(list(columns[title].values()))}" for title in titles)]
         parts += ["", "| line | what happens | moments |", "|---|---|---|"]
         for fault in (one for one in FAULTS if one.framework == framework):
             where = f"`{fault.file}:{fault.line() or 'not in this version'}`"
             parts.append(f"| {where} | {fault.what} | {', '.join(fault.moments)} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def _column(row: Mapping[str, Any]) -> str:
+    mode = "with memfit" if row["with_memfit"] else "alone"
+    return mode if row["options"]["masks"] else f"{mode}, no masks drawn"

@@ -69,7 +69,7 @@ class Trace:
     def end_batch(self, batch: dict[str, torch.Tensor], loss: Any) -> None:
         """Write what a micro-batch was, and its loss."""
         seen = digest(batch["input_ids"], batch["labels"])[:16]
-        self.write("batch", step=self._at, ids=batch["ids"].tolist(), inputs=seen, loss=repr(float(loss)))
+        self.write("batch", step=self._at, ids=batch["ids"].tolist(), inputs=seen, loss=repr(float(loss.detach())))
 
     def end(self, *states: Any) -> None:
         """Write the hash of weights, optimizer and schedule."""

@@ -71,7 +71,9 @@ class Flags(Output):
         Option(help="After a failure: stop all jobs, or continue.", metavar="stop|continue"),
         "on_failure",
     ] = None
-    name: Annotated[Text, Option(help="The experiment, a folder below the runs.", metavar="NAME"), "experiment"] = None
+    name: Annotated[  # typer 0.27 would call the flag --NAME
+        Text, Option("--name", help="The experiment, a folder below the runs.", metavar="NAME"), "experiment"
+    ] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
     grace: Annotated[
         Text,

@@ -35,7 +35,10 @@ class Training:
         Path | None, Option(help="The data's lengths: the longest batch counts, cut at --seq-len.", metavar="FILE")
     ] = None
     dtype: Annotated[
-        str, Option(help="fp32, bf16, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32).", metavar="DTYPE")
+        str,
+        Option(
+            "--dtype", help="fp32, bf16, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32).", metavar="DTYPE"
+        ),
     ] = "bf16"
     optimizer: Annotated[str, Option(help=f"One of {', '.join(get_args(Optimizer))}.", metavar="NAME")] = "adamw"
     state_dtype: Annotated[str, Option(help="Type of moments; none: the weights'.", metavar="DTYPE")] = "none"
