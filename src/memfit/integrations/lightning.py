@@ -15,7 +15,7 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 try:
     import torch
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as error:
@@ -122,6 +122,10 @@ class Stop(MemfitCallback):
             trainer.fit(model, train, _deaf(val), weights_only=False, **options)
 
     def _refuse(self, trainer: Any, model: LightningModule) -> None:
+        kind = type(trainer)
+        self._refuse_any(
+            {f"the Trainer is that of {kind.__module__}, not of lightning": not isinstance(trainer, Trainer)}
+        )
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue:
             cluster.auto_requeue = False
