@@ -3,7 +3,6 @@
 import hashlib
 
 import torch
-from memfit.integrations.huggingface import exact
 from sklearn.datasets import load_digits
 from transformers import (
     BertConfig,
@@ -14,6 +13,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.utils import logging
+
+from memfit.integrations.huggingface import exact
 
 
 class Say(TrainerCallback):
