@@ -92,11 +92,19 @@ def whole(tmp_path_factory):
     return in_child(train, tmp_path_factory.mktemp("whole") / "whole")[1]
 
 
-MOMENTS = [("batch", 0, 0), ("batch", 0, 2), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 0, 1), ("batch", 2, 0)]
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+MOMENTS = [
+    (("batch", 0, 0), TERM),
+    (("batch", 0, 2), TERM),
+    (("batch", 1, 1), KILL),
+    (("batch", 1, 4), TERM),
+    (("evaluation", 0, 1), TERM),
+    (("evaluation", 1, 1), KILL),
+    (("batch", 2, 0), TERM),
+]
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: "-".join(map(str, moment)))
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("moment", "number"), MOMENTS, ids=lambda value: str(value))
 def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, whole, moment, number):
     code, _ = in_child(train, tmp_path / "part", moment, number)
     assert code == (75 if number == signal.SIGTERM else -9), said(tmp_path / "part")
@@ -278,6 +286,11 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module,
     with pytest.raises(UsageError, match=named):
         Exact(tmp_path, seed=1, every=2).fit(make_trainer(**options), one, batches)
     assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_fast_run_of_a_step_leaves_nothing(tmp_path):
+    train(tmp_path, ignore, fast_dev_run=True)
     assert not list(tmp_path.glob("step-*"))
 
 

@@ -108,7 +108,7 @@ class Stop(MemfitCallback):
         with self.folder.held(), ExitStack() as stack:
             self._stopper.listen()
             stack.callback(self._stopper.close)
-            self._found, self._is_asked = self.folder.newest(), True
+            self._found, self._is_asked = None if trainer.fast_dev_run else self.folder.newest(), True
             if self._found is not None:
                 options["ckpt_path"] = self._found.path / _FILE
             holder = train if isinstance(train, LightningDataModule) else options.get("datamodule") or model
@@ -276,7 +276,7 @@ class Stop(MemfitCallback):
             set_rng_state(resumed["now"])
         if is_between_steps(trainer, batch_idx):
             step, noted = trainer.global_step, self._stopper.noted
-            if step and step != self._saved and (noted or step % self.every == 0):
+            if step and step != self._saved and (noted or step % self.every == 0) and not trainer.fast_dev_run:
                 self._save(trainer, batch_idx)
             if noted:
                 where = {"epoch": trainer.current_epoch, "step": batch_idx // trainer.accumulate_grad_batches}
@@ -289,7 +289,7 @@ class Stop(MemfitCallback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the end, so that the same command ends at once."""
-        if trainer.global_step != self._saved:
+        if trainer.global_step != self._saved and not trainer.fast_dev_run:
             self._save(trainer, 0, is_over=bool(trainer.should_stop))
 
     def _save(self, trainer: Any, batch_idx: int, *, is_over: bool | None = None) -> None:
