@@ -49,6 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _measure(given: argparse.Namespace) -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # two threads that spin take 20 s where other processes run too
     importlib.import_module("torch._dynamo")  # the optimizers import it: once, for all runs
     importlib.import_module(f"memfit_conformance.{given.framework}")
     versions = {name: importlib.metadata.version(name) for name in (FRAMEWORKS[given.framework], "torch")}

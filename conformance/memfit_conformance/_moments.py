@@ -110,6 +110,7 @@ MOMENTS: tuple[Moment, ...] = (
     # epoch
     Moment("36", "last micro-batch of an epoch", _at("batch", 11, 1)),
     Moment("37", "epoch's end, before the next iter()", _at("epoch end", 12)),
+    Moment("37b", "after a checkpoint at an epoch's end", _at("batch", 6), {"accumulation": 5}),
     Moment("38", "first step of epoch 2", _at("batch", 12)),
     Moment("39", "middle of epoch 2", _at("batch", 18, 1)),
     Moment("40", "accumulation that does not divide the epoch", _at("batch", 6, 1), {"accumulation": 7}),

@@ -62,9 +62,10 @@ def markdown(all_results: Sequence[Mapping[str, Any]]) -> str:
         titles = sorted(columns)
         parts += [f"### {framework}", "", ", ".join(f"{name} {one}" for name, one in versions.items()), ""]
         parts += [f"| moment | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
-        for number, row in columns[max(titles, key=lambda title: len(columns[title]))].items():
+        names = {number: row["name"] for title in titles for number, row in columns[title].items()}
+        for number in sorted(names, key=lambda number: (int(number.rstrip("bc")), number)):
             texts = [columns[title].get(number, {"text": ""})["text"] for title in titles]
-            parts.append(f"| {number} {row['name']} | {' | '.join(texts)} |")
+            parts.append(f"| {number} {names[number]} | {' | '.join(texts)} |")
         parts += ["", *(f"- {title}: {count(list(columns[title].values()))}" for title in titles)]
         parts += ["", "| line | what happens | moments |", "|---|---|---|"]
         for fault in (one for one in FAULTS if one.framework == framework):
