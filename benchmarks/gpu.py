@@ -6,7 +6,8 @@ Parts: ``devices`` (the budget and CUDA's context beside nvidia-smi), ``step`` (
 ``allocator`` (the model of torch's allocator beside it, request by request), ``estimate`` (estimates beside measured
 peaks), ``resume`` (a training stopped and killed on the GPU), ``jobs`` (reservations that torch enforces, several jobs
 on one GPU), ``folds`` (folds an hour side by side and one after the other), ``warm`` (folds that are forked, and folds
-in new interpreters), ``cost`` (how often a safe step waits for the GPU), ``pace`` (an epoch's device use beside
+in new interpreters), ``frameworks`` (transformers, Lightning and Accelerate stopped, killed and resumed),
+``cost`` (how often a safe step waits for the GPU), ``pace`` (an epoch's device use beside
 nvidia-smi), ``trials`` (``memfit tune`` of the forecaster in bf16, side by side), ``rows`` (batches of 16,384 and
 32,768 rows by accumulation). Nobody else may use the GPU meanwhile.
 Exit status: 0 every check holds, 1 one does not, 2 there is no GPU.
@@ -476,6 +477,167 @@ def resume() -> Rows:
         yield Row("resume", f"stopped and killed, {precision}", text, expected["weights"], holds)
 
 
+_STEPS = 8  # of an epoch: 64 samples in batches of 4, two of which are a step
+
+
+def _all_bytes(*states: Any) -> str:
+    """The SHA-256 of states: tensors by their bytes, the rest by its text."""
+    total = hashlib.sha256()
+    for one in torch.utils._pytree.tree_leaves(list(states)):
+        is_tensor = isinstance(one, torch.Tensor)
+        total.update(one.detach().cpu().contiguous().numpy().tobytes() if is_tensor else repr(one).encode())
+    return total.hexdigest()
+
+
+class _Few(_Noise):
+    def __len__(self) -> int:
+        return 8 * _STEPS
+
+
+def _end_at(step: int) -> None:
+    """End this process at the step that ``BENCH_END`` names, with the signal that it names."""
+    if os.environ.get("BENCH_END") == str(step):
+        os.environ.pop("BENCH_END")
+        os.kill(os.getpid(), int(os.environ["BENCH_SIGNAL"]))
+
+
+def _masked(items: Any) -> Any:
+    words = torch.stack(items)
+    hidden = torch.rand(words.shape) < 0.3
+    return {"input_ids": words.masked_fill(hidden, 4), "labels": words.masked_fill(~hidden, -100)}
+
+
+def _in_transformers(folder: str, precision: str) -> tuple[Any, ...]:
+    import transformers
+
+    from memfit.integrations.huggingface import exact
+
+    class End(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            _end_at(state.global_step)
+
+    sizes = {"vocab_size": 400, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model: Any = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=256))  # type: ignore[arg-type]
+    how: dict[str, Any] = {"fp16": precision == "fp16", "bf16": precision == "bf16", "full_determinism": False}
+    args = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=3, save_steps=3,
+        learning_rate=1e-3, report_to="none", disable_tqdm=True, dataloader_num_workers=2, **how,
+    )  # fmt: skip
+    words: Any = list(torch.randint(5, 400, (8 * _STEPS, 64), generator=torch.Generator().manual_seed(0)))
+    trainer: Any = transformers.Trainer(model, args, train_dataset=words, data_collator=_masked, callbacks=[End()])
+    exact(trainer)
+    trainer.train()
+    return trainer.model, trainer.optimizer, trainer.accelerator.scaler, trainer.state.global_step
+
+
+def _in_lightning(folder: str, precision: str) -> tuple[Any, ...]:
+    import lightning.pytorch as pl
+
+    from memfit.integrations.lightning import Exact
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(Encoder(), torch.nn.Dropout(0.2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            _end_at(self.trainer.global_step)
+            loss: torch.Tensor = (self.net(batch) - batch).float().square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    names: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+    trainer: Any = pl.Trainer(
+        accelerator="gpu", devices=1, precision=names[precision], max_epochs=3, accumulate_grad_batches=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    module = Module()
+    loader: Any = torch.utils.data.DataLoader(_Few(), batch_size=4, shuffle=True, num_workers=2)
+    Exact(folder, seed=1, every=3).fit(trainer, module, loader)
+    return module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None), trainer.global_step
+
+
+def _in_accelerate(folder: str, precision: str) -> tuple[Any, ...]:
+    import accelerate
+
+    from memfit.integrations.accelerate import Exact
+
+    names = {"float32": "no", "bf16": "bf16", "fp16": "fp16"}
+    accelerator: Any = accelerate.Accelerator(mixed_precision=names[precision], gradient_accumulation_steps=2)
+    model: Any = torch.nn.Sequential(Encoder(), torch.nn.Dropout(0.2))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    exact = Exact(accelerator, folder, seed=1, every=3)
+    loader: Any = exact.loader(torch.utils.data.DataLoader(_Few(), batch_size=4, shuffle=True, num_workers=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with exact:
+        for epoch in exact.epochs(3):
+            for batch in exact.batches(loader):
+                if exact.batch % 2:
+                    _end_at(epoch * _STEPS + exact.batch // 2)
+                with accelerator.accumulate(model):
+                    loss = (model(batch) - batch).float().square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                exact.log(loss)
+    return accelerator.unwrap_model(model), optimizer.optimizer, accelerator.scaler, 3 * _STEPS
+
+
+def framework(folder: str) -> dict[str, Any]:
+    """A training in a framework: what it leaves."""
+    import importlib.metadata
+
+    torch.use_deterministic_algorithms(True)
+    seed_everything(1)
+    name, precision = os.environ["BENCH_FRAMEWORK"], os.environ["BENCH_PRECISION"]
+    calls = {"transformers": _in_transformers, "lightning": _in_lightning, "accelerate": _in_accelerate}
+    model, optimizer, scaler, num_steps = calls[name](folder, precision)
+    at = {str(one.device) for one in model.parameters()}
+    scale = scaler.state_dict() if scaler is not None else {}
+    weights, all_of_it = _all_bytes(model.state_dict()), _all_bytes(optimizer.state_dict(), scale)
+    version = importlib.metadata.version(name)
+    kept = {"weights": weights, "optimizer": all_of_it, "scale": scale.get("scale"), "devices": sorted(at)}
+    return kept | {"steps": num_steps, "version": version}
+
+
+def _broken(name: str, precision: str, number: signal.Signals) -> Row:
+    """An unbroken training beside one that is stopped or killed in the middle of its second epoch."""
+    more = {"BENCH_FRAMEWORK": name, "BENCH_PRECISION": precision, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env = os.environ | more
+    with tempfile.TemporaryDirectory() as work:
+        whole, part = [sys.executable, __file__, "--framework", f"{work}/whole"], f"{work}/part"
+        ends = env | {"BENCH_END": str(_STEPS + 4), "BENCH_SIGNAL": str(int(number))}
+        found, codes = [], []
+        for words, given in ((whole, env), ([*whole[:-1], part], ends), ([*whole[:-1], part], env)):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=150, env=given)
+            codes.append(done.returncode)
+            found.append(json.loads(done.stdout.strip().split("\n")[-1]) if not done.returncode else {})
+            goes_on = re.search(r"goes on[^\n(]*", done.stderr + done.stdout)
+            if done.returncode not in (0, 75, -9):
+                sys.stderr.write(f"--- {name}, {precision}, {number.name}, exit {done.returncode}:\n{done.stderr}\n")
+    keys = ("weights", "optimizer")
+    text = f"{[str(found[2].get(key))[:12] for key in keys]}, exits {codes}, {(goes_on or [''])[0].strip()}"
+    beside = (
+        f"{[str(found[0].get(key))[:12] for key in keys]}, scale {found[0].get('scale')}, {found[0].get('devices')}"
+    )
+    holds = codes == [0, 75 if number == signal.SIGTERM else -9, 0] and found[0] == found[2]
+    return Row("frameworks", f"{name} {found[0].get('version')}, {precision}, {number.name}", text, beside, holds)
+
+
+def frameworks() -> Rows:
+    """Trainings in three frameworks, in float32, bf16 and fp16, ended in mid-epoch and resumed in a new process."""
+    cases = [
+        (name, precision, number)
+        for number in (signal.SIGTERM, signal.SIGKILL)
+        for precision in ("fp16", "float32", "bf16")
+        for name in ("transformers", "lightning", "accelerate")
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        yield from pool.map(lambda one: _broken(*one), cases)
+
+
 _GREEDY = """
 import sys, time, torch
 size = int(float(sys.argv[1]) * 2**30)
@@ -637,7 +799,11 @@ def warm() -> Rows:
                 seconds, code, said, run = _fork(work, most, f"warm={how}")
                 ended = _ended(run)
                 results = [json.loads(one.read_text())["result"] for one in sorted(run.glob("checkpoints/fold_*.json"))]
-                if not results:
+                if code:
+                    for path in sorted(run.glob("jobs/*/*")):
+                        if path.name.startswith(("err", "outcome")):
+                            sys.stderr.write(f"--- {path.parent.name}/{path.name}\n{path.read_text()[-1500:]}\n")
+                if len(results) != len(ended) or not results:
                     yield Row("warm", f"warm: {how}, {most}", said[-400:], f"exit {code}", False)
                     continue
                 starts = [one["started"] for _, one in sorted(ended.items())]
@@ -822,6 +988,7 @@ PARTS: dict[str, tuple[Callable[[], Rows], int]] = {
     "allocator": (allocator, 60),
     "estimate": (estimates, 240),
     "resume": (resume, 150),
+    "frameworks": (frameworks, 300),
     "jobs": (jobs, 150),
     "folds": (folds, 400),
     "warm": (warm, 240),
@@ -870,10 +1037,15 @@ def main() -> int:
     parser.add_argument("--part", choices=[*PARTS], action="append")
     parser.add_argument("--only", default="", help="estimate: the cases whose names have this in them, by commas")
     parser.add_argument("--json", type=Path)
-    for option in ("--inside", "--trace", "--measure", "--training"):
+    for option in ("--inside", "--trace", "--measure", "--training", "--framework"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    single: dict[str, Callable[[str], Any]] = {"trace": trace, "measure": measure, "training": training}
+    single: dict[str, Callable[[str], Any]] = {
+        "trace": trace,
+        "measure": measure,
+        "training": training,
+        "framework": framework,
+    }
     for name, function in single.items():
         if getattr(args, name):
             print(json.dumps(function(getattr(args, name))))
