@@ -272,9 +272,11 @@ def put_on_lightning(verdict: _Verdict) -> None:
             data.setup("fit")
             train, val = data.train_dataloader(), data.val_dataloader()
         elif train is None:
+            model.trainer = self
             model.prepare_data()
             model.setup("fit")
-            train, val = model.train_dataloader(), model.val_dataloader()
+            train = model.train_dataloader()
+            val = model.val_dataloader() if "val_dataloader" in vars(type(model)) else None
         return made.fit(self, model, train, options.pop("val_dataloaders", val))
 
     lightning.pytorch.Trainer.fit = exact
