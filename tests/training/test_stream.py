@@ -176,6 +176,78 @@ def test_a_probe_leaves_the_random_state():
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Harmless(Noisy):
+    """Moves, and depends on nothing that it has moved."""
+
+    def __init__(self, kind):
+        self.kind, self.file_number, self.last = kind, -1, 0
+        self.generators = type("", (), {})()
+        self.generators.torch, self.generators.numpy = torch.Generator(), np.random.RandomState(0)
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if self.kind == "late":
+            self.file_number = 7
+        if self.kind == "last":
+            self.last = index
+        if self.kind == "seeded":
+            item += torch.rand((), generator=self.generators.torch.manual_seed(index))
+            self.generators.numpy.seed(index)
+            item += self.generators.numpy.random()
+        return item
+
+
+class Ring:
+    def __init__(self, items):
+        self.itself, self.items = self, items
+
+
+def twelve(items):
+    assert len(items) == 12
+    return items
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        *(DataLoader(Harmless(kind), batch_size=4, shuffle=True) for kind in ("late", "last", "seeded")),
+        DataLoader(
+            range(12), batch_size=4, collate_fn=lambda items: np.array([str(one) * 50 for one in items], object)
+        ),
+        DataLoader(range(12), batch_size=4, collate_fn=lambda items: torch.tensor(items).to_sparse()),
+        DataLoader(range(12), batch_size=4, collate_fn=lambda items: torch.tensor(items) * torch.nan),
+        DataLoader(range(12), batch_size=4, collate_fn=Ring),
+        DataLoader(range(12), batch_size=12, collate_fn=twelve),
+        DataLoader(torch.arange(12), batch_size=None, sampler=BatchSampler(RandomSampler(range(12)), 4, False)),
+        DataLoader(range(12), batch_sampler=torch.randperm(12).split(4)),
+        DataLoader(range(12), batch_sampler=[np.arange(4), np.arange(4, 8)]),
+    ],
+)
+def test_a_probe_takes_what_is_exact(loader):
+    check_loader(loader)
+    stream = KeyedStream(0)
+    assert len(list(stream.loader(loader))) == len(loader)
+
+
+class Longest:
+    """Pads to the longest so far."""
+
+    longest = 0
+
+    def __init__(self):
+        self.longest = 0
+
+    def __call__(self, items):
+        self.longest = max(self.longest, *items)
+        return torch.zeros(self.longest)
+
+
+@pytest.mark.parametrize("lengths", [range(12), range(12, 0, -1)])
+def test_what_the_order_of_batches_has_set_is_refused(lengths):
+    with pytest.raises(UsageError, match=r"collator\.longest"):
+        check_loader(DataLoader(lengths, batch_size=4, collate_fn=Longest()))
+
+
 class Counting(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -202,6 +274,51 @@ def test_a_rehearsal_names_what_no_checkpoint_holds():
     model.moves = False
     check_model(model, lambda: model(x))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Moving(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.dropout = kind, torch.nn.Linear(2, 2), torch.nn.Dropout()
+        self.height, self.last_loss, self.length, self.scale, self.is_ready = 0, 0.0, 2, 0.0, False
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+        self.register_buffer("bands", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        loss, length = self.dropout(self.layer(x)).sum(), len(x)
+        if self.kind == "output":
+            self.height, self.last_loss = length, loss.item()
+            self.register_buffer("bands", torch.ones(2) * length, persistent=False)
+        if self.kind in ("table", "bands") and length > self.length:
+            self.length = length
+            value = torch.arange(float(length)) if self.kind == "table" else torch.ones(2) * length
+            self.register_buffer(self.kind, value, persistent=False)
+        if self.kind == "scale":
+            self.scale = self.scale or x.abs().max().item()
+        if self.kind == "is_ready" and not self.is_ready:
+            self.layer.weight.mul_(2)
+            self.is_ready = True
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["output", "table"])
+def test_a_rehearsal_takes_what_a_pass_only_writes(kind):
+    model, x = Moving(kind), torch.randn(5, 2)
+    check_model(model, lambda: model(x))
+    assert kind == "output" or len(model.table) == model.length == 5
+
+
+@pytest.mark.parametrize("kind", ["bands", "scale", "is_ready"])
+def test_a_rehearsal_refuses_what_the_first_pass_has_set(kind):
+    model, x = Moving(kind), torch.randn(5, 2)
+    with pytest.raises(UsageError, match=rf"model\.{kind}"):
+        check_model(model, lambda: model(x))
+
+
+def test_a_metric_may_count():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    model = torch.nn.ModuleDict({"metric": torchmetrics.MeanMetric(), "layer": torch.nn.Linear(2, 2)})
+    check_model(model, lambda: model["metric"](model["layer"](torch.randn(4, 2)).sum()))
 
 
 def test_a_signal_to_the_group_reaches_no_worker():

@@ -5,10 +5,11 @@ What they cannot see: state in closures, global variables and C extensions, and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,67 +26,191 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 def check_loader(loader: DataLoader[Any], allow: Collection[str] = ()) -> None:
-    """Draw a few samples of two batches, the first of them twice, under the keys of a ``KeyedStream``.
+    """Draw a few samples of two batches, again and again, under the keys of a ``KeyedStream``.
+
+    An attribute that only the first draws set (a file that is opened late), or that says what was drawn last, may move.
 
     Args:
         loader: As the user made it.
         allow: Parts by name, such as ``"collator.counter"``, that may move: they change no batch.
 
     Raises:
-        UsageError: A batch differs when it is drawn again, or a part moves. Its message names the part.
+        UsageError: A batch differs when it is drawn again, or a part moves each time. Its message names the part.
     """
     keyed = KeyedStream(0).loader(loader)
-    data, collate = keyed.dataset, keyed.collate_fn
     parts = {"dataset": loader.dataset, "collator": loader.collate_fn}
-    before = {name: _Numbers(part, name) for name, part in parts.items()}
-    with preserved_rng():
+    numbers = [_Numbers(part, name) for name, part in parts.items()]
+    with preserved_rng(), contextlib.ExitStack() as stack:
+        for one in numbers:
+            stack.callback(one.put_back)
         order, again = list(itertools.islice(_keys(keyed), 2)), list(itertools.islice(_keys(keyed), 2))
         if order != again:
             raise _refused("The sampler gives another order under the same key.", "sampler", allow)
-        batches = []
-        for keys in [*order[:1], *order[1:], *order[:1]]:
-            fetch: Any = data
-            batches.append(collate(fetch.__getitems__(keys) if isinstance(keys, list) else data[keys]))
-    moved = [name for one in before.values() for name in one.moved()]
-    for name in moved:
+        first = [_draw(keyed, keys) for keys in order]
+        moved = [one.moved() for one in numbers]
+        second = []
+        for keys in order[:1]:  # an odd number of samples and of batches, so that no switch is back where it was
+            _item(keyed, keys)
+            second.append(_draw(keyed, keys))
+        second += [_draw(keyed, keys) for keys in order]
+        is_same = all(_same(*pair) for pair in zip([*first[:1], *first], second, strict=True))
+        still = [name for one in numbers for name in one.moved()]
+        if is_same and (once := [name for names in moved for name in names if name not in {*still, *allow}]):
+            still += _carried(once, numbers, keyed, order, first)
+    for name in itertools.chain(*moved) if not is_same else still:
         if name not in allow:
             raise _refused(f"{name} moves when a batch is made.", name, allow)
-    if batches and not _same(batches[0], batches[-1]) and "data" not in allow:
+    if not is_same and "data" not in allow:
         raise _refused("The first batch differs when it is made a second time.", "data", allow)
 
 
+def _carried(names: list[str], numbers: list[_Numbers], loader: Any, order: list[Any], batches: list[Any]) -> list[str]:
+    """Return those names if the batches are others when they are drawn in another order, from the first numbers."""
+    now = [one.exchange(names) for one in numbers]
+    try:
+        is_same = all(_same(_draw(loader, keys), batch) for keys, batch in [*zip(order, batches, strict=True)][::-1])
+    except Exception:  # a number, and what belongs to it, were told apart
+        is_same = False
+    for one, values in zip(numbers, now, strict=True):
+        one.exchange(names, values)
+    return [] if is_same else names
+
+
 def _keys(loader: Any) -> Iterator[Any]:
-    """Return the keys of its batches, a few of each."""
-    for keys in loader.sampler if loader.batch_sampler is None else loader.batch_sampler:
-        yield keys[:_NUM_SAMPLES] if isinstance(keys, list) else keys
+    """Return the keys of its batches."""
+    yield from loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _draw(loader: Any, keys: Any) -> Any:
+    """Make a batch of a few of the samples; of all where it cannot be made of a few."""
+    if loader.batch_sampler is None or not isinstance(keys, list):
+        return loader.collate_fn(loader.dataset[keys])
+    try:
+        return loader.collate_fn(loader.dataset.__getitems__(keys[:_NUM_SAMPLES]))
+    except Exception:
+        return loader.collate_fn(loader.dataset.__getitems__(keys))
+
+
+def _item(loader: Any, keys: Any) -> None:
+    """Make a single sample of a batch."""
+    if isinstance(keys, list) and loader.batch_sampler is not None:
+        loader.dataset.__getitems__(keys[:1])
+    else:
+        loader.dataset[keys]
 
 
 def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Collection[str] = ()) -> None:
-    """Call ``forward`` once, without gradients, and put back random state and buffers.
+    """Call ``forward`` without gradients, and put back random state and buffers.
+
+    Where something moves that no checkpoint holds, it is called again from another value. What it sets whatever was
+    there before (the height of a picture, a loss for the log) is no state. Neither is a table that has grown and kept
+    what it held, nor what a metric of torchmetrics counts.
 
     Raises:
         UsageError: A buffer that no state dict holds, or a number in an attribute, moves in a forward pass.
     """
-    modules = dict(model.named_modules())
-    numbers = [_Numbers(one, f"model.{name}".rstrip("."), depth=0) for name, one in modules.items()]
-    buffers = {name: (one, one.detach().clone()) for name, one in model.named_buffers()}
-    saved = set(model.state_dict())
-    with preserved_rng(), torch.no_grad():
+    cells = [cell for cell in _cells_of(model) if cell.name not in allow]
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+
+    def values_after() -> list[Any]:
         try:
-            forward()
-            now = dict(model.named_buffers())
-            lost = [
-                f"model.{name}"
-                for name, (_, was) in buffers.items()
-                if name not in saved and not (name in now and _same(now[name], was))
-            ]
+            with preserved_rng():
+                forward()
+            return [_copy(cell.get()) for cell in cells]
         finally:
-            for held, was in buffers.values():
-                held.copy_(was)
-            moved = [name for one in numbers for name in one.moved()]
-    for name in [*lost, *moved]:
-        if name not in allow:
+            for buffer, was in buffers:
+                buffer.copy_(was)
+
+    with torch.no_grad():
+        first = values_after()
+        grown = {cell.name for cell, now in zip(cells, first, strict=True) if _has_grown(cell.was, now)}
+        sizes = {size for cell, now in zip(cells, first, strict=True) if cell.name in grown for size in now.shape}
+        moved = [
+            (cell, now)
+            for cell, now in zip(cells, first, strict=True)
+            if not _same(cell.was, now) and cell.name not in grown and not (type(now) is int and now in sizes)
+        ]
+        if not moved:
+            return
+        for cell, now in moved:
+            cell.set(_another(now))
+        try:
+            second = dict(zip([cell.name for cell in cells], values_after(), strict=True))
+        except Exception:  # what moved is read before it is set
+            second = {}
+        for cell, now in moved:
+            cell.set(now)
+    for cell, now in moved:
+        if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
+            name = cell.name
             raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+
+
+class _Cell(NamedTuple):
+    """A number, a generator or a buffer of a module that no state dict holds."""
+
+    holder: dict[str, Any]
+    key: str
+    name: str
+    was: Any
+
+    def get(self) -> Any:
+        value = self.holder.get(self.key)
+        return _state_of(value) if isinstance(value, _GENERATORS) else value
+
+    def set(self, value: Any) -> None:
+        held = self.holder.get(self.key)
+        if not isinstance(held, _GENERATORS):
+            self.holder[self.key] = value
+        elif value is not None:
+            _set_state(held, value)
+
+
+def _cells_of(model: torch.nn.Module) -> Iterator[_Cell]:
+    saved = set(model.state_dict())
+    for path, module in model.named_modules():
+        if any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__):
+            continue
+        start = f"{path}." if path else ""
+        lost = [(module._buffers, key) for key in module._buffers if start + key not in saved]
+        numbers = [
+            (module.__dict__, key)
+            for key, value in module.__dict__.items()
+            if isinstance(value, (int, float, complex, *_GENERATORS))
+        ]
+        for holder, key in [*lost, *numbers]:
+            cell = _Cell(holder, key, f"model.{start}{key}", None)
+            if holder[key] is not None:
+                yield cell._replace(was=_copy(cell.get()))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _another(value: Any) -> Any:
+    """Return another value of the same kind; of a generator's state none.
+
+    >>> _another(3), _another(torch.ones(2))
+    (13, tensor([9., 9.]))
+    """
+    if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+        return ~value
+    return value * 2 + 7 if isinstance(value, int | float | complex | torch.Tensor) else None
+
+
+def _has_grown(was: Any, now: Any) -> bool:
+    """Return whether a table has more entries than before, and those of before.
+
+    >>> _has_grown(torch.ones(2), torch.ones(3)), _has_grown(torch.zeros(2), torch.ones(3))
+    (True, False)
+    """
+    if not isinstance(was, torch.Tensor) or not isinstance(now, torch.Tensor) or was.shape == now.shape:
+        return False
+    if not was.numel():
+        return True
+    is_larger = was.ndim == now.ndim and all(a <= b for a, b in zip(was.shape, now.shape, strict=True))
+    return is_larger and _same(was, now[tuple(map(slice, was.shape))])
 
 
 def check_first_forward(
@@ -126,8 +251,10 @@ class _Numbers:
 
     def __init__(self, holder: object, name: str, depth: int = _DEPTH) -> None:
         self._found: list[tuple[Any, str, str, Any]] = []
+        self._generators: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._walk(holder, name, depth)
+        self._now = [was for *_, was in self._found]
 
     def _walk(self, holder: object, name: str, depth: int) -> None:
         if id(holder) in self._seen:
@@ -140,21 +267,31 @@ class _Numbers:
                 self._found.append((holder, key, f"{name}.{key}", value))
             elif isinstance(value, _GENERATORS):
                 self._found.append((value, "", f"{name}.{key}", _state_of(value)))
+                self._generators.append((value, self._found[-1][3]))
             elif depth and hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor):
                 self._walk(value, f"{name}.{key}", depth - 1)
 
     def moved(self) -> list[str]:
-        """Return the names of those that have moved. Generators are put back; of numbers only their owner knows what
-        belongs to them.
-        """
-        found = []
-        for holder, key, name, was in self._found:
-            now = getattr(holder, "__dict__", {}).get(key) if key else _state_of(holder)
-            if not _same(now, was):
-                found.append(name)
-                if not key:
-                    _set_state(holder, was)
-        return found
+        """Return the names of those that have moved since this was asked last."""
+        before, self._now = self._now, [self._value(*one[:2]) for one in self._found]
+        return [one[2] for one, was, now in zip(self._found, before, self._now, strict=True) if not _same(was, now)]
+
+    @staticmethod
+    def _value(holder: Any, key: str) -> Any:
+        return getattr(holder, "__dict__", {}).get(key) if key else _state_of(holder)
+
+    def exchange(self, names: Collection[str], values: list[Any] | None = None) -> list[Any]:
+        """Give the numbers of these names their first values, or others, and return those of now."""
+        now = [self._value(*one[:2]) for one in self._found]
+        for (holder, key, name, was), value in zip(self._found, values or [one[3] for one in self._found], strict=True):
+            if name in names and key:
+                holder.__dict__[key] = was if values is None else value
+        return now
+
+    def put_back(self) -> None:
+        """Put back the generators. Of numbers only their owner knows what belongs to them."""
+        for generator, state in self._generators:
+            _set_state(generator, state)
 
 
 def _state_of(generator: Any) -> Any:
@@ -172,7 +309,7 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, seen: Collection[tuple[int, int]] = ()) -> bool:
     """Return whether two batches hold the same bytes; NaN is the same as itself.
 
     >>> _same({"x": torch.ones(2), "n": [1, "a"]}, {"x": torch.ones(2), "n": [1, "a"]}), _same([1.0], [2.0])
@@ -181,16 +318,27 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and bool(
-            torch.equal(one, other) or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
-        )
-    if isinstance(one, np.ndarray):
+        if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+            return False
+        if one.layout is not torch.strided:
+            one, other = one.to_dense(), other.to_dense()
+        return bool(torch.equal(one, other) or (one.is_floating_point() and _bytes_of(one) == _bytes_of(other)))
+    if isinstance(one, np.ndarray | np.generic):
+        if one.dtype.hasobject:  # its bytes are addresses
+            return _same(one.tolist(), other.tolist(), seen)
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
-        return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, str | bytes | int | float | complex | None):
         return one == other or (one != one and other != other)
+    if (id(one), id(other)) in seen:  # in a circle
+        return True
+    seen = {*seen, (id(one), id(other))}
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key], seen) for key, value in one.items())
+    if isinstance(one, Sequence):
+        return len(one) == len(other) and all(_same(*pair, seen) for pair in zip(one, other, strict=True))
     mine, theirs = getattr(one, "__dict__", None), getattr(other, "__dict__", None)  # a batch of a class of its own
-    return _same(dict(mine), dict(theirs)) if mine and theirs else True
+    return _same(dict(mine), dict(theirs), seen) if mine and theirs else True
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

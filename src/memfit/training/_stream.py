@@ -155,6 +155,8 @@ class KeyedOrder(Sampler[Any]):
                     generator.manual_seed(int(torch.randint(2**62, ())))
             order = list(self.sampler)
         for one in order[start:]:
+            if getattr(one, "ndim", 0):  # a batch sampler may give arrays or tensors
+                one = one.tolist()
             yield [(epoch, int(index)) for index in one] if isinstance(one, Sequence) else (epoch, int(one))
 
 
@@ -166,6 +168,15 @@ class _Batch(list[Any]):
 
 class _KeyedItems(KeyedDataset):
     """Makes the items of a batch at once, and tells its collation their key."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an item, or what the data set has for a list of indices: ``batch_size=None`` and a batch sampler."""
+        if not isinstance(key, list):
+            return super().__getitem__(key)
+        (epoch, _), *_ = key
+        self._follow(epoch)
+        with keyed_rng(self.seed, epoch, _BATCH, *(index for _, index in key)):
+            return self.dataset[[index for _, index in key]]
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Batch:
         indices = [index for _, index in keys]
