@@ -54,7 +54,9 @@ def test_tests_import_packages_and_name_a_private_module_only_to_patch_it():
     found = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         text = path.read_text()
-        assert re.search(r"from memfit(_workloads)?\b[\w.]*\._\w+ import", text) is None, f"{path} imports a private module's names"
+        assert re.search(r"from memfit(_workloads)?\b[\w.]*\._\w+ import", text) is None, (
+            f"{path} imports a private module's names"
+        )
         words = [f"{package}.{name}" for package, names in _IMPORTS.findall(text) for name in _PRIVATE.findall(names)]
         words += re.findall(r"\(\"(memfit[\w.]*?\._[a-z_]+)", text)
         if words:

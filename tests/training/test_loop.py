@@ -481,13 +481,15 @@ def test_a_scaler_that_skips_a_step_and_two_optimizers(moment, tmp_path):
     assert in_child(scaled, tmp_path / "out")[1] == unbroken
 
 
-def test_another_machine_is_told(tmp_path):
+def test_another_number_of_threads_is_refused_or_told(tmp_path):
     folder = tmp_path / "out"
     stopped(folder)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.warns(CheckpointWarning, match="num_threads"):
+        with pytest.raises(UsageError, match="num_threads"):
             train(folder, ignore)
+        with pytest.warns(CheckpointWarning, match="num_threads"):
+            train(folder, ignore, allow=("num_threads",))
     finally:
         torch.set_num_threads(threads)

@@ -46,6 +46,7 @@ from memfit.training import (
     refuse_changed,
     rehearse,
     save_checkpoint,
+    stream_identity,
 )
 from memfit.units import list_some
 
@@ -241,7 +242,7 @@ class _Guard(MemfitCallback):
         if self.found is not None:
             saved = dict(self.found.facts["identity"])
             if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
-                saved |= {"stream": self.identity["stream"], "seed": self.identity["seed"]}
+                saved |= {name: self.identity[name] for name in stream_identity(None)}
             allow = {name for name in {*saved, *self.identity} if {name, name.split(",")[0]} & self.allow}
             changed = refuse_changed(self.found.path, saved, self.identity, allow)
         elif stream is not None and not is_between:
@@ -309,8 +310,7 @@ class _Guard(MemfitCallback):
             "drop_last": args.dataloader_drop_last,
             "sampler": str(getattr(args, "train_sampling_strategy", None)),
             "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-            "seed": None if stream is None else stream.seed,
-            "stream": None if stream is None else stream.version,
+            **stream_identity(stream),
             **parts.identity(),
         }
 

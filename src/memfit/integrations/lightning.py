@@ -54,6 +54,7 @@ from memfit.training import (
     save_checkpoint,
     say,
     set_rng_state,
+    stream_identity,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -184,7 +185,7 @@ class Stop(MemfitCallback):
         assert self._found is not None
         allow = {name for name in {*saved, *now} if {name, name.split(",")[0]} & self.allow}
         if saved.get("seed", 0) is None and not self._found.facts["batch"]:
-            allow |= {"seed", "stream"}  # between two epochs Stop may become Exact
+            allow |= stream_identity(None).keys()  # between two epochs Stop may become Exact
         return refuse_changed(self._found.path, saved, now, allow)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -203,8 +204,7 @@ class Stop(MemfitCallback):
                 remedy="call stop.fit(trainer, module, train_loader, val_loader) in place of trainer.fit(...)",
             )
         self._identity = {
-            "seed": self.stream and self.stream.seed,
-            "stream": self.stream and self.stream.version,
+            **stream_identity(self.stream),
             "accumulation": trainer.accumulate_grad_batches,
             "precision": str(trainer.precision),
             "gradient_clip": [trainer.gradient_clip_val, trainer.gradient_clip_algorithm],

@@ -75,6 +75,7 @@ from memfit.training._step import SafeStep as SafeStep
 from memfit.training._stream import KeyedOrder as KeyedOrder
 from memfit.training._stream import KeyedStream as KeyedStream
 from memfit.training._stream import deaf_workers as deaf_workers
+from memfit.training._stream import stream_identity as stream_identity
 from memfit.training._trainer import Trainer as Trainer
 
 __all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -29,7 +29,7 @@ from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
-from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers
+from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers, stream_identity
 
 _DRAWS = "draws.pt"
 
@@ -385,8 +385,7 @@ class Loop:
             self._stack.callback(optimizer.register_step_post_hook(self._note_step).remove)
         if self._folder is not None:
             self.parts.check()
-            seed = None if self._stream is None else self._stream.seed
-            self._identity = {"seed": seed, "stream": self._stream and self._stream.version}
+            self._identity = stream_identity(self._stream)
             self._identity |= self.settings | self.parts.identity()
             self._stack.enter_context(self._folder.held())
             self._stopper.listen()
@@ -403,7 +402,7 @@ class Loop:
         facts, allow = found.facts, set(self.allow)
         self._at = _Position(**facts["position"])
         if facts["identity"]["seed"] is None and not self._at.batch:  # between two epochs Stop may become Exact
-            allow |= {"seed", "stream"}
+            allow |= stream_identity(None).keys()
         changed = self._refuse_changed(found.path, facts["identity"], self._identity, allow)
         self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})

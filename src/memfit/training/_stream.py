@@ -101,6 +101,19 @@ class KeyedStream:
         return made
 
 
+def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
+    """Return what of a training's random numbers must not change between a checkpoint and its resume; None: no keys.
+
+    With another number of threads the kernels of a CPU add in another order.
+
+    >>> sorted(stream_identity(KeyedStream(1))), set(stream_identity(None).values())
+    (['num_threads', 'seed', 'stream'], {None})
+    """
+    if stream is None:
+        return {"seed": None, "stream": None, "num_threads": None}
+    return {"seed": stream.seed, "stream": stream.version, "num_threads": torch.get_num_threads()}
+
+
 class KeyedOrder(Sampler[Any]):
     """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch.
 
