@@ -112,6 +112,8 @@ class Stop(MemfitCallback):
             self._found, self._is_asked = None if trainer.fast_dev_run else self.folder.newest(), True
             if self._found is not None:
                 options["ckpt_path"] = self._found.path / _FILE
+                stack.enter_context(warnings.catch_warnings())  # Lightning knows of no position but its loaders'
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
             holder = train if isinstance(train, LightningDataModule) else options.get("datamodule") or model
             if train is None or holder is train:
                 for name, change in (("train_dataloader", self._prepare), ("val_dataloader", _deaf)):
