@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# It puts stand-ins in place of the functions of others.
 """Stand-ins for what public example scripts download: tokenizers, weights, data sets, metrics and pictures.
 
 The loops, collators, samplers and callbacks of the examples stay theirs.

@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# It puts stand-ins in place of the functions of others.
 """False refusals: does *exact* take the frameworks' own example scripts, as they are?
 
     python benchmarks/false_refusals.py [--accelerate DIR] [--transformers DIR] [--trl DIR] [--lightning DIR]
