@@ -129,11 +129,11 @@ MOMENTS: tuple[Moment, ...] = (
     ),
     # signals
     Moment("45", "SIGTERM to the group, from outside", _at("batch", action="GROUP"), _WORKERS),
-    Moment("46", "SIGTERM twice", ((Strike("batch", action="TERM"), Strike("backward", action="TERM")),)),
+    Moment("46", "SIGTERM twice", ((Strike("backward", action="TERM"), Strike("in backward", action="TERM")),)),
     Moment(
         "47",
         "SIGTERM, then SIGKILL after the grace",
-        ((Strike("batch", action="TERM"), Strike("file", 8, action="KILL")),),
+        ((Strike("backward", action="TERM"), Strike("file", 8, action="KILL")),),
     ),
     Moment("48", "SIGUSR1 ahead", _at("batch", action="USR1")),
     Moment("49", "SIGINT", _at("batch", action="INT")),

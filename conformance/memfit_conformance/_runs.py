@@ -57,6 +57,10 @@ class Run:
     def has(self, kind: str) -> bool:
         return any(line["kind"] == kind for line in self.lines)
 
+    def struck(self) -> int:
+        """Return how many strikes it had."""
+        return sum(line["kind"] == "struck" for line in self.lines)
+
     def batches(self) -> dict[int, list[tuple[Any, ...]]]:
         """Return samples, inputs and loss of each micro-batch, by optimizer step."""
         found: dict[int, list[tuple[Any, ...]]] = {}
@@ -202,7 +206,8 @@ def judge(row: Row, runs: Sequence[Run], reference: Run) -> Cell:
     has_folder = any(strike.action == "FOLDER" for strikes in row.moment.stops for strike in strikes)
     if why and has_folder:  # the folder was made, and nothing is saved over it
         return cell(f"not there: {why}", True)
-    if row.moment.stops and not all(run.has("struck") for run in runs[:-1]):
+    needed = [len(strikes) if row.with_memfit else 1 for strikes in row.moment.stops]
+    if any(run.struck() < number for run, number in zip(runs, needed, strict=False)):
         if why:
             return cell(f"not there: {why}", True)
         if row.options.steps < 24:
@@ -227,7 +232,7 @@ def judge(row: Row, runs: Sequence[Run], reference: Run) -> Cell:
 
 def _exit_fault(row: Row, run: Run, strikes: Sequence[Strike]) -> str:
     """Return what is wrong with the end of a run that was struck, or an empty string."""
-    struck = sum(line["kind"] == "struck" for line in run.lines)
+    struck = run.struck()
     if not struck:
         return ""
     action = strikes[struck - 1].action
