@@ -431,3 +431,24 @@ def test_a_save_in_time_is_not_told(tmp_path, monkeypatch, capsys):
     (run.job_dir("cmd") / "job.json").write_text('{"grace_seconds": 60}')
     write(SealedFolder(tmp_path / "checkpoints"), 1)
     assert "grace" not in capsys.readouterr().err
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, carries):
+        super().__init__()
+        self.cell, self.hidden, self.carries, self.attention = torch.nn.RNNCell(2, 2), None, carries, None
+
+    def forward(self, x):
+        hidden = self.cell(x, self.hidden[0] if self.hidden else None)
+        if self.carries:
+            self.hidden = (hidden.detach(),)
+        self.attention = torch.nn.functional.dropout(hidden)  # kept for a log, and drawn
+        return hidden
+
+
+def test_a_hidden_state_that_is_carried_is_refused_and_what_a_pass_keeps_is_not():
+    x = torch.ones(3, 2)
+    with pytest.raises(UsageError, match=r"model\.hidden is carried"):
+        check_model(model := Recurrent(carries=True), lambda: model(x))
+    check_model(model := Recurrent(carries=True), lambda: model(x), allow=("model.hidden", "model.attention"))
+    check_model(model := Recurrent(carries=False), lambda: model(x))

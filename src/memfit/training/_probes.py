@@ -111,6 +111,7 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
     """
     cells = [cell for cell in _cells_of(model) if cell.name not in allow]
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    held = _tensors_of(model)
 
     def values_after() -> list[Any]:
         try:
@@ -123,6 +124,10 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
 
     with torch.no_grad():
         first = values_after()
+        if carried := _carried_tensors(model, held, values_after, allow):
+            raise _refused(
+                f"{carried} is carried from one forward pass to the next, and saved nowhere.", carried, allow
+            )
         grown = {cell.name for cell, now in zip(cells, first, strict=True) if _has_grown(cell.was, now)}
         sizes = {size for cell, now in zip(cells, first, strict=True) if cell.name in grown for size in now.shape}
         moved = [
@@ -144,6 +149,38 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
         if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
             name = cell.name
             raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
+    """Return the plain attributes that hold a tensor or a tuple of tensors, by name: where they stand, and a copy."""
+    found = {}
+    for path, module in model.named_modules():
+        for key, value in () if _is_metric(module) else module.__dict__.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            if parts and all(isinstance(one, torch.Tensor) for one in parts):
+                name = f"model.{path}.{key}" if path else f"model.{key}"
+                found[name] = (module.__dict__, key, tuple(map(_copy, parts)))
+    return found
+
+
+def _carried_tensors(
+    model: torch.nn.Module,
+    before: Mapping[str, tuple[dict[str, Any], str, Any]],
+    again: Callable[[], object],
+    allow: Collection[str],
+) -> str:
+    """Return the name of an attribute that another pass over the same batch sets to other tensors; empty if none.
+
+    What a pass keeps of itself, such as attention weights, is the same again; a hidden state is not.
+    """
+    first = _tensors_of(model)
+    changed = [name for name, (*_, now) in first.items() if name not in before or not _same(before[name][2], now)]
+    changed = [name for name in changed if name not in allow]
+    if not changed:
+        return ""
+    again()
+    second = _tensors_of(model)
+    return next((name for name in changed if name not in second or not _same(first[name][2], second[name][2])), "")
 
 
 class _Cell(NamedTuple):
@@ -169,7 +206,7 @@ class _Cell(NamedTuple):
 def _cells_of(model: torch.nn.Module) -> Iterator[_Cell]:
     saved = set(model.state_dict())
     for path, module in model.named_modules():
-        if any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__):
+        if _is_metric(module):
             continue
         start = f"{path}." if path else ""
         lost = [(module._buffers, key) for key in module._buffers if start + key not in saved]
@@ -182,6 +219,10 @@ def _cells_of(model: torch.nn.Module) -> Iterator[_Cell]:
             cell = _Cell(holder, key, f"model.{start}{key}", None)
             if holder[key] is not None:
                 yield cell._replace(was=_copy(cell.get()))
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 
 def _copy(value: Any) -> Any:
