@@ -16,7 +16,7 @@ GROWS = "expandable_segments:True"
 AT_START = """
 import json, pathlib
 given = dict(one.split("=", 1) for one in pathlib.Path("/proc/self/environ").read_text().split("\\0") if "=" in one)
-print(json.dumps({name: text for name, text in given.items() if name.startswith("PYTORCH")}))
+print(json.dumps({name: text for name, text in given.items() if name.startswith("PYTORCH") and "ALLOC" in name}))
 """
 FUNCTION = f"""
 def train(context):

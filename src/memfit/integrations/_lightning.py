@@ -33,7 +33,7 @@ class MemfitCallback(Callback):
         >>> watch = MemfitCallback()
         >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
         >>> trainer = Trainer(max_epochs=1, callbacks=[watch], accelerator="cpu", enable_checkpointing=False, **quiet)
-        >>> trainer.fit(BoringModel())
+        >>> trainer.fit(BoringModel())  # doctest: +SKIP
     """
 
     def __init__(self) -> None:
