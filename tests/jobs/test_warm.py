@@ -195,8 +195,36 @@ def test_only_what_a_fork_writes_itself_is_its_memory(run_dir, parent, memory_gr
     assert 88 * MIB < writes.peak_bytes < 110 * MIB
 
 
+#: A torch for CUDA maps the driver when it is imported, and does not use it.
+MAPPED = """
+import mmap, pathlib
+pathlib.Path("libcuda.so.1").write_bytes(b"x" * 4096)
+with open("libcuda.so.1", "rb") as file:
+    driver = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+import os
+for one in os.listdir("/proc/self/fd"):
+    if "libcuda" in os.path.realpath("/proc/self/fd/" + one):
+        os.close(int(one))
+"""
+IN_USE = "import torch\ntorch.cuda.is_initialized = lambda: True"
+
+
+def test_a_driver_that_is_mapped_and_not_used_bears_a_fork(run_dir, parent_of):
+    Path("mapped.py").write_text(f"{MAPPED}\nfrom user_code import *\n")
+    parent = parent_of("mapped")
+    assert not parent.refused
+    status, _ = ended(LocalBackend(run_dir, parent=parent), Job("look", target="mapped:look"))
+    assert (status.state, is_warm(status)) == ("completed", True)
+
+
 @pytest.mark.parametrize(
-    ("code", "why"), [(THREAD, "it has 2 threads"), (SOCKET, "it holds socket:"), (HDF5, "rows.h5 open")]
+    ("code", "why"),
+    [
+        (THREAD, "it has 2 threads"),
+        (SOCKET, "it holds socket:"),
+        (HDF5, "rows.h5 open"),
+        (IN_USE, "it has begun to use CUDA"),
+    ],
 )
 def test_what_does_not_bear_a_fork_is_refused_and_runs_in_new_interpreters(run_dir, parent_of, code, why):
     Path("unsafe.py").write_text(f"{code}\nfrom user_code import *\n")

@@ -44,8 +44,9 @@ from memfit.memory import ProcReader
 _EARLY = ("MALLOC_", "GLIBC_", "LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "JE_", "MIMALLOC_")
 #: pyarrow's allocator has a thread of its own, and a forked process would have none.
 _ONE_THREAD = thread_env(1) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-#: What a driver or a library that does not bear a fork shows of itself in a process.
-_MAPPED = re.compile(r"/(libcuda\.so|libamdhip64|libmpi\.so|nvidia[^/]*|kfd)[^/]*$")
+#: What a driver or a library that does not bear a fork shows of itself in a process. A torch for CUDA maps libcuda.so
+#: when it is imported; only a driver in use holds device files.
+_MAPPED = re.compile(r"/(libamdhip64|libmpi\.so|nvidia[^/]*|kfd)[^/]*$")
 _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 #: What is imported before the fork where a stage uses it; each was seen to begin no thread.
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
@@ -282,7 +283,8 @@ def why_not(*own: int) -> str:
             path = str(link.readlink())
             if int(link.name) not in own and not _HARMLESS.fullmatch(path):  # forks would share its position
                 return f"it holds {path} open"
-    return ""
+    torch = sys.modules.get("torch")
+    return "it has begun to use CUDA" if torch is not None and torch.cuda.is_initialized() else ""
 
 
 def _call(folder: Path, connection: socket.socket) -> int:
