@@ -65,10 +65,9 @@ def test_alone_the_suite_sees_what_differs(suite, framework, differs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [[], ["--pairwise"]], ids=["all", "pairwise"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_memfit_all_moments_are_the_same_or_refused(suite, framework, words):
-    status, rows = suite(framework, "--with-memfit", *words)
+def test_with_memfit_all_moments_are_the_same_or_refused(suite, framework):
+    status, rows = suite(framework, "--with-memfit")
     assert (status, faults(rows)) == (0, {})
 
 
