@@ -111,6 +111,11 @@ def test_a_step_seeds_all_generators():
     assert all(len(set(column)) == 3 for column in zip(*found[1:], strict=True))
 
 
+class Endless:
+    def __iter__(self):
+        return itertools.cycle(range(4))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))
@@ -123,6 +128,7 @@ class Stream(IterableDataset):
         (DataLoader(Noisy(), num_workers=1, in_order=False), "in_order"),
         (DataLoader(Noisy(), batch_size=None, collate_fn=mask), "batch_size=None"),
         ([1, 2], "stream"),
+        (DataLoader(Noisy(), sampler=Endless()), "no length"),
     ],
 )
 def test_what_has_no_key_is_refused(loader, said):
@@ -452,3 +458,11 @@ def test_a_hidden_state_that_is_carried_is_refused_and_what_a_pass_keeps_is_not(
         check_model(model := Recurrent(carries=True), lambda: model(x))
     check_model(model := Recurrent(carries=True), lambda: model(x), allow=("model.hidden", "model.attention"))
     check_model(model := Recurrent(carries=False), lambda: model(x))
+
+
+def test_a_seal_of_a_later_version_is_refused_and_not_taken_for_damage(tmp_path):
+    folder = SealedFolder(tmp_path)
+    seal = write(folder, 1) / "SEAL.json"
+    seal.write_text(seal.read_text().replace('"memfit_seal": 1', '"memfit_seal": 2'))
+    with pytest.raises(UsageError, match="another version"):
+        folder.newest()

@@ -57,12 +57,18 @@ def keyed_rng(*key: int) -> Iterator[None]:
         _SPARE_BITS.append(own)
 
 
-def seed_key(*key: int) -> None:
-    """Go on, inside of a ``keyed_rng``, with another key, in a third of the time of another ``keyed_rng``."""
+def seed_key(*key: int) -> int:
+    """Go on, inside of a ``keyed_rng``, with another key, in a third of the time of another ``keyed_rng``.
+
+    Returns:
+        The seed that torch was given, for devices.
+    """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
+    seed = int.from_bytes(digest[8:16])
     random.seed(digest[:8])
-    torch.default_generator.manual_seed(int.from_bytes(digest[8:16]))  # torch.manual_seed would queue one for every GPU
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue one for every GPU
     np.random.seed(int.from_bytes(digest[16:]))
+    return seed
 
 
 class KeyedDataset(Dataset[Any]):

@@ -8,16 +8,13 @@ then change nothing, and a training may go on with another number of workers.
 from __future__ import annotations
 
 import copy
-import hashlib
 import multiprocessing
 import multiprocessing.context
-import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
 
@@ -62,16 +59,12 @@ class KeyedStream:
 
     def step(self, number: int) -> None:
         """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
-        digest = hashlib.blake2b(repr((self.seed, _ORDER, number)).encode(), digest_size=20).digest()
-        random.seed(digest[:8])
-        seed = int.from_bytes(digest[8:16])
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each unused device
+        seed = seed_key(self.seed, _ORDER, number)  # torch.manual_seed formats a traceback for each unused device
         for device in (torch.cuda, torch.xpu):
             if device.is_initialized():
                 device.manual_seed_all(seed)
         if torch.backends.mps.is_available():
             torch.mps.manual_seed(seed)
-        np.random.seed(int.from_bytes(digest[16:]))
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader that gives the same samples under keys, by workers that no stop signal reaches.
@@ -224,7 +217,12 @@ def _refuse(loader: Any) -> None:
         why = "The training loader has batch_size=None and a collate_fn."
         remedy = "let the data set make what its collate_fn makes, or pass a batch_sampler"
     else:
-        return
+        try:
+            len(loader)
+            return
+        except TypeError:
+            why = "The training loader's sampler has no length, so it may have no end."
+            remedy = "give it a __len__: the samples of an epoch"
     raise UsageError(
         why,
         rule="exact: each sample is a function of seed, epoch and index, drawn in an order that is known.",
