@@ -157,6 +157,8 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
+                if record.get("rank"):  # rank 0 tells of the job
+                    continue
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
