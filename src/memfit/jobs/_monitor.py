@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.files import fits
+from memfit.files import fits, until_next_look
 from memfit.jobs._job import JobStatus
 from memfit.memory import (
     HOST,
@@ -103,7 +103,8 @@ class Monitor:
         """Look at its group, follow its events, then take a sample."""
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
-        self._follow_events()
+        with until_next_look():
+            self._follow_events()
         sample = self.meter.sample()
         if sample is None:
             return

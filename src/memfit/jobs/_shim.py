@@ -27,7 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import StoppedError, UsageError
-from memfit.files import open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
+from memfit.files import (
+    open_own,
+    outlast,
+    read_json,
+    read_own,
+    read_whole,
+    refresh,
+    until_next_look,
+    write_atomic,
+    write_masked,
+)
 from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error
 from memfit.jobs._folder import (
@@ -222,7 +232,8 @@ class Shim:
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
                 self._check_env(pid)
-            self._end_starved(monitor, now)
+            with until_next_look():
+                self._end_starved(monitor, now)
             stopped_by = self._pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
             if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
@@ -292,7 +303,7 @@ class Shim:
         ended_by: EndedBy = "job"
         cause = ""
         if returncode != 0 or self.job["target"] is not None:
-            death = self._death(monitor, before, returncode, stopped_by)
+            death = outlast(lambda: self._death(monitor, before, returncode, stopped_by))
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": memory_place(death)}
@@ -400,7 +411,7 @@ class NodesShim(Shim):
 
     def run(self) -> JobStatus:
         status = super().run()
-        ends = {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
+        ends = outlast(self._read_ends)
         known = {name: end for name, end in ends.items() if end is not None}
         for name in sorted(known):
             for log in ("out.log", "err.log"):
@@ -435,8 +446,12 @@ class NodesShim(Shim):
             node=f"{self.job['num_nodes']} nodes",
         )
 
+    def _read_ends(self) -> dict[str, JobStatus | None]:
+        return {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
+
     def _write(self, status: JobStatus) -> None:
-        super()._write(self._merged(status))
+        with contextlib.suppress(OSError):
+            super()._write(self._merged(status))
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Ask the nodes' shims to stop, and end ``srun`` only after them."""

@@ -12,9 +12,15 @@ import pytest
 
 TOOLS = ("modprobe", "exportfs", "rpc.mountd", "rpc.nfsd", "mount.nfs4")
 EXPORT = Path("/srv/nfs")
-MEMFIT = [sys.executable, "-m", "memfit", "run", "--quiet", "--name", "once", "--", "sh", "job.sh"]
+MEMFIT = [sys.executable, "-m", "memfit"]
+RUN = ["run", "--quiet", "--name", "once", "--", "sh", "job.sh"]
 #: The job's notes and its sign to end lie outside NFS, so that the test sees them at once.
-JOB = "echo begin $(hostname) >> {0}/hits; until [ -e {0}/go ]; do sleep 0.1; done; echo end $(hostname) >> {0}/hits"
+JOB = """
+echo begin $(hostname) >> {0}/hits
+trap 'echo saved $(hostname) >> {0}/hits; exit 75' TERM
+until [ -e {0}/go ]; do sleep 0.1; done
+echo end $(hostname) >> {0}/hits
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +46,15 @@ def server():
     for knob in ("nfsv4leasetime", "nfsv4gracetime"):
         Path("/proc/fs/nfsd", knob).write_text("10")  # else the first lock waits for 90 s
     daemon = subprocess.Popen(["rpc.mountd", "--foreground", "--no-nfs-version", "3"])
-    call("rpc.nfsd", "-N", "3", "4")
+    serve(threads=4)
     yield
     daemon.kill()
     daemon.wait()
+
+
+def serve(*, threads):
+    """Start the server, or end it with 0 threads. One that starts again here has forgotten every lock."""
+    call("rpc.nfsd", "-N", "3", threads)
 
 
 def call(*words):
@@ -63,27 +74,18 @@ class Hosts:
         (self.own / "job.sh").write_text(JOB.format(self.notes))
         self.started = []
 
-    def start(self, *, elsewhere):
+    def start(self, *words, elsewhere):
         """Start memfit on one of the hosts."""
         claims, log = self.notes / f"claims-{elsewhere}", self.notes / f"log-{elsewhere}"
-        claims.mkdir(mode=0o700)
+        claims.mkdir(mode=0o700, exist_ok=True)
         other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
-        words = [
-            "unshare",
-            "-m",
-            "-u",
-            "-p",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            other,
-            "sh",
-        ] * elsewhere
+        own = ["unshare", "-m", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]
+        prefix = [*own, "sh", "-c", other, "sh"] * elsewhere
         with log.open("wb") as file:
             env = {**os.environ, "MEMFIT_CLAIMS_DIR": str(claims)}
-            process = subprocess.Popen([*words, *MEMFIT], cwd=self.own, env=env, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                [*prefix, *MEMFIT, *(words or RUN)], cwd=self.own, env=env, stdout=file, stderr=file
+            )
         self.started.append(process)
         return process
 
@@ -149,4 +151,39 @@ def test_a_job_whose_end_another_host_has_not_seen_yet_does_not_run_again(hosts)
         pytest.skip("this machine is too slow: the other host sees the end already")
     second = hosts.start(elsewhere=True)
     assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
+    assert hosts.hits() == ["begin guest", "end guest"]
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_a_job_that_another_host_stops_saves_and_does_not_run_again(hosts):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    (run,) = EXPORT.glob("runs/*/*")
+    (job,) = run.glob("jobs/*")
+    second = hosts.start("stop", f"{hosts.own / run.relative_to(EXPORT)}/{job.name}", elsewhere=True)
+    assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
+    assert first.wait(200) == 75, (hosts.notes / "log-False").read_text()
+    assert hosts.hits() == ["begin guest", "saved guest"]
+
+
+# Its jobs end meanwhile; the server has forgotten their locks when it is back.
+@pytest.mark.parametrize("hosts", ["soft,timeo=20,retrans=2,actimeo=60"], indirect=True)
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_server_that_goes_away_for_20_s_costs_nothing(hosts, takes_over):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    serve(threads=0)
+    if takes_over:
+        first.kill()
+        first.wait()
+    else:
+        time.sleep(5)
+        (hosts.notes / "go").touch()
+    time.sleep(15 + 5 * takes_over)
+    serve(threads=4)
+    if takes_over:
+        first = hosts.start(elsewhere=True)
+        wait_until(lambda: any("taken over" in text for text in hosts.said()), hosts.notes / "log-True")
+        (hosts.notes / "go").touch()
+    assert first.wait(200) == 0, (hosts.notes / f"log-{takes_over}").read_text()
     assert hosts.hits() == ["begin guest", "end guest"]
