@@ -257,8 +257,37 @@ def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     assert code == 2 and "no partition nowhere" in out
     code, out = finish(start("run", "--backend", "slurm", "--memory", "64GiB", "--", "true"))
     assert code == 3 and "largest node" in out
-    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "1", "--", "true"))
+    code, out = finish(start("run", "--backend", "slurm", "--gpu-memory", "1GiB", "--", "true"))
     assert code == 2 and "slurm.extra" in out
+    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "3", "--", "true"))
+    assert code == 3 and "3 on each, and no node of partition main has more than 2" in out
+    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "3", "--set", "slurm.nodes=2", "--", "true"))
+    assert code == 2 and "3 GPUs on 2 nodes" in out
+    assert not [*tmp_path.rglob("slurm/*.sh")]
+
+
+@pytest.mark.long
+def test_each_job_sees_the_gpus_that_it_asked_for_and_nobody_else_does(start, tmp_path):
+    code = """
+import os, sys, time
+node, gpus = os.environ["SLURMD_NODENAME"], os.environ["CUDA_VISIBLE_DEVICES"]
+print(node, gpus, file=open(f"gpus_{sys.argv[1]}_{node}", "w"))
+time.sleep(3 * (sys.argv[1] != "first"))
+"""
+    (tmp_path / "show.py").write_text(code)
+    show = (sys.executable, "show.py", "{name}")
+    options = ("run", "--backend", "slurm", "--memory", "60MiB", "--num-gpus")
+    names = ("--param", "name=first,a,b,c,d")
+    out = finish(start(*options, "1", "--name", "one", *names, "--", *show))
+    assert out[0] == 0, out[1]
+    held = [path.read_text() for path in tmp_path.glob("gpus_[abcd]_*")]
+    assert len(set(held)) == len(held) == 4  # four jobs at once, on the four GPUs
+    pair = ("--set", "slurm.nodes=2", "--name", "pair", "--param", "name=both")
+    out = finish(start(*options, "4", *pair, "--", *show))
+    assert out[0] == 0, out[1]
+    assert sorted(path.read_text().split()[1] for path in tmp_path.glob("gpus_both_*")) == ["0,1", "0,1"]
+    status = read_json(run_of(tmp_path, "pair").job_dir("cmd_0001") / "outcome.json")
+    assert status["device_used_bytes"] == {"0": 0, "1": 0}  # without a driver a GPU has its number for a name
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -26,6 +27,7 @@ from memfit.memory import (
     TreeMeter,
     device_reader,
     is_locked,
+    visible_uuids,
 )
 from memfit.rundir import EventTail, RunDir, event_time
 from memfit.units import format_bytes
@@ -83,6 +85,8 @@ class Monitor:
         self._grown_at = self.born
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
         self.devices = tuple(filter(None, visible.split(",")))
+        if self.job["num_devices"] and not visible:
+            self.devices = visible_uuids(os.environ)  # those that Slurm gave
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))

@@ -395,7 +395,8 @@ def make_nodes(job_dir: Path, order: Mapping[str, Any]) -> Path:
     for index in range(order["num_nodes"]):
         path = folder / "jobs" / f"node_{index}"
         path.mkdir(parents=True, exist_ok=True)
-        own = {"id": path.name, "num_nodes": 1, "env": rendezvous | order["env"]}
+        num_devices = order["num_devices"] // order["num_nodes"]
+        own = {"id": path.name, "num_nodes": 1, "num_devices": num_devices, "env": rendezvous | order["env"]}
         write_masked(path / JOB, {**order, **own}, durable=False)
     return folder
 
@@ -405,7 +406,7 @@ class NodesShim(Shim):
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
         self.folder = make_nodes(job_dir, job)
-        step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"]
+        step = ["srun", *job["step"], "--kill-on-bad-exit=1", "--wait=60"]
         shim = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node"]
         super().__init__({**job, "command": [*step, *shim]}, job_dir, stop)
 
@@ -438,8 +439,10 @@ class NodesShim(Shim):
         if not nodes:
             return status
         most = max(nodes, key=lambda one: one.peak_bytes)
+        devices = {uuid: held for one in nodes for uuid, held in one.device_used_bytes.items()}
         return replace(
             status,
+            device_used_bytes=devices,
             used_bytes=max(one.used_bytes for one in nodes),
             peak_bytes=most.peak_bytes,
             footprint=most.footprint,

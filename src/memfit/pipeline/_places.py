@@ -6,15 +6,15 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from memfit import config, slurm
-from memfit.errors import UsageError
+from memfit.errors import DoesNotFitError, UsageError
 from memfit.jobs import SHIM_BYTES, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
 from memfit.pipeline._config import RunConfig
@@ -114,16 +114,16 @@ def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | No
 
 
 def _read_node_budget(settings: RunConfig) -> Budget:
-    if settings.memory.num_gpus or settings.memory.gpu_job:
+    if settings.memory.gpu_job or any(one.gpu_memory for one in settings.stages.values()):
         raise UsageError(
-            "memfit does not ask Slurm for GPUs by itself.",
-            rule="--num-gpus and --gpu-memory hold on this host.",
-            remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
+            "memfit cannot choose a GPU by its memory in Slurm.",
+            rule="--gpu-memory and gpu_memory hold on this host: Slurm does not say what memory a node's GPUs have.",
+            remedy="leave it out, and ask for a kind of node: --set 'slurm.extra=[--constraint=a100]'",
         )
     for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
         try:
             partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
-            partition, size = max(map(slurm.read_largest_node, sorted(partitions)), key=itemgetter(1))
+            nodes = {name: slurm.read_largest_node(name) for name in partitions}
             break
         except slurm.NoAnswerError as error:
             if not num_left:
@@ -133,8 +133,10 @@ def _read_node_budget(settings: RunConfig) -> Budget:
                     remedy="give the same command again when sinfo works",
                 ) from error
             time.sleep(_AGAIN_SECONDS)
-    size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
-    node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
+    _check_gpus(settings, nodes)
+    largest = max(nodes.values(), key=attrgetter("bytes"))
+    size = max(1, min(largest.bytes - SHIM_BYTES, settings.memory.limit or largest.bytes))
+    node = Limit("largest node", f"Slurm partition {largest.partition}", size, 0, size, "job")
     return replace(
         Budget.read(),
         limits=(node,),
@@ -144,6 +146,29 @@ def _read_node_budget(settings: RunConfig) -> Budget:
         permission="none",
         promise="Slurm holds each job to its own request",
     )
+
+
+def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> None:
+    """Refuse jobs that ask for more GPUs than the nodes of their partition have."""
+    own = _slurm_of_stages(settings)
+    for name in ("", *settings.stages):
+        stage, asked = settings.stages.get(name), own.get(name, settings.slurm)
+        total = settings.memory.num_gpus if stage is None or stage.num_gpus is None else stage.num_gpus
+        each, rest = divmod(total, asked.nodes)
+        who, most = f"a job{f' of stage {name}' if name else ''}", nodes[asked.partition].num_gpus
+        if rest:
+            raise UsageError(
+                f"{who} asks for {total} GPUs on {asked.nodes} nodes.",
+                rule="each node gives a job as many GPUs as every other.",
+                remedy=f"ask for {asked.nodes * (each + 1)}: --num-gpus counts those of all nodes together",
+            )
+        if each > most:
+            raise DoesNotFitError(
+                f"{who} asks for {total} GPUs on {asked.nodes} node{'s' * (asked.nodes > 1)}: {each} on each, and no "
+                f"node of partition {nodes[asked.partition].partition} has more than {most}.",
+                rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
+                remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
+            )
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
