@@ -148,6 +148,61 @@ print("rank", rank, "is done")
     assert read_json(job / "outcome.json")["peak_bytes"] < 60 << 20
 
 
+#: A group that seals every fifth step; one of its ranks is killed in its first generation.
+RANKS = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from memfit.training import beat, leave, peers_lost
+rank, generation, sealed = int(os.environ["RANK"]), os.environ["MEMFIT_GENERATION"], Path("sealed")
+names = ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ[name] for name in names))
+first = int(sealed.read_text()) if sealed.exists() else 0
+beat("begin")
+dist.init_process_group("gloo")
+try:
+    for step in range(first, 20):
+        beat("microbatch", step)
+        if step == 12 and rank == 3 and generation == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.full((1,), float(rank))
+        dist.all_reduce(x)
+        if rank == 0 and step % 5 == 0:
+            sealed.write_text(str(step))
+            beat("sealed")
+except RuntimeError as error:
+    if not peers_lost(error):
+        raise
+    leave(str(error)[:80])
+beat("end")
+Path(f"end_{rank}").write_text(f"from {first} to {step}: {x.item()}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--name", "group")
+    shape = ("--nproc", "4", "--num-gpus", "4")
+    code, out = finish(start("run", *options, *shape, "--", sys.executable, "ranks.py"))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    first, second = (
+        [(tmp_path / f"begin_{generation}_{rank}").read_text().split() for rank in range(4)] for generation in (0, 1)
+    )
+    assert len({one[0] for one in first}) == len({one[0] for one in second}) == 1 and first[0][0] != second[0][0]
+    assert {one[1] for one in first} == {one[1] for one in second}  # the same job of Slurm
+    assert ({one[2] for one in first}, {one[2] for one in second}) == ({"0"}, {"1"})
+    assert [one[3:] for one in second] == [one[3:] for one in first]
+    assert [one[4:] for one in first] == [["0", "0,1"], ["1", "0,1"]] * 2
+    run = run_of(tmp_path, "group")
+    script = "".join(path.read_text() for path in (run.path / "slurm").glob("*.sh"))
+    assert "--ntasks-per-node=2\n" in script and "--gres=gpu:2\n" in script and script.count("#!/bin/sh") == 1
+    (again,) = [event["text"] for event in run.events() if event["kind"] == "ranks_again"]
+    assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
+
+
 @pytest.mark.long
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")

@@ -187,3 +187,15 @@ def test_a_server_that_goes_away_for_20_s_costs_nothing(hosts, takes_over):
         (hosts.notes / "go").touch()
     assert first.wait(200) == 0, (hosts.notes / f"log-{takes_over}").read_text()
     assert hosts.hits() == ["begin guest", "end guest"]
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_a_checkpoint_that_another_host_has_sealed_is_taken_and_not_cleared_away(hosts):
+    from memfit.training._sealed import SealedFolder  # loads torch
+
+    own, foreign = SealedFolder(hosts.own / "kept"), SealedFolder(hosts.foreign / "kept")
+    (own.begin(10) / "weights").write_bytes(b"whole")
+    assert [path.name for path in foreign.folder_of(10).glob(".unsealed")] == [".unsealed"]
+    assert not (foreign.folder_of(10) / "SEAL.json").exists()  # both of which the other host remembers from now on
+    own.seal(10, {})
+    assert foreign.newest().step == 10
