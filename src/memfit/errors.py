@@ -16,6 +16,7 @@ what to *do*, as a command or a setting.
     ├── JobFailedError           4   a job of the run failed
     │   └── HalfUpdatedError     4   memory ran out inside an optimizer step that cannot be undone
     ├── StoppedError            75   stopped after a checkpoint; run again to go on
+    ├── PeerFailedError         79   another rank failed; this one left so that its group can begin again
     └── InterruptedRunError    130   interrupted
 """
 
@@ -149,6 +150,12 @@ class StoppedError(MemfitError, SystemExit):
         return self.exit_code
 
     _said = False
+
+
+class PeerFailedError(MemfitError):
+    """Another rank of the group failed; this one leaves so that the group can begin again."""
+
+    exit_code = 79
 
 
 class InterruptedRunError(MemfitError):

@@ -146,11 +146,12 @@ class Monitor:
             print(f"no {path.name}: {error}", file=sys.stderr)
 
     def _follow_events(self) -> None:
+        of_nodes = self.job.get("num_nodes", 1) > 1  # then its processes are elsewhere, too
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
             self._looked, pids = time.monotonic(), {str(pid) for pid in self.meter.pids}
             for path in self.run.events_dir.glob("*.jsonl"):
                 # A file that was there before the job belongs to a process id used before.
-                if path not in self._tails and path not in self.older and _pid_of(path) in pids:
+                if path not in self._tails and path not in self.older and (of_nodes or _pid_of(path) in pids):
                     self._tails[path] = EventTail(path)
         for path, tail in self._tails.items():
             for record in tail.read():
@@ -162,6 +163,8 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
+                if record.get("rank"):  # rank 0 tells of the job
+                    continue
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":

@@ -51,7 +51,7 @@ from memfit.jobs._folder import (
     take_lock,
     write_outcome,
 )
-from memfit.jobs._fork import end_of
+from memfit.jobs._fork import end_of, stop_targets
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor, Unsupervised
 from memfit.jobs._processes import (
@@ -60,9 +60,9 @@ from memfit.jobs._processes import (
     end_group,
     remove_segments,
     spawn,
-    stop_targets,
     wait_for,
 )
+from memfit.jobs._ranks import FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again, read_lost
 from memfit.masking import mask
 from memfit.memory import JobGroup, ProcReader
 from memfit.rundir import EventWriter, RunDir, read_beats
@@ -308,6 +308,8 @@ class Shim:
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": memory_place(death)}
+            if returncode and (lost := read_lost(self.job_dir)):
+                evidence["rank"], cause = lost["rank"], f"{lost['text']}: {cause}"
         notes = [
             f"{len(left)} process(es) that it left running were ended" if left else "",
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
@@ -463,7 +465,8 @@ class NodesShim(Shim):
         end = ends[_worst(ends)]
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
         self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
-        if end.state != "failed" or not may_begin_again(end.exit_code or 0, beats, self.without_checkpoint):
+        is_final = end.state != "failed" or end.exit_code in FINAL
+        if is_final or not may_begin_again(beats, self.without_checkpoint):
             return False
         text = (
             f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "

@@ -105,25 +105,27 @@ class SlurmOptions(SlurmPlace):
 
 
 class _Request(NamedTuple):
-    """What a job asks of Slurm: bytes on each node (None if unknown), and CPUs and GPUs of each task."""
+    """What a job asks of Slurm: bytes (None if unknown), ranks and GPUs on each node, and the CPUs of each rank."""
 
     limit_bytes: int | None
+    num_ranks: int
     num_cpus: int
     num_gpus: int
     options: SlurmOptions
 
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
-        return cls(limit_bytes, job.threads, job.num_devices // options.nodes, options)
+        ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
+        return cls(limit_bytes, ranks, cpus, job.num_devices // options.nodes, options)
 
     def to_options(self) -> dict[str, str]:
         """Return the options of ``sbatch``."""
-        own = SHIM_BYTES if self.options.nodes == 1 else _NODES_BYTES
+        own = (SHIM_BYTES if self.options.nodes == 1 else _NODES_BYTES) + SHIM_BYTES * (self.num_ranks > 1)
         return {
             **self.options.options,
             "time": self.options.time,
             "nodes": str(self.options.nodes),
-            "ntasks-per-node": "1",
+            "ntasks-per-node": str(self.num_ranks),
             "cpus-per-task": str(self.num_cpus),
             "gres": f"gpu:{self.num_gpus}" if self.num_gpus else "",
             "mem": f"{math.ceil(((self.limit_bytes or self.options.memory) + own) / MIB)}M",
@@ -132,7 +134,7 @@ class _Request(NamedTuple):
     def to_step(self) -> list[str]:
         """Return the options of ``srun`` that start one task on each node, which has all that the job has there."""
         nodes, gpus = self.options.nodes, [f"--gres=gpu:{self.num_gpus}"] * bool(self.num_gpus)
-        cpus = f"--cpus-per-task={self.num_cpus}"
+        cpus = f"--cpus-per-task={self.num_ranks * self.num_cpus}"
         return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", cpus, *gpus, "--mem=0"]
 
 
@@ -202,7 +204,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self.options, self.by_stage = options or SlurmOptions(), by_stage or {}
         self.max_parallel, self.now = max_parallel, now
         for one in (self.options, *self.by_stage.values()):  # refused here, before any job
-            self._script(_Array(run.path / "slurm/0.json", "mf", []), _Request(None, 1, 0, one))
+            self._script(_Array(run.path / "slurm/0.json", "mf", []), _Request(None, 1, 1, 0, one))
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None

@@ -17,7 +17,7 @@ from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.jobs import SHIM_BYTES, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
-from memfit.pipeline._config import RunConfig
+from memfit.pipeline._config import Resources, RunConfig
 from memfit.rundir import EventWriter, RunDir
 
 #: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
@@ -84,12 +84,20 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
 def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterator[Place]:
     """Make the backend that queues jobs with Slurm."""
     own = _slurm_of_stages(settings)
-    if settings.target and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
-        raise UsageError(
-            "a stage that is a function was given several nodes of Slurm.",
-            rule="on several nodes a command starts once on each; a function's result is that of one process.",
-            remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
-        )
+    for name in ("", *settings.stages):
+        ranks, nodes = _resources_of(settings, name).ranks, own.get(name, settings.slurm).nodes
+        if settings.target and nodes > 1 and ranks == 1:
+            raise UsageError(
+                "a stage that is a function was given several nodes of Slurm.",
+                rule="on several nodes a command starts once on each; a function runs on each rank, and it has one.",
+                remedy=f"give it ranks: --nproc {nodes}, or leave slurm.nodes out",
+            )
+        if ranks > 1 and ranks % nodes:
+            raise UsageError(
+                f"{ranks} ranks cannot be spread over {nodes} nodes{f' (stage {name})' if name else ''}.",
+                rule="each node has as many ranks as every other: resources.ranks is a multiple of slurm.nodes.",
+                remedy=f"ask for {nodes * -(-ranks // nodes)} ranks, or for another number of nodes",
+            )
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,
@@ -169,6 +177,12 @@ def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> 
                 rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
                 remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
             )
+
+
+def _resources_of(settings: RunConfig, stage: str) -> Resources:
+    """Return what the jobs of a stage have, or those of stages that say nothing."""
+    own = settings.stages.get(stage)
+    return (own.resources if own else None) or settings.resources
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
