@@ -159,11 +159,13 @@ names = ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME", "LOC
 Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ[name] for name in names))
 first = int(sealed.read_text()) if sealed.exists() else 0
 beat("begin")
+if sys.argv[1] == "meeting" and rank == 3 and generation == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
 dist.init_process_group("gloo")
 try:
     for step in range(first, 20):
         beat("microbatch", step)
-        if step == 12 and rank == 3 and generation == "0":
+        if step == 12 and rank == 3 and (sys.argv[1] == "always" or sys.argv[1] == "once" and generation == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.full((1,), float(rank))
         dist.all_reduce(x)
@@ -185,7 +187,7 @@ def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost
     (tmp_path / "ranks.py").write_text(RANKS)
     options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--name", "group")
     shape = ("--nproc", "4", "--num-gpus", "4")
-    code, out = finish(start("run", *options, *shape, "--", sys.executable, "ranks.py"))
+    code, out = finish(start("run", *options, *shape, "--", sys.executable, "ranks.py", "once"))
     assert code == 0, out
     assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
     first, second = (
@@ -201,6 +203,39 @@ def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost
     assert "--ntasks-per-node=2\n" in script and "--gres=gpu:2\n" in script and script.count("#!/bin/sh") == 1
     (again,) = [event["text"] for event in run.events() if event["kind"] == "ranks_again"]
     assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4")
+    words = ("--", sys.executable, "ranks.py")
+    code, out = finish(start("run", *options, "--name", "meeting", *words, "meeting"))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 0 to 19: 6.0"] * 4
+    (tmp_path / "sealed").unlink()
+    code, out = finish(start("run", *options, "--name", "always", *words, "always"))
+    assert code == 4 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
+    # The first seals step 10; the second and the third end without a new checkpoint.
+    assert len([*tmp_path.glob("begin_*_0")]) == 3
+
+
+@pytest.mark.long
+def test_a_function_runs_on_the_ranks_of_two_nodes_and_rank_0_reports(start, tmp_path):
+    code = """
+import torch, torch.distributed as dist
+
+def train(n: int = 1):
+    x = torch.full((1,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    return {"sum": x.item(), "rank": dist.get_rank()}
+"""
+    (tmp_path / "work.py").write_text(code)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--set", "slurm.memory=700MiB", "--nproc", "2")
+    code, out = finish(start("run", "work:train", *options, "--name", "function"))
+    assert code == 0, out
+    (manifest,) = run_of(tmp_path, "function").path.glob("checkpoints/*.json")
+    assert read_json(manifest)["result"] == {"sum": 3.0, "rank": 0}
 
 
 @pytest.mark.long

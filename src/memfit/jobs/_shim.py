@@ -484,7 +484,9 @@ class NodesShim(Shim):
                     shutil.copyfileobj(own, file)
 
     def _files(self, name: str) -> list[Path]:
-        return sorted(self.folder.glob(f"jobs/*/{name}"))
+        """Return the files of this name that the nodes have; other hosts write them, so none is taken for absent."""
+        found = [folder / name for folder in sorted(self.folder.glob("jobs/*")) if refresh(folder)]
+        return [path for path in found if path.exists()]
 
     def _ends(self) -> dict[str, JobStatus]:
         """Return how the nodes' parts ended that have ended."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,10 @@ class Hosts:
             path.mkdir()
             how = ",".join(filter(None, ("nosharecache", "vers=4.2", options)))
             call("mount", "-t", "nfs4", "-o", how, "127.0.0.1:/", path)
+        other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
+        #: What a command begins with that runs on the other host.
+        own = ["unshare", "-m", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]
+        self.elsewhere = shlex.join([*own, "sh", "-c", other, "sh"])
         self.notes.mkdir()
         (self.own / "job.sh").write_text(JOB.format(self.notes))
         self.started = []
@@ -78,9 +83,7 @@ class Hosts:
         """Start memfit on one of the hosts."""
         claims, log = self.notes / f"claims-{elsewhere}", self.notes / f"log-{elsewhere}"
         claims.mkdir(mode=0o700, exist_ok=True)
-        other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
-        own = ["unshare", "-m", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]
-        prefix = [*own, "sh", "-c", other, "sh"] * elsewhere
+        prefix = shlex.split(self.elsewhere) * elsewhere
         with log.open("wb") as file:
             env = {**os.environ, "MEMFIT_CLAIMS_DIR": str(claims)}
             process = subprocess.Popen(
@@ -199,3 +202,53 @@ def test_a_checkpoint_that_another_host_has_sealed_is_taken_and_not_cleared_away
     assert not (foreign.folder_of(10) / "SEAL.json").exists()  # both of which the other host remembers from now on
     own.seal(10, {})
     assert foreign.newest().step == 10
+
+
+#: Starts what follows its options on both hosts, as Slurm does on two nodes.
+SRUN = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+SLURM_NODEID=0 "$@" & here=$!
+SLURM_NODEID=1 {} "$@" & there=$!
+wait $here; code=$?
+wait $there || code=$?
+exit $code
+"""
+#: A rank that gives a beat. In the first generation rank 1 fails, and rank 0 notices that.
+RANK = """
+import os, socket, sys
+from pathlib import Path
+from memfit.rundir import Beat, open_beats
+rank, generation = int(os.environ["RANK"]), int(os.environ["MEMFIT_GENERATION"])
+beat = Beat(rank, os.getpid(), socket.gethostname(), "", "microbatch", step=3, count=1)
+os.pwrite(open_beats(Path(os.environ["MEMFIT_RANKS"]), rank), beat.to_line(), 0)
+with open({!r}, "a") as file:
+    file.write(f"{{socket.gethostname()}} {{rank}} in {{generation}}\\n")
+sys.exit(0 if generation else 5 if rank else 79)
+"""
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts):
+    from memfit.files import read_json
+    from memfit.jobs import Job
+    from memfit.jobs._folder import write_order
+    from memfit.rundir import RunDir
+
+    run = RunDir.create(hosts.own / "runs", "nodes", "0" * 64)
+    folder = run.job_dir("job")
+    folder.mkdir()
+    (hosts.own / "rank.py").write_text(RANK.format(f"{hosts.notes}/hits"))
+    job = Job("job", command=(sys.executable, "rank.py"), cwd=str(hosts.own), ranks=2, threads=2)
+    nodes = {"group": None, "data_limit_bytes": None, "num_nodes": 2, "step": ["--nodes=2"]}
+    write_order(folder, job, {"attempt": 1, "env": {}, "grace_seconds": 5.0, **nodes})
+    (hosts.notes / "bin").mkdir()
+    (hosts.notes / "bin/srun").write_text(SRUN.format(hosts.elsewhere))
+    (hosts.notes / "bin/srun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{hosts.notes}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    words = [sys.executable, "-m", "memfit.jobs", "shim", str(run.path), "--job", "job"]
+    done = subprocess.run(words, cwd=hosts.own, env=env, timeout=250, capture_output=True, text=True)
+    found = read_json(folder / "outcome.json")
+    assert (done.returncode, found["state"]) == (0, "completed"), (found, done.stderr)
+    assert sorted(hosts.hits()) == ["guest 0 in 0", "guest 0 in 1", "other 1 in 0", "other 1 in 1"]
+    (again,) = [event for event in run.events() if event["kind"] == "ranks_again"]
+    assert "rank 1 ended with exit code 5" in again["text"]
