@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -154,9 +155,11 @@ import os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from memfit.training import beat, leave, peers_lost
+for name, own in (("RANK", "PROCID"), ("WORLD_SIZE", "NTASKS"), ("LOCAL_RANK", "LOCALID")):
+    os.environ.setdefault(name, os.environ[f"SLURM_{own}"])  # where srun alone starts it
 rank, generation, sealed = int(os.environ["RANK"]), os.environ["MEMFIT_GENERATION"], Path("sealed")
 names = ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
-Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ[name] for name in names))
+Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ.get(name, "-") for name in names))
 first = int(sealed.read_text()) if sealed.exists() else 0
 beat("begin")
 if sys.argv[1] == "meeting" and rank == 3 and generation == "0":
@@ -169,7 +172,7 @@ try:
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.full((1,), float(rank))
         dist.all_reduce(x)
-        if rank == 0 and step % 5 == 0:
+        if rank == 0 and step % 5 == 0 and step > first:
             sealed.write_text(str(step))
             beat("sealed")
 except RuntimeError as error:
@@ -213,11 +216,27 @@ def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start
     code, out = finish(start("run", *options, "--name", "meeting", *words, "meeting"))
     assert code == 0, out
     assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 0 to 19: 6.0"] * 4
-    (tmp_path / "sealed").unlink()
+    for path in (tmp_path / "sealed", *tmp_path.glob("begin_*")):
+        path.unlink()
     code, out = finish(start("run", *options, "--name", "always", *words, "always"))
-    assert code == 4 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
+    assert code == 137 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
     # The first seals step 10; the second and the third end without a new checkpoint.
     assert len([*tmp_path.glob("begin_*_0")]) == 3
+
+
+@pytest.mark.long
+def test_ranks_that_srun_alone_starts_leave_together_and_go_on_when_started_again(cluster, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    step = f"srun --ntasks=4 {sys.executable} ranks.py once; echo step $?"
+    script = f"cd {tmp_path}; export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} MEMFIT_GENERATION=0\n{step}\n"
+    number = cluster.submit(f"{script}MEMFIT_GENERATION=1 {step}", "-N2", "--ntasks-per-node=2", "--mem=700M")
+    assert cluster.wait(number, seconds=120) == ["COMPLETED"]
+    said = cluster.log_of(number).read_text()
+    assert "Exited with exit code 79" in said and said.splitlines()[-1] == "step 0", said
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
 
 
 @pytest.mark.long

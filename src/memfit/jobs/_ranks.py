@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,9 @@ class Agent:
     def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
         """Record which rank was lost, where it was, and how; return it as a sentence."""
         last, has_hung = beats.get(cause.number), cause.was_killed or cause.code == _LEFT
+        at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
+        if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
+            return f"rank {cause.number} left: a rank of another node was lost"
         seconds = round(time.time() - last.time, 1) if last and last.count else None
         where = f" in {last.where}" if last and last.count else ""
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
