@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as group
 
 from memfit.errors import StoppedError
-from memfit.training import beat, joined_group, load_checkpoint, save_checkpoint
+from memfit.training import beat, joined_group, keep_beats, load_checkpoint, save_checkpoint
 
 STEPS = 6
 
@@ -23,7 +25,7 @@ class Faults:
     """Faults by generation, rank and place: ``kill``, ``hang``, ``stop`` (the process), or an error."""
 
     def __init__(self, faults: list[dict[str, Any]]) -> None:
-        self.generation, self.rank = int(os.environ["MEMFIT_GENERATION"]), int(os.environ["RANK"])
+        self.generation, self.rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
         self.own = [one for one in faults if (one["generation"], one["rank"]) == (self.generation, self.rank)]
 
     def at(self, place: str, step: int | None = None) -> None:
@@ -56,6 +58,7 @@ def group_of(faults: Faults) -> Iterator[int]:
 def train(folder: str, faults: list[dict[str, Any]]) -> dict[str, float]:
     """Sum what the ranks draw, step by step; each step is in the checkpoint."""
     may_fail, path = Faults(faults), Path(folder) / "latest.pt"
+    keep_beats(folder)
     stops = []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
     with group_of(may_fail) as rank:
@@ -78,3 +81,7 @@ def train(folder: str, faults: list[dict[str, Any]]) -> dict[str, float]:
                 raise StoppedError(f"stopped after step {step}", rule="it was asked to", remedy="start it again")
             time.sleep(0.02)
     return {"weight": float(weight)}
+
+
+if __name__ == "__main__":
+    print(train(sys.argv[1], json.loads(sys.argv[2])))

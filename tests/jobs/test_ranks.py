@@ -1,6 +1,8 @@
 """Jobs of several ranks: real groups under the real agent. The ranks are forked from a process with torch."""
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -125,3 +127,16 @@ def test_a_command_without_memfit_in_it_ends_with_the_cause_and_is_not_begun_aga
 def test_each_rank_has_a_gpu_or_none_has():
     with pytest.raises(UsageError, match="4 ranks and asks for 2 GPUs"):
         Job("j", command=("true",), ranks=4, num_devices=2)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_again_with_what_is_asked_of_it(tmp_path):
+    words = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=1", "-m", "jobs.group"]
+    faults = json.dumps([fault("kill", "microbatch", 2, step=3)])
+    own = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env = os.environ | own | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run([sys.executable, *words, str(tmp_path), faults], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{{'weight': {WEIGHT}}}") == RANKS
+    assert "exitcode: -9" in done.stderr
+    assert "it lacks" not in done.stderr

