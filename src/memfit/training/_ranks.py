@@ -224,8 +224,12 @@ class GradientSum:
         self._pieces = _pieces(parameters)
         self._buffers: list[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = []
 
-    def reserve(self) -> bytes:
-        """Allocate all that ``sum`` needs, zeros for missing gradients too; return a bit for each that was there."""
+    def used(self) -> bytes:
+        """Return a bit for each parameter, set if it has a gradient."""
+        return np.packbits([parameter.grad is not None for parameter in self.parameters]).tobytes()
+
+    def reserve(self) -> None:
+        """Allocate all that ``sum`` needs, zeros in place of missing gradients too."""
         while len(self._buffers) < _IN_FLIGHT:
             sizes: dict[tuple[torch.device, torch.dtype], int] = {}
             for piece in self._pieces:
@@ -236,13 +240,11 @@ class GradientSum:
             self._buffers.append(
                 {key: torch.empty(size, device=key[0], dtype=key[1]) for key, size in sizes.items()},
             )
-        used = np.packbits([parameter.grad is not None for parameter in self.parameters])
         for parameter in self.parameters:
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None and not parameter.grad.is_contiguous() and parameter.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        return used.tobytes()
 
     def drop_unused(self, votes: Sequence[Vote]) -> None:
         """Take back the zeros of parameters that no rank has a gradient of: an optimizer leaves these alone."""

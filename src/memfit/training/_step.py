@@ -160,6 +160,8 @@ class SafeStep(Gradients):
             self.scaler.load_state_dict(state["scaler"])
         self.num_ooms, self.num_skipped = state["num_ooms"], state["num_skipped"]
         self.num_batches = state["num_batches"]
+        if self.team is not None:
+            self.team.counts = self.num_skipped, self.num_batches
 
     def _run(self, contents: Sequence[Any], *, update: bool) -> StepOutcome:
         if not contents and self.ranks is None:  # of several ranks some may have none

@@ -34,6 +34,7 @@ class Team:
     Attributes:
         ranks: The group.
         parts: What is copied from a whole rank when an update was left half-way.
+        counts: The skipped batches and all batches, of all ranks, that the last vote knew.
     """
 
     def __init__(self, step: SafeStep, ranks: Ranks, check: Callable[[], None]) -> None:
@@ -43,7 +44,7 @@ class Team:
         self._buffers = [one for one in step.model.buffers() if not one.is_inference()]
         self._versions = [one._version for one in self._buffers]
         self._is_half = self._has_new_buffers = False
-        self._counts = (step.num_skipped, step.num_batches)
+        self.counts = (step.num_skipped, step.num_batches)
         self._cost = (1, 0)
 
     def local(self, batches: Sequence[Batch]) -> Local | Failure:
@@ -57,22 +58,23 @@ class Team:
                 raise alone("The loss called a collective of its group.", _REDUCE_LATER)
         except UsageError as error:
             return Failure(error)
+        if isinstance(local, Failure):
+            return local
+        local = replace(local, used=self._sum.used())
         for _ in range(_MOST_TRIALS):
-            if isinstance(local, Failure):
-                return local
             try:
-                used = attempt(self._reserve)
+                failed = attempt(self._reserve)
             except Exception as error:
                 return Failure(error)
-            if not isinstance(used, Failed):
-                return replace(local, used=used)
-        assert isinstance(used, Failed)
+            if failed is None:
+                return local
+        assert failed is not None
         no_room = DoesNotFitError(
-            f"In {place(step.where)} the buffers for the sum over the ranks have no room: {used.first_line}",
-            rule=memory_now(used.kind),
+            f"In {place(step.where)} the buffers for the sum over the ranks have no room: {failed.first_line}",
+            rule=memory_now(failed.kind),
             remedy="give more memory, or train fewer weights",
         )
-        return Failure(no_room, used.kind, "reduce", step.sizes.limit)
+        return Failure(no_room, failed.kind, "reduce", step.sizes.limit)
 
     def agree(self, local: Local | Failure) -> Local | None:
         """Return the sums of all ranks; None when a copy healed some, and the step is to be made again.
@@ -146,13 +148,12 @@ class Team:
         """Tell the sizes how the step went on all ranks; return whether the limit changed."""
         return self._step.sizes.succeeded(*self._cost)
 
-    def _reserve(self) -> bytes:
+    def _reserve(self) -> None:
         for parameter in self._sum.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise alone("A gradient is sparse.", "make the embedding with sparse=False")
-        used = self._sum.reserve()
+        self._sum.reserve()
         self._step.guard.try_memory()
-        return used
 
     def _vote(self, local: Local | Failure) -> Vote:
         step, ranks = self._step, self.ranks
@@ -166,8 +167,8 @@ class Team:
             num_retries *= max(batch.size for batch in local.batches) > 1
         return ranks.ballot(
             status=OK,
-            num_batches=step.num_batches - self._counts[1],
-            num_skipped=step.num_skipped - self._counts[0],
+            num_batches=step.num_batches - self.counts[1],
+            num_skipped=step.num_skipped - self.counts[0],
             num_left=len(local.batches),
             cost=largest,
             num_retries=0 if largest == 1 else num_retries,
@@ -180,10 +181,10 @@ class Team:
 
     def _count(self, votes: Sequence[Vote]) -> None:
         """Count the batches of all ranks, and those that were skipped; refuse too many on all of them."""
-        step, (skipped, batches) = self._step, self._counts
+        step, (skipped, batches) = self._step, self.counts
         step.num_skipped = skipped + sum(vote.num_skipped for vote in votes)
         step.num_batches = batches + sum(vote.num_batches for vote in votes)
-        self._counts = step.num_skipped, step.num_batches
+        self.counts = step.num_skipped, step.num_batches
         if step.num_skipped > skipped and step.skip and not step.skip.allows(step.num_skipped, step.num_batches):
             self.ranks.is_over = True
             raise SampleTooLargeError(
@@ -204,7 +205,7 @@ class Team:
             )
         if first:
             step.before.restore()
-            step.num_skipped = self._counts[0]
+            step.num_skipped = self.counts[0]
         self.ranks.copy(whole[0], is_half, self.parts)
         if first:
             step.take_snapshot()

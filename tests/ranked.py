@@ -1,5 +1,6 @@
 """Real ranks for tests: forked from this process, so torch is there already, in a group of gloo."""
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass
@@ -61,6 +61,7 @@ def values(ends: list[End]) -> list[Any]:
 
 
 def _rank(rank: int, size: int, store: str, sender: Any, function: Callable[..., Any], arguments: Any) -> None:
+    gc.freeze()  # what an out-of-memory collects does not look through what was imported
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
@@ -70,10 +71,6 @@ def _rank(rank: int, size: int, store: str, sender: Any, function: Callable[...,
         sender.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
     sender.close()
     os._exit(0)
-
-
-def wrapped(model: torch.nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model)
 
 
 def digest(*states: Any) -> str:
