@@ -67,7 +67,7 @@ class Faulty:
         return was
 
     def loss(self, model, batch):
-        if self.take("forward"):
+        if model.training and self.take("forward"):  # not while the loss of parts is compared
             raise torch.OutOfMemoryError(OOM)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().sum()
         weight = batch[:, 0].abs().sum() + len(batch)  # as of tokens: not the same for all samples
@@ -138,6 +138,8 @@ def alone(num_steps):
 
 
 class Calm:
+    """No fault at all."""
+
     @staticmethod
     def take(place):
         return False

@@ -222,6 +222,7 @@ class GradientSum:
     def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor]) -> None:
         self._ranks, self.parameters = ranks, parameters
         self._pieces = _pieces(parameters)
+        self._expected = [parameter.requires_grad for parameter in parameters]
         self._buffers: list[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = []
 
     def used(self) -> bytes:
@@ -240,18 +241,21 @@ class GradientSum:
             self._buffers.append(
                 {key: torch.empty(size, device=key[0], dtype=key[1]) for key, size in sizes.items()},
             )
-        for parameter in self.parameters:
-            if parameter.grad is None and parameter.requires_grad:
+        for parameter, is_expected in zip(self.parameters, self._expected, strict=True):
+            if parameter.grad is None and is_expected:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None and not parameter.grad.is_contiguous() and parameter.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
 
-    def drop_unused(self, votes: Sequence[Vote]) -> None:
-        """Take back the zeros of parameters that no rank has a gradient of: an optimizer leaves these alone."""
+    def fit(self, votes: Sequence[Vote]) -> None:
+        """Give a gradient to the parameters that some rank has one of, and to no other: an optimizer leaves these."""
         used = np.bitwise_or.reduce([np.frombuffer(vote.used, np.uint8) for vote in votes])
-        for parameter, is_used in zip(self.parameters, np.unpackbits(used), strict=False):
+        self._expected = np.unpackbits(used, count=len(self.parameters)).astype(bool).tolist()
+        for parameter, is_used in zip(self.parameters, self._expected, strict=True):
             if not is_used:
                 parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def sum(self, factor: float) -> None:
         """Replace each gradient by the sum over all ranks of gradient x ``factor``; each rank has its own factor."""

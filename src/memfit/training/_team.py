@@ -93,7 +93,8 @@ class Team:
         assert isinstance(local, Local)
         step.sizes.agree([vote.sizes for vote in votes])
         self._count(votes)
-        self._sum.drop_unused(votes)
+        with or_leave("the step failed after the vote"):
+            self._sum.fit(votes)
         self._cost = (max(vote.cost for vote in votes), max(vote.num_retries for vote in votes))
         self._has_new_buffers = any(vote.has_new_buffers for vote in votes)
         sums = (sum(vote.loss_sum for vote in votes), sum(vote.weight for vote in votes))
