@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from memfit.memory import (
     device_reader,
     is_locked,
 )
-from memfit.rundir import EventTail, RunDir, event_time
+from memfit.rundir import EventTail, RunDir, event_time, read_beats
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -73,6 +74,7 @@ class Monitor:
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
+    _rank_peaks: Sizes = field(default_factory=Counter)
     _looked: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
@@ -157,6 +159,8 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
+                if record.get("rank"):  # rank 0 tells of the job
+                    continue
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
@@ -209,6 +213,20 @@ class Monitor:
         parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
         return replace(found, private_bytes=found.private_bytes + late, parts=parts)
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return what each rank of a group does and holds, by the beats of its newest generation."""
+        found, job_dir = [], self.run.job_dir(self.known.job_id)
+        folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
+        beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
+        for rank, one in sorted(beats.items()):
+            pids = self.meter.below(one.pid) if one.host == socket.gethostname() else set()
+            pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
+            held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
+            self._rank_peaks |= {f"rank {rank}": pss}
+            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[f"rank {rank}"]}
+            found.append({"rank": rank, "pid": one.pid, "place": one.place, "step": one.step, **sizes})
+        return found
+
     def status(self) -> JobStatus:
         """Return the status of the job while it runs."""
         footprint = self.footprint()
@@ -222,6 +240,7 @@ class Monitor:
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
             cpu_seconds=round(self.meter.cpu_seconds, 2),
+            ranks=self.ranks(),
         )
 
 

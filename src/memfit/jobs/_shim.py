@@ -40,7 +40,7 @@ from memfit.jobs._folder import (
     take_lock,
     write_outcome,
 )
-from memfit.jobs._fork import end_of
+from memfit.jobs._fork import end_of, stop_targets
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor, Unsupervised
 from memfit.jobs._processes import (
@@ -49,9 +49,9 @@ from memfit.jobs._processes import (
     end_group,
     remove_segments,
     spawn,
-    stop_targets,
     wait_for,
 )
+from memfit.jobs._ranks import read_lost
 from memfit.masking import mask
 from memfit.memory import JobGroup, ProcReader
 from memfit.rundir import RunDir
@@ -296,6 +296,8 @@ class Shim:
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": memory_place(death)}
+            if returncode and (lost := read_lost(self.job_dir)):
+                evidence["rank"], cause = lost["rank"], f"{lost['text']}: {cause}"
         notes = [
             f"{len(left)} process(es) that it left running were ended" if left else "",
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
@@ -396,7 +398,7 @@ class NodesShim(Shim):
         self.folder = make_nodes(job_dir, job)
         step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"]
         shim = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node"]
-        super().__init__({**job, "command": [*step, *shim]}, job_dir, stop)
+        super().__init__({**job, "command": [*step, *shim], "ranks": 1}, job_dir, stop)
 
     def run(self) -> JobStatus:
         status = super().run()

@@ -19,7 +19,7 @@ from memfit.jobs import Parent, call_in_child, start_env
 from memfit.masking import mask
 from memfit.memory import Budget
 from memfit.pipeline._command import check_command, config_of_command
-from memfit.pipeline._config import RunConfig, StageSettings, resolve_settings
+from memfit.pipeline._config import Resources, RunConfig, StageSettings, resolve_settings
 from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._grid import ALL, Choice, check_placeholders, chosen_units, own_stdin
 from memfit.rundir import RunDir
@@ -102,6 +102,11 @@ class Order:
     def topology(self, stage: str) -> StageSettings:
         """Return what a stage needs of the machine."""
         return self.settings.stages.get(stage, StageSettings())
+
+    def ranks_of(self, stage: StageSpec) -> int:
+        """Return how many ranks each job of a stage has."""
+        own, is_shared = self.topology(stage.name).resources, stage.each or stage.units or len(self.stages) == 1
+        return (own or (self.settings.resources if is_shared else Resources())).ranks
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):

@@ -90,6 +90,15 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterat
             rule="on several nodes a command starts once on each; a function's result is that of one process.",
             remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
         )
+    named = {name: one.resources for name, one in settings.stages.items()}
+    for name, resources in {"": settings.resources, **named}.items():
+        ranks, nodes = (resources or settings.resources).ranks, own.get(name, settings.slurm).nodes
+        if ranks > 1 and ranks % nodes:
+            raise UsageError(
+                f"{ranks} ranks cannot be spread over {nodes} nodes{f' (stage {name})' if name else ''}.",
+                rule="each node has as many ranks as every other: resources.ranks is a multiple of slurm.nodes.",
+                remedy=f"ask for {nodes * -(-ranks // nodes)} ranks, or for another number of nodes",
+            )
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,

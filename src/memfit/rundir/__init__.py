@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
+    from memfit.rundir._beats import LOST as LOST
     from memfit.rundir._beats import RANKS_VARIABLE as RANKS_VARIABLE
+    from memfit.rundir._beats import START_PATIENCE as START_PATIENCE
     from memfit.rundir._beats import WAITING as WAITING
     from memfit.rundir._beats import Beat as Beat
     from memfit.rundir._beats import launch_of as launch_of

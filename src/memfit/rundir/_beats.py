@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -16,6 +17,14 @@ from memfit.files import read_json
 RANKS_VARIABLE = "MEMFIT_RANKS"
 #: Where a rank waits for its peers: it does not hang there, one of them does.
 WAITING = frozenset({"vote", "reduce"})
+#: How long a rank may take from its start to its first beat, in seconds.
+START_PATIENCE = 1800.0
+#: A collective's error that means: another rank is gone or silent. Sources: gloo/transport/tcp/pair.cc and
+#: unbound_buffer.cc, torch/csrc/distributed/c10d; seen with torch 2.13.
+LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ ?ms"
+    r"|Socket Timeout|Broken pipe|Connection refused|ncclRemoteError|NCCL communicator was aborted"
+)
 _BYTES = 512
 _SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": int}
 

@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 
 from memfit.training._average import average_checkpoints as average_checkpoints
 from memfit.training._beat import beat as beat
+from memfit.training._beat import joined_group as joined_group
 from memfit.training._beat import keep_beats as keep_beats
 from memfit.training._beat import leave as leave
 from memfit.training._beat import peers_lost as peers_lost

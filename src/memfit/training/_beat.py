@@ -11,16 +11,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed
 
-from memfit.errors import ConfigError, PeerFailedError
-from memfit.rundir import RANKS_VARIABLE, WAITING, Beat, launch_of, open_beats, read_beats, record
+from memfit.errors import ConfigError, PeerFailedError, UsageError
+from memfit.rundir import LOST, RANKS_VARIABLE, WAITING, Beat, current_run, launch_of, open_beats, read_beats, record
 
 HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
@@ -29,11 +29,6 @@ _LONGER = 30
 _LONG_PLACES = frozenset({"begin", "load", "save", "repeat"})
 #: A step that holds one of these is not as long as others.
 _BETWEEN_STEPS = frozenset({"begin", "load", "save", "sealed", "validate", "repeat", "end"})
-#: Source: gloo/transport/tcp/pair.cc and unbound_buffer.cc, torch/csrc/distributed/c10d; seen with torch 2.13.
-_LOST = re.compile(
-    r"Connection (?:closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ ?ms"
-    r"|Socket Timeout|Broken pipe|Connection refused|ncclRemoteError|NCCL communicator was aborted"
-)
 
 
 def peers_lost(error: BaseException) -> bool:
@@ -46,7 +41,7 @@ def peers_lost(error: BaseException) -> bool:
     """
     if isinstance(error, torch.distributed.DistError):
         return True
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
 def beat(place: str, step: int | None = None) -> None:
@@ -90,6 +85,79 @@ def leave(why: str) -> NoReturn:
     os._exit(PeerFailedError.exit_code)
 
 
+@contextmanager
+def joined_group() -> Iterator[int]:
+    """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank.
+
+    All leave together: a rank that has done its part waits for the others.
+
+    Raises:
+        UsageError: If there are GPUs, and fewer than ranks.
+    """
+    group, here, num_gpus = torch.distributed, int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if 0 < num_gpus < here:
+        raise UsageError(
+            f"there are {here} ranks on this host and {num_gpus} GPUs.",
+            rule="each rank trains on a GPU of its own.",
+            remedy=f"give the job as many: --num-gpus {here}, or fewer ranks: --nproc {num_gpus}",
+        )
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    beat("begin")
+    try:
+        group.init_process_group("nccl" if num_gpus else "gloo")
+        yield group.get_rank()
+        beat("vote")
+        group.barrier()
+        beat("end")
+    except Exception as error:
+        if not peers_lost(error):
+            raise
+        leave(f"it lost its peers: {str(error).partition('. ')[0][:200]}")
+    finally:
+        if group.is_initialized():
+            group.destroy_process_group()
+
+
+def torchrun_lacks(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Return what torchrun was not given, and needs to begin again when a rank is lost.
+
+    Args:
+        env: The environment of a rank.
+        words: The command line of torchrun.
+
+    Seen with torch 2.13 and gloo: of five restarts without the variable none came through, and all 13 with it.
+
+    >>> torchrun_lacks({"TORCHELASTIC_MAX_RESTARTS": "0"}, ["torchrun", "--standalone", "train.py"])
+    ['--max-restarts=3', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment']
+    """
+    lacks = ["--max-restarts=3"] if env.get("TORCHELASTIC_MAX_RESTARTS") == "0" else []
+    given = " ".join(words).replace("_", "-")
+    if re.search(r"--master-(?:addr|port)\b|--rdzv-backend[= ]static\b", given):
+        lacks.append("--standalone or --rdzv-backend=c10d in place of a fixed port")
+    if env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        lacks.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment")
+    return lacks
+
+
+def _check_torchrun(env: Mapping[str, str]) -> None:
+    """Say once what torchrun lacks; nothing under memfit's own agent, or where Slurm starts the ranks."""
+    if RANKS_VARIABLE in env or env.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        return
+    words: list[str] = []
+    with suppress(OSError):
+        words = os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).split("\0")
+    if lacks := torchrun_lacks(env, words):
+        text = f"torchrun does not begin again when a rank is lost: it lacks {' and '.join(lacks)}"
+        record("torchrun", text=text)
+        print(
+            f"memfit: {text}. A lost rank ends the job at its last checkpoint.\n"
+            f"  do: add that, or let memfit start the ranks: memfit run --nproc {env['WORLD_SIZE']} -- python train.py",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def hang_seconds(env: Mapping[str, str]) -> float | None:
     """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set.
 
@@ -130,11 +198,16 @@ class _Pulse:
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
         folder = os.environ.get(RANKS_VARIABLE)
-        self.folder = Path(folder) if folder else _folders.get(os.getpid())
+        run = current_run()  # of torchrun
+        own = run[0].job_dir(run[1]) / "ranks" / "0" if run else None
+        self.folder = Path(folder) if folder else own or _folders.get(os.getpid())
         self._file = open_beats(self.folder, rank) if self.folder is not None else None
         # other hosts see what has reached the server alone
         self._syncs = os.environ.get("LOCAL_WORLD_SIZE", "") not in ("", str(size))
         self._watch: threading.Thread | None = None
+        self._is_over = threading.Event()
+        if rank == 0:
+            _check_torchrun(os.environ)
 
     def give(self, place: str, step: int | None) -> None:
         now = time.monotonic()
@@ -148,27 +221,31 @@ class _Pulse:
                     self._longest = max(self._longest, now - self._step_began)
                     self._has_stepped = True
                 self._step_began, self._repeats = now, place == "repeat"
-            self.last = replace(
-                last,
+            self._write(
                 place=place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
                 sealed=last.sealed + (place == "sealed"),
-                time=time.time(),
                 patience=None if place == "end" else self._patience(place),
             )
-            if self._file is not None:
-                with suppress(OSError):  # a full disk costs the watch, not the training
-                    os.pwrite(self._file, self.last.to_line(), 0)
         if self._watch is None:
             self._watch = threading.Thread(target=self._look, name="memfit-ranks", daemon=True)
             self._watch.start()
             atexit.register(self.end, os.getpid())
 
     def end(self, pid: int) -> None:
-        """Say that this process ends by itself."""
-        if pid == os.getpid():
-            self.give("end", None)
+        """Say that this process ends by itself: nobody waits for its next beat."""
+        if pid == os.getpid() and self._watch is not None:
+            with self._lock:
+                self._write(count=self.last.count + 1, patience=None)
+            self._is_over.set()
+            self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
+
+    def _write(self, **changed: Any) -> None:
+        self.last = replace(self.last, time=time.time(), **changed)
+        if self._file is not None:
+            with suppress(OSError):  # a full disk costs the watch, not the training
+                os.pwrite(self._file, self.last.to_line(), 0)
 
     def _patience(self, place: str) -> float:
         least = _HANG_SECONDS if self._given is None else self._given
@@ -179,8 +256,7 @@ class _Pulse:
     def _look(self) -> None:
         quiet = _Quiet(self.last.launch)
         tick = min(1.0, (self._given or _HANG_SECONDS) / 10)
-        while True:
-            time.sleep(tick)
+        while not self._is_over.wait(tick):
             beats = {} if self.folder is None else read_beats(self.folder)
             if self._syncs and self._file is not None:
                 with suppress(OSError):
