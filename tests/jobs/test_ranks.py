@@ -16,6 +16,7 @@ from memfit.jobs import Job, LocalBackend, Parent, start_env
 from memfit.rundir import RunDir, read_beats, read_events
 
 RANKS = 3
+pytestmark = pytest.mark.slow
 HANG_SECONDS = 0.5
 WEIGHT = float(sum(range(group.STEPS)) * sum(range(1, RANKS + 1)))
 
