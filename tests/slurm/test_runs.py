@@ -273,12 +273,13 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")])
+def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks):
     (tmp_path / "rank.py").write_text(
         JOB.replace("sys.argv[1]", "os.environ['SLURM_NODEID']").replace("sys.argv", "[0, 0, 10, 20]")
     )
     options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "60MiB", "--name", "two")
-    run = start("run", *options, "--", sys.executable, "rank.py")
+    run = start("run", *options, *ranks, "--", sys.executable, "rank.py")
     wait_until(lambda: starts(tmp_path) == {"0": 1, "1": 1})
     time.sleep(1)
     run.send_signal(signal.SIGINT)

@@ -194,7 +194,7 @@ def test_a_server_that_goes_away_for_20_s_costs_nothing(hosts, takes_over):
 
 @pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
 def test_a_checkpoint_that_another_host_has_sealed_is_taken_and_not_cleared_away(hosts):
-    from memfit.training._sealed import SealedFolder  # loads torch
+    from memfit.training import SealedFolder  # loads torch
 
     own, foreign = SealedFolder(hosts.own / "kept"), SealedFolder(hosts.foreign / "kept")
     (own.begin(10) / "weights").write_bytes(b"whole")
@@ -228,26 +228,24 @@ sys.exit(0 if generation else 5 if rank else 79)
 
 
 @pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
-def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts):
+def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts, monkeypatch):
     from memfit.files import read_json
-    from memfit.jobs import Job
-    from memfit.jobs._folder import write_order
+    from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission
     from memfit.rundir import RunDir
 
+    (hosts.notes / "bin").mkdir()
+    for name, text in {"srun": SRUN.format(hosts.elsewhere), "sbatch": "#!/bin/sh\necho 7\n"}.items():
+        (hosts.notes / "bin" / name).write_text(text)
+        (hosts.notes / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hosts.notes}/bin:{os.environ['PATH']}")
     run = RunDir.create(hosts.own / "runs", "nodes", "0" * 64)
-    folder = run.job_dir("job")
-    folder.mkdir()
     (hosts.own / "rank.py").write_text(RANK.format(f"{hosts.notes}/hits"))
     job = Job("job", command=(sys.executable, "rank.py"), cwd=str(hosts.own), ranks=2, threads=2)
-    nodes = {"group": None, "data_limit_bytes": None, "num_nodes": 2, "step": ["--nodes=2"]}
-    write_order(folder, job, {"attempt": 1, "env": {}, "grace_seconds": 5.0, **nodes})
-    (hosts.notes / "bin").mkdir()
-    (hosts.notes / "bin/srun").write_text(SRUN.format(hosts.elsewhere))
-    (hosts.notes / "bin/srun").chmod(0o755)
-    env = {**os.environ, "PATH": f"{hosts.notes}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    SlurmBackend(run, SlurmOptions(nodes=2)).submit([Submission(job)])
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
     words = [sys.executable, "-m", "memfit.jobs", "shim", str(run.path), "--job", "job"]
     done = subprocess.run(words, cwd=hosts.own, env=env, timeout=250, capture_output=True, text=True)
-    found = read_json(folder / "outcome.json")
+    found = read_json(run.job_dir("job") / "outcome.json")
     assert (done.returncode, found["state"]) == (0, "completed"), (found, done.stderr)
     assert sorted(hosts.hits()) == ["guest 0 in 0", "guest 0 in 1", "other 1 in 0", "other 1 in 1"]
     (again,) = [event for event in run.events() if event["kind"] == "ranks_again"]
