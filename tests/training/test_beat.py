@@ -105,6 +105,19 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
     assert call(run) == [150, 70, 150, 70]
 
 
+def test_where_an_error_was_raised_is_kept_and_nobody_waits_for_a_next_beat(tmp_path: Path) -> None:
+    def fails() -> None:
+        try:
+            beat("microbatch", 3)
+            raise ValueError
+        finally:
+            beat("end")
+
+    assert _codes(_group(tmp_path, [fails])) == [1]
+    last = read_beats(tmp_path / "ranks")[0]
+    assert (last.where, last.patience) == ("microbatch of step 3", None)
+
+
 def test_files_of_an_earlier_launch_are_no_ranks_of_this_one(tmp_path: Path) -> None:
     old = Beat(1, os.getpid(), os.uname().nodename, launch_of({"MASTER_PORT": "1"}), "update", patience=0.1)
     os.pwrite(open_beats(tmp_path / "ranks", 1), old.to_line(), 0)

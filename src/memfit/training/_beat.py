@@ -222,8 +222,9 @@ class _Pulse:
                 self._note_step(now)
                 self._has_stepped = self._has_stepped or last.step is not None
                 self._step_began, self._repeats = now, place == "repeat"
+            has_failed = place == "end" and sys.exc_info()[0] is not None  # then it is told where
             self._write(
-                place=place,
+                place=last.place if has_failed else place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
                 sealed=last.sealed + (place == "sealed"),
