@@ -19,8 +19,20 @@ from typing import Any, NoReturn
 
 import torch.distributed
 
-from memfit.errors import ConfigError, PeerFailedError, UsageError
-from memfit.rundir import LOST, RANKS_VARIABLE, WAITING, Beat, current_run, launch_of, open_beats, read_beats, record
+from memfit.errors import ConfigError, DamagedError, PeerFailedError, UsageError
+from memfit.rundir import (
+    LOST,
+    RANKS_VARIABLE,
+    STATUS,
+    WAITING,
+    Beat,
+    current_run,
+    launch_of,
+    open_beats,
+    read_beats,
+    read_status_file,
+    record,
+)
 
 HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
@@ -270,6 +282,9 @@ class _Pulse:
                 with suppress(OSError):
                     os.fdatasync(self._file)
             if found := quiet.hung({**beats, self.last.rank: self.last}, time.monotonic(), 3 * tick):
+                if _waits_for_memory():
+                    quiet.seconds.clear()
+                    continue
                 if found.rank == self.last.rank:
                     with suppress(Exception):
                         faulthandler.dump_traceback(all_threads=True)
@@ -312,6 +327,14 @@ class _Quiet:
             if one.patience is not None and self.seconds[one.rank] > factor * one.patience and _lives(one)
         ]
         return max(late, key=lambda one: self.seconds[one.rank], default=None)
+
+
+def _waits_for_memory() -> bool:
+    """Return True if the kernel lets this job wait at its limit, until memfit raises that: then no rank hangs."""
+    run = current_run()
+    with suppress(DamagedError, OSError):
+        return run is not None and bool((read_status_file(run[0].job_dir(run[1]) / STATUS) or {}).get("stalled"))
+    return False
 
 
 def _lives(one: Beat) -> bool:
