@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -261,7 +261,7 @@ class _Pulse:
             self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
 
     def _write(self, **changed: Any) -> None:
-        self.last = replace(self.last, time=time.time(), **changed)
+        vars(self.last).update(time=time.time(), **changed)
         if self._file is not None:
             with suppress(OSError):  # a full disk costs the watch, not the training
                 os.pwrite(self._file, self.last.to_line(), 0)
