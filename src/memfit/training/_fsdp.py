@@ -91,9 +91,11 @@ class ShardedFolder(CheckpointFolder):
     def load_shards(self, path: Path) -> None:
         """Load this rank's shards, whatever the number of ranks was that wrote them."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-        names = {name.partition(".")[0] for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        names = {name.partition(".")[0] for name in saved}
         state = self._shards(with_optimizer="optimizer" in names)
         dcp.load(state, checkpoint_id=path, process_group=self._ranks.side)  # type: ignore[attr-defined]
         set_model_state_dict(self._step.model, state["model"])

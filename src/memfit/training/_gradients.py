@@ -9,7 +9,7 @@ import functools
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from memfit.training._records import SkipPolicy
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, is_opaque, leaves, rebuild
-
-if TYPE_CHECKING:
-    from memfit.training._team import Team
 
 
 @dataclass
@@ -117,7 +114,7 @@ class Gradients:
         self.num_ooms = self.num_skipped = self.num_batches = 0
         self.never_splits = setup.microbatch_size is None
         self.called: Any = self.model
-        self.team: Team | None = None
+        self.team: Any = None  # of the ranks that make the step together, see Team
         self.before = Snapshot(self.model, self.optimizer, self.scaler)
         self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 

@@ -114,6 +114,7 @@ class SafeStep(Gradients):
         self.max_grad_norm = max_grad_norm
         self.guard = OptimizerGuard(optimizer)
         self.ranks = self._ranks_of(given)
+        self.team: Team | None = None
         if self.ranks is not None:
             self.team = Team(self, self.ranks, given.check) if given.check else Together(self, self.ranks, given.called)
 

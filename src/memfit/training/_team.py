@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from memfit.errors import DoesNotFitError, HalfUpdatedError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import record
@@ -22,15 +22,12 @@ from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._process import say
 from memfit.training._ranks import FATAL, OK, GradientSum, Ranks, Vote, first_line, or_leave
 
-if TYPE_CHECKING:
-    from memfit.training._step import SafeStep
-
 _MOST_TRIALS = 3
 _REDUCE_LATER = "reduce metrics after the step, and call the model that the loss is given, not its wrapper"
 
 
 class Team:
-    """The part of a ``SafeStep`` that all ranks make together.
+    """The part of a step, which is a ``SafeStep``, that all ranks make together.
 
     Attributes:
         ranks: The group.
@@ -41,7 +38,7 @@ class Team:
 
     heals = True
 
-    def __init__(self, step: SafeStep, ranks: Ranks, check: Callable[[], None]) -> None:
+    def __init__(self, step: Any, ranks: Ranks, check: Callable[[], None]) -> None:
         self.ranks, self._step, self._check = ranks, step, check
         self._sum = GradientSum(ranks, step.parameters())
         self.parts: list[Any] = [one for one in (step.model, step.optimizer, step.scaler) if one is not None]
@@ -58,7 +55,7 @@ class Team:
         try:
             self._check()
             before = ranks.sequence()
-            local = step.local(batches)
+            local: Local | Failure = step.local(batches)
             if ranks.sequence() != before:
                 raise alone("The loss called a collective of its group.", _REDUCE_LATER)
         except UsageError as error:
@@ -184,7 +181,7 @@ class Team:
 
     def remember(self) -> bool:
         """Tell the sizes how the step went on all ranks; return whether the limit changed."""
-        return self._step.sizes.succeeded(*self._cost)
+        return bool(self._step.sizes.succeeded(*self._cost))
 
     def _reserve(self) -> None:
         for parameter in self._sum.parameters:

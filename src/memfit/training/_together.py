@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.errors import UsageError
 from memfit.files import read_json, write_json
@@ -20,9 +20,6 @@ from memfit.training._checks import bad_setting
 from memfit.training._gradients import Batch, Failure, Local
 from memfit.training._ranks import Ranks, first_line, or_leave
 from memfit.training._team import Team
-
-if TYPE_CHECKING:
-    from memfit.training._step import SafeStep
 
 _NAME = "smaller_size.json"
 _SHAPE = {"sizes": list, "is_single": bool}
@@ -36,7 +33,7 @@ class Together(Team):
 
     heals = False
 
-    def __init__(self, step: SafeStep, ranks: Ranks, called: Any) -> None:
+    def __init__(self, step: Any, ranks: Ranks, called: Any) -> None:
         super().__init__(step, ranks, lambda: None)
         if step.skip is not None:
             raise bad_setting("skip", step.skip, "it is None: all ranks make each pass together", "leave skip out")
@@ -61,7 +58,7 @@ class Together(Team):
     def local(self, batches: Sequence[Batch]) -> Local | Failure:
         """Make the gradients, with all ranks in each pass."""
         self._has_begun = False
-        local = self._step.local(batches)
+        local: Local | Failure = self._step.local(batches)
         if not isinstance(local, Failure):
             return replace(local, divisor=self._divisor * self.ranks.size)  # the passes took the mean over the ranks
         if peers_lost(local.error):
