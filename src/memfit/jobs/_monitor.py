@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.files import fits
+from memfit.files import fits, until_next_look
 from memfit.jobs._job import JobStatus
 from memfit.memory import (
     HOST,
@@ -27,6 +28,7 @@ from memfit.memory import (
     TreeMeter,
     device_reader,
     is_locked,
+    visible_uuids,
 )
 from memfit.rundir import EventTail, RunDir, event_time, read_beats
 from memfit.units import format_bytes
@@ -85,6 +87,8 @@ class Monitor:
         self._grown_at = self.born
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
         self.devices = tuple(filter(None, visible.split(",")))
+        if self.job["num_devices"] and not visible:
+            self.devices = visible_uuids(os.environ)  # those that Slurm gave
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
@@ -105,7 +109,8 @@ class Monitor:
         """Look at its group, follow its events, then take a sample."""
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
-        self._follow_events()
+        with until_next_look():
+            self._follow_events()
         sample = self.meter.sample()
         if sample is None:
             return
@@ -143,11 +148,12 @@ class Monitor:
             print(f"no {path.name}: {error}", file=sys.stderr)
 
     def _follow_events(self) -> None:
+        of_nodes = self.job.get("num_nodes", 1) > 1  # then its processes are elsewhere, too
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
             self._looked, pids = time.monotonic(), {str(pid) for pid in self.meter.pids}
             for path in self.run.events_dir.glob("*.jsonl"):
                 # A file that was there before the job belongs to a process id used before.
-                if path not in self._tails and path not in self.older and _pid_of(path) in pids:
+                if path not in self._tails and path not in self.older and (of_nodes or _pid_of(path) in pids):
                     self._tails[path] = EventTail(path)
         for path, tail in self._tails.items():
             for record in tail.read():
@@ -218,8 +224,9 @@ class Monitor:
         found, job_dir = [], self.run.job_dir(self.known.job_id)
         folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
         beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
-        for rank, one in sorted(beats.items()):
-            pids = self.meter.below(one.pid) if one.host == socket.gethostname() else set()
+        own = {rank: one for rank, one in sorted(beats.items()) if one.host == socket.gethostname()}
+        for rank, one in own.items():
+            pids = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
             held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
             self._rank_peaks |= {f"rank {rank}": pss}

@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ LEAVING_SECONDS, _SOON_SECONDS = 10.0, 2.0
 _BEGINS = frozenset({"begin", "load"})
 _LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
 #: Ends that another start would repeat, or that somebody asked for. 10 and 11 are a gate's.
-_FINAL = {
+FINAL = {
     UsageError.exit_code,
     DoesNotFitError.exit_code,
     10,
@@ -154,15 +155,14 @@ class Agent:
             code = self._code(ended)
             if code in (0, _STOPPED):
                 if code == 0 and self.job["target"] is not None:
-                    os.replace(folder / f"0_{RESULT}", self.job_dir / RESULT)
+                    os.replace(folder / f"{ranks[0].number}_{RESULT}", self.job_dir / RESULT)
                 return code
             cause = self._cause(ended, beats)
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
-            may_go_on = not (self.is_stopping or code in _FINAL or self.num_nodes > 1)
-            has_beaten = any(one.count for one in beats.values())
+            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
             oom = Counters.read(self.group).rise_since(counters)
-            if not (may_go_on and has_beaten and without_checkpoint < _MOST_WITHOUT_CHECKPOINT and not oom):
+            if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
                 if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
                     told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"
                 self._close(cause, generation, folder, told)
@@ -173,11 +173,11 @@ class Agent:
 
     def _start(self, generation: int, folder: Path) -> list[_Rank]:
         """Start all ranks of a generation that are on this host."""
-        here, node, address, port = self.size // self.num_nodes, 0, "127.0.0.1", _free_port()
+        here, node, address, port = self.size // self.num_nodes, 0, "127.0.0.1", free_port()
         if self.num_nodes > 1:
             node = int(os.environ["SLURM_NODEID"])
             address, _, text = self.job["env"]["PET_RDZV_ENDPOINT"].rpartition(":")
-            port = int(text) + generation
+            port = int(text)
         common = {
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(here),
@@ -299,6 +299,9 @@ class Agent:
     def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
         """Record which rank was lost, where it was, and how; return it as a sentence."""
         last, has_hung = beats.get(cause.number), cause.was_killed or cause.code == _LEFT
+        at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
+        if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
+            return f"rank {cause.number} left: a rank of another node was lost"
         seconds = round(time.time() - last.time, 1) if last and last.count else None
         where = f" in {last.where}" if last and last.count else ""
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
@@ -319,6 +322,7 @@ class Agent:
 
     def _close(self, cause: _Rank, generation: int, folder: Path, told: str) -> None:
         """Leave the cause where the shim and a reader of the log find it."""
+        (self.job_dir / RANKS).mkdir(exist_ok=True)
         end = {"rank": cause.number, "generation": generation, "text": told}
         write_json(self.job_dir / RANKS / END, end, durable=False)
         with suppress(OSError):
@@ -326,6 +330,11 @@ class Agent:
         lines = [line for line in cause.said.decode(errors="replace").splitlines() if line.strip()]
         mark = f"[rank{cause.number}]: "
         print(f"memfit: {told}", *(line.removeprefix(mark) for line in lines[-1:]), sep="\n", file=sys.stderr)
+
+
+def may_begin_again(beats: Iterable[Beat], without_checkpoint: int) -> bool:
+    """Return whether another generation is worth a try: it beats, so it has checkpoints, and new ones come."""
+    return any(one.count for one in beats) and without_checkpoint < _MOST_WITHOUT_CHECKPOINT
 
 
 def read_lost(job_dir: Path) -> dict[str, Any] | None:
@@ -362,7 +371,7 @@ def _pidfd(pid: int) -> list[int]:
     return []
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that nobody listens on."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as one, suppress(OSError):

@@ -78,6 +78,8 @@ class Fit:
             if self.ranks is not None:
                 self.ranks.fail(error)
             raise
+        finally:
+            beat("end")  # what follows is the script's own
 
     def _join(self, ranks: Ranks) -> None:
         """Take this rank's part of the data, and tell in each vote what it wants."""
@@ -205,6 +207,7 @@ class Fit:
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
         began = time.perf_counter()
+        beat("data")
         batches, num_batches = self.data.take(self.batches_per_step)
         waited = time.perf_counter() - began
         if not num_batches:

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, UsageError
 from memfit.rundir import record
+from memfit.training._beat import beat
 from memfit.training._checks import (
     Checked,
     Given,
@@ -209,6 +210,8 @@ class SafeStep(Gradients):
         finally:
             if not is_done:
                 self.before.reset_scaler()
+            if self.ranks is not None:
+                beat("end")  # what follows is the loop's own
 
     def _begin(self, contents: Sequence[Any]) -> list[Batch]:
         if self.ranks is not None:
