@@ -16,6 +16,7 @@ from memfit.errors import ConfigError, PeerFailedError
 from memfit.rundir import Beat, launch_of, open_beats, read_beats
 from memfit.training import beat, keep_beats, leave, peers_lost
 
+pytestmark = pytest.mark.slow
 LEFT = PeerFailedError.exit_code
 HANG = 0.3
 

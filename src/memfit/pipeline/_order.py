@@ -103,10 +103,14 @@ class Order:
         """Return what a stage needs of the machine."""
         return self.settings.stages.get(stage, StageSettings())
 
+    def is_main(self, stage: StageSpec) -> bool:
+        """Return whether a job of a stage gets what the run says of one job: it is one of many, or the only one."""
+        return bool(stage.each or stage.units) or len(self.stages) == 1
+
     def ranks_of(self, stage: StageSpec) -> int:
         """Return how many ranks each job of a stage has."""
-        own, is_shared = self.topology(stage.name).resources, stage.each or stage.units or len(self.stages) == 1
-        return (own or (self.settings.resources if is_shared else Resources())).ranks
+        own = self.topology(stage.name).resources
+        return (own or (self.settings.resources if self.is_main(stage) else Resources())).ranks
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):

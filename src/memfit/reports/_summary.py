@@ -262,7 +262,7 @@ def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
         of = "" if len(rows) == 1 else f"{row.id}: "
         for event in row.lost:
             yield "lost", f"{of}{row.explain_lost(event)}"
-        if row.ranks:
+        if any(rank["peak_bytes"] for rank in row.ranks):
             peaks = [format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else "-" for rank in row.ranks]
             yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (proportional sizes)"
 

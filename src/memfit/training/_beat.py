@@ -26,9 +26,9 @@ HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
 #: Loading, saving, compiling and repeating may take so many times as long as a step may.
 _LONGER = 30
-_LONG_PLACES = frozenset({"begin", "load", "save", "repeat"})
+_LONG_PLACES = frozenset({"begin", "load", "data", "save", "repeat"})
 #: A step that holds one of these is not as long as others.
-_BETWEEN_STEPS = frozenset({"begin", "load", "save", "sealed", "validate", "repeat", "end"})
+_BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate", "repeat", "end"})
 
 
 def peers_lost(error: BaseException) -> bool:
@@ -48,15 +48,15 @@ def beat(place: str, step: int | None = None) -> None:
     """Say that this rank lives and what it begins now; a few microseconds, nothing in a process without peers.
 
     Args:
-        place: ``begin``, ``load``, ``microbatch``, ``vote``, ``reduce``, ``update``, ``save``, ``sealed`` (once for
-            each new sealed checkpoint), ``validate`` (each batch), ``repeat`` (a step that takes longer is announced)
-            or ``end`` (nobody waits for a next beat).
+        place: ``begin``, ``load``, ``data`` (the next batches), ``microbatch``, ``vote``, ``reduce``, ``update``,
+            ``save``, ``sealed`` (once for each new sealed checkpoint), ``validate`` (each batch), ``repeat`` (a step
+            that takes longer is announced) or ``end`` (nobody waits for a next beat).
         step: The optimizer step, counted as you like.
 
     The first beat starts a thread that ends this process with exit code 79 when a rank of the group hangs: one that
-    gave no beat for max(60 s, 10 x the longest step so far) seconds, or for 30 times as long while it loads, saves,
-    does its first step or repeats one. ``MEMFIT_HANG_SECONDS`` replaces the 60 s and what follows from them; ``inf``
-    turns the watch off.
+    gave no beat for max(60 s, 10 x the longest step so far) seconds. It has 30 times 60 s while it loads, saves, waits
+    for data, repeats a step, or does its first step or the first batch of a validation. ``MEMFIT_HANG_SECONDS``
+    replaces the 60 s and what follows from them; ``inf`` turns the watch off.
     """
     pulse = _pulses.get(os.getpid())
     if pulse is None:
@@ -194,7 +194,7 @@ class _Pulse:
 
     def __init__(self, rank: int, size: int) -> None:
         self._given = hang_seconds(os.environ)
-        self._longest, self._step_began, self._has_stepped, self._repeats = 0.0, 0.0, False, False
+        self._longest, self._step_began, self._has_stepped, self._repeats = 0.0, math.inf, False, False
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
         folder = os.environ.get(RANKS_VARIABLE)
@@ -214,12 +214,13 @@ class _Pulse:
         with self._lock:
             last = self.last
             if place in _BETWEEN_STEPS:
+                if place != "repeat":
+                    self._note_step(now)
                 self._step_began = math.inf
                 self._repeats = self._repeats or place == "repeat"
             if step is not None and step != last.step:
-                if last.step is not None:
-                    self._longest = max(self._longest, now - self._step_began)
-                    self._has_stepped = True
+                self._note_step(now)
+                self._has_stepped = self._has_stepped or last.step is not None
                 self._step_began, self._repeats = now, place == "repeat"
             self._write(
                 place=place,
@@ -232,6 +233,11 @@ class _Pulse:
             self._watch = threading.Thread(target=self._look, name="memfit-ranks", daemon=True)
             self._watch.start()
             atexit.register(self.end, os.getpid())
+
+    def _note_step(self, now: float) -> None:
+        """Take in how long a step took that ends now, if one began and was not repeated."""
+        if self._step_began < now:
+            self._longest, self._has_stepped = max(self._longest, now - self._step_began), True
 
     def end(self, pid: int) -> None:
         """Say that this process ends by itself: nobody waits for its next beat."""
@@ -250,7 +256,8 @@ class _Pulse:
     def _patience(self, place: str) -> float:
         least = _HANG_SECONDS if self._given is None else self._given
         usual = max(least, _STEPS * self._longest)
-        is_long = self._repeats or not self._has_stepped or place in _LONG_PLACES
+        is_first = place == "validate" != self.last.place or not self._has_stepped
+        is_long = self._repeats or is_first or place in _LONG_PLACES
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:

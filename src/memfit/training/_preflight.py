@@ -190,7 +190,7 @@ def rehearse(
         >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
         'all'
     """
-    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=WHOLE, allow_inexact=True)
+    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=WHOLE, allow_inexact=True, group=None)
     longest = find_longest(batches)
     try:
         report = preflight(step, longest=longest)
