@@ -55,3 +55,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_run(tmp_path, monkeypatch
     assert first.statuses["cmd_0001"].exit_code == 2
     second = memfit.run(command, overrides=["resources.ranks=2", "retries=0"])
     assert (second.path, second.statuses["cmd_0001"].exit_code) == (first.path, 1)
+
+
+def test_the_variable_of_the_watch_is_no_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_HANG_SECONDS", "90")
+    assert memfit.run(["sh", "-c", 'test "$MEMFIT_HANG_SECONDS" = 90'], overrides=["resources.ranks=2"]).exit_code == 0
