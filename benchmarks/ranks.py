@@ -7,8 +7,8 @@ write with DDP: no_sync() for all microbatches but the last, clip_grad_norm_, st
 backward pass still runs; memfit sums them after a vote, so this overlap is lost. Blocks of steps alternate, and from
 round to round the order does; each round gives one ratio of wall clock, and their median counts. Printed is also where
 memfit's step was: waiting at the vote, and summing. Then memory runs out once on one rank, and the weights must be
-those of steps without it. With --device cuda each rank has a GPU, and the group is NCCL. Exit status: 0 every ratio is within
---most and the weights are the same, 1 not.
+those of steps without it. With --device cuda each rank has a GPU, and the group is NCCL. Exit status: 0 every ratio is
+within --most and the weights are the same, 1 not.
 """
 
 from __future__ import annotations
