@@ -96,9 +96,12 @@ def parts_of(plan: Plan) -> tuple[Any, Any, Any, Any]:
             return gradient
 
     class Model(torch.nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Any) -> Any:
             plan.at("forward" if self.training else "validation")
-            return Backward.apply(super().forward(x))
+            apply: Any = Backward.apply
+            for layer in self:
+                x = layer(x)
+            return apply(x)
 
     class Optimizer(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
@@ -106,7 +109,7 @@ def parts_of(plan: Plan) -> tuple[Any, Any, Any, Any]:
             plan.at("update")
             return found
 
-    class Data(torch.utils.data.Dataset):
+    class Data(torch.utils.data.Dataset[torch.Tensor]):
         def __len__(self) -> int:
             return 8 * NUM_STEPS
 
@@ -128,6 +131,7 @@ def train(folder: str, faults: list[dict[str, Any]], is_sharded: bool = False) -
     """Train on each rank; return the weights."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
     from memfit.training import KeyedDataset, KeyedSampler, Trainer, joined_group, seed_everything
@@ -147,13 +151,10 @@ def train(folder: str, faults: list[dict[str, Any]], is_sharded: bool = False) -
         torch.save, torch.load = at("save", torch.save), at("load", torch.load)
         seed_everything(1)
         model, optimizer, data, loss = parts_of(plan)
-        wrap = torch.nn.parallel.DistributedDataParallel
-        if is_sharded:
-            from torch.distributed.fsdp import fully_shard as wrap  # type: ignore[no-redef]
-        model = wrap(model)
+        model = fully_shard(model) if is_sharded else torch.nn.parallel.DistributedDataParallel(model)
         keyed = KeyedDataset(data, seed=1)
         loader = DataLoader(keyed, batch_size=8, sampler=KeyedSampler(keyed, seed=1))
-        where = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_seconds": 0.0}
+        where: Any = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_seconds": 0.0}
         own = optimizer(model.parameters())
         first = next(iter(model.parameters()))
         told = partial(plan.note_step, lambda: int(own.state[first]["step"]))
@@ -181,15 +182,21 @@ def launch(folder: Path, faults: list[dict[str, Any]], num_ranks: int, parent: A
     return run, status, result["result"]["weights"]
 
 
-def after(run: Any, number: int) -> tuple[float, int]:
-    """Return the seconds from a fault to the next optimizer step, and how many steps were done again."""
-    fired = [float(line.split()[0]) for line in (run.path / "fired").read_text().splitlines()][number]
-    steps = [line.split() for line in (run.path / "steps").read_text().splitlines()]
-    before = [int(step) for seconds, step in steps if float(seconds) <= fired]
-    later = [(float(seconds), int(step)) for seconds, step in steps if float(seconds) > fired]
-    if not later:
-        return 0.0, 0  # it was after the last one
-    return later[0][0] - fired, max(0, (before or [0])[-1] + 1 - later[0][1])
+def after(run: Any, number: int) -> tuple[float | None, int]:
+    """Return the longest wait for one of the next two optimizer steps, and how many steps were done again.
+
+    In the update and the reduction, rank 0 may end the step of the fault. None: the next fault came before.
+    """
+    fired = [float(line.split()[0]) for line in (run.path / "fired").read_text().splitlines()]
+    lines = [line.split() for line in (run.path / "steps").read_text().splitlines()]
+    steps = [(float(seconds), int(step)) for seconds, step in lines]
+    later = [one for one in steps if one[0] > fired[number]][:2]
+    before = [step for seconds, step in steps if seconds <= fired[number]]
+    if not later or any(fired[number] < other < later[-1][0] for other in fired):
+        return None, 0
+    times = [fired[number], *(seconds for seconds, _ in later)]
+    waited = max(second - first for first, second in itertools.pairwise(times))
+    return waited, max(0, (before or [0])[-1] + 1 - min(step for _, step in later))
 
 
 def plans(num: int, each: int, num_ranks: int, rng: random.Random) -> list[list[dict[str, Any]]]:
@@ -245,15 +252,16 @@ def main() -> int:
                 seconds, lost = after(run, place)
                 is_long = fault["place"] in (*EARLY, "save", "validation")
                 allowed = LONGEST_SECONDS + (HANG_SECONDS * (_LONGER if is_long else 1)) * (fault["does"] == "hang")
-                is_good = is_good and seconds <= 2 * allowed
-                rows.append({**fault, "seconds": round(seconds, 2), "lost": lost, "launch": number})
-                print(f"{fault['place']:<12}{fault['does']:<15}{fault['rank']:>4}{seconds:>9.1f} s{lost:>6}  {number}")
+                is_good = is_good and (seconds is None or seconds <= allowed)
+                rows.append({**fault, "seconds": seconds, "lost": lost, "launch": number})
+                told = "next fault" if seconds is None else f"{seconds:.1f} s"
+                print(f"{fault['place']:<12}{fault['does']:<15}{fault['rank']:>4}{told:>11}{lost:>6}  {number}")
             told = f"launch {number}: {status.state}, {num_fired} of {len(faults)} faults, largest difference {error:g}"
             print(told + ("" if status.state == "completed" and is_same else f"  NOT AS WANTED: {status.cause[:300]}"))
             sys.stdout.flush()
             is_good = is_good and status.state == "completed" and is_same and num_fired == len(faults)
     parent.close()
-    worst = max((row["seconds"] for row in rows if row["does"] != "hang"), default=0.0)
+    worst = max((row["seconds"] or 0.0 for row in rows if row["does"] != "hang"), default=0.0)
     print(f"{len(rows)} faults; the longest until a next step {worst:.1f} s, hangs left out")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=2))
