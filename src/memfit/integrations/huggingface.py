@@ -30,7 +30,10 @@ from memfit.integrations._huggingface import (
     steps_of,
     under_own_names,
 )
+from memfit.integrations._huggingface_recovery import Recovery
 from memfit.training import (
+    WHOLE,
+    BySample,
     CheckpointWarning,
     KeyedStream,
     LoopParts,
@@ -64,7 +67,7 @@ _FIXED = [
 ]
 
 
-def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> None:
+def stoppable(trainer: transformers.Trainer, *, recover: bool = False, allow: Collection[str] = ()) -> None:
     """Let SIGTERM, SIGUSR1 or Ctrl-C stop ``trainer.train()`` after the step under way, and let it go on from there.
 
     It ends with exit code 75. ``trainer.train()`` takes the newest whole checkpoint by itself. Random numbers stay as
@@ -72,15 +75,18 @@ def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> 
 
     Args:
         trainer: Before its ``train``; of one process.
+        recover: Split a batch smaller that runs out of memory, and repeat its step; the batch size stays.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
     Raises:
         UsageError: What cannot be resumed, by name; also in ``train``, for a checkpoint of another training.
     """
-    _Guard(trainer, allow, None)
+    _Guard(trainer, allow, None, recover)
 
 
-def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Collection[str] = ()) -> None:
+def exact(
+    trainer: transformers.Trainer, *, seed: int | None = None, recover: bool = False, allow: Collection[str] = ()
+) -> None:
     """Let ``trainer.train()`` go on to the same bytes, wherever it was stopped or killed, or refuse it before step 1.
 
     It does what ``stoppable`` does. Order, items, collation and the model's draws are functions of seed and position,
@@ -89,6 +95,7 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
     Args:
         trainer: Before its ``train``; of one process.
         seed: Other seeds, other order and draws; by default the Trainer's ``data_seed`` or ``seed``.
+        recover: As for ``stoppable``.
         allow: As for ``stoppable``, and parts that may move, such as ``"collator.counter"``.
 
     Raises:
@@ -97,7 +104,7 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
     args = trainer.args
     if seed is None:
         seed = args.seed if args.data_seed is None else args.data_seed
-    guard = _Guard(trainer, allow, KeyedStream(seed))
+    guard = _Guard(trainer, allow, KeyedStream(seed), recover)
     guard.get_train_dataloader()  # it checks the data
     guard.is_checked = True
 
@@ -105,9 +112,11 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
 class _Guard(MemfitCallback):
     """Stands in for some methods of one Trainer, and hears its events."""
 
-    def __init__(self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None) -> None:
+    def __init__(
+        self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None, recover: bool
+    ) -> None:
         super().__init__()
-        refuse(trainer, allow, is_exact=stream is not None)
+        refuse(trainer, allow, is_exact=stream is not None, recover=recover)
         self.trainer: Any = trainer
         self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
         self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
@@ -125,6 +134,7 @@ class _Guard(MemfitCallback):
         self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
         for name in self.own:
             setattr(trainer, name, getattr(self, name))
+        self.recovery = Recovery(trainer) if recover else None
 
     # --- in place of the Trainer's own methods
 
@@ -232,6 +242,8 @@ class _Guard(MemfitCallback):
         batches, number = self.own["get_batch_samples"](*args, **kwargs)
         if self.source is not None:
             self.source.num_taken += len(batches)
+        if self.recovery is not None:
+            self.recovery.begin(batches)
         return batches, number
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -286,6 +298,8 @@ class _Guard(MemfitCallback):
             args.save_total_limit = limit
         running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
         facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": running}
+        if self.recovery is not None:
+            facts["recovery"] = self.recovery.step.state_dict()
         seconds = self.seconds + time.time() - self.began
         self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, **facts})
         self.saved_step = step
@@ -309,6 +323,7 @@ class _Guard(MemfitCallback):
             "batch_size": trainer._train_batch_size,
             "drop_last": args.dataloader_drop_last,
             "sampler": str(getattr(args, "train_sampling_strategy", None)),
+            "recover": self.recovery is not None,
             "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
             **stream_identity(stream),
             **parts.identity(),
@@ -320,6 +335,9 @@ class _Guard(MemfitCallback):
         self.identity = self.identity or self._identify(self._parts())
         self.saved_step = state.global_step
         super().on_train_begin(args, state, control, train_dataloader)
+        if self.recovery is not None:
+            saved = None if self.found is None else self.found.facts.get("recovery")
+            self.recovery.open(self._parts().optimizers()[0], saved)
         if self.found is not None:
             facts, trainer = self.found.facts, self.trainer
             loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"]
@@ -346,8 +364,9 @@ class _Guard(MemfitCallback):
             return found
 
         model.train()
+        split = WHOLE if self.recovery is None else BySample()
         with suppress(JobFailedError):  # a loss that is not finite says nothing about memory
-            rehearse(model, self._parts().optimizers()[0], loss, self.loader)
+            rehearse(model, self._parts().optimizers()[0], loss, self.loader, split)
 
     def _inexact(self, args: Any, state: Any) -> str:
         if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
@@ -362,6 +381,9 @@ class _Guard(MemfitCallback):
         self._end_if_saved(state)
         if self.stream is not None:
             self.stream.step(state.global_step)
+        if self.recovery is not None:
+            epoch, step = self._position(state)
+            self.recovery.step.where = {"epoch": epoch + 1, "step": step + 1, "num_steps": self._num_steps}
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_open = True

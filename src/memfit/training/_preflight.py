@@ -20,7 +20,7 @@ from memfit.training._keyed import preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
 from memfit.training._snapshot import Snapshot
-from memfit.training._split import WHOLE, held_bytes
+from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
 from memfit.training._workers import FIRST_BATCH_SECONDS, watched
 from memfit.units import format_bytes
@@ -169,6 +169,7 @@ def rehearse(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Any], torch.Tensor],
     batches: Iterable[Any],
+    split: Split = WHOLE,
 ) -> PreflightReport:
     """Say before the first step of a loop that is not memfit's whether its largest batch fits.
 
@@ -180,6 +181,7 @@ def rehearse(
         optimizer: A plain one of torch, not a framework's wrapper.
         loss: Returns the loss of a batch, as the loop would make it.
         batches: What the loop trains on; see ``find_longest``.
+        split: How the loop cuts a batch that does not fit.
 
     Raises:
         DoesNotFitError: With the figures, and what to do.
@@ -190,7 +192,7 @@ def rehearse(
         >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
         'all'
     """
-    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=WHOLE, allow_inexact=True)
+    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True)
     longest = find_longest(batches)
     try:
         report = preflight(step, longest=longest)
