@@ -44,7 +44,8 @@ class Moment:
 
     def is_run(self, framework: str, with_memfit: bool) -> bool:
         """Return whether there is anything to run: all but what a framework has not and what no strike would find."""
-        return bool(self.stops) or not self.why_absent(framework, with_memfit)
+        is_struck = bool(self.stops) and "own_stop" not in self.options
+        return is_struck or not self.why_absent(framework, with_memfit)
 
 
 def _at(point: str, step: int | None = 7, nth: int = 0, action: str = "stop") -> tuple[tuple[Strike, ...], ...]:
@@ -57,6 +58,7 @@ _NO_FSYNC = {"*": "no file is forced to disk"}
 _NO_SEAL = {"*": "a checkpoint has no seal"}
 _EVALUATE = {"evaluate": "steps"}
 _WORKERS = {"workers": 2}
+_OWN_STOP = {"+lightning": "no such option", "+accelerate": "no such option"}
 
 MOMENTS: tuple[Moment, ...] = (
     # start
@@ -130,6 +132,16 @@ MOMENTS: tuple[Moment, ...] = (
     # signals
     Moment("45", "SIGTERM to the group, from outside", _at("batch", action="GROUP"), _WORKERS),
     Moment("46", "SIGTERM twice", ((Strike("backward", action="TERM"), Strike("in backward", action="TERM")),)),
+    Moment(
+        "46b", "SIGTERM, with enable_jit_checkpoint", _at("batch", action="TERM"), {"own_stop": True}, absent=_OWN_STOP
+    ),
+    Moment(
+        "46c",
+        "the same, then SIGKILL in its save",
+        ((Strike("batch", action="TERM"), Strike("file", action="KILL")),),
+        {"own_stop": True},
+        absent=_OWN_STOP,
+    ),
     Moment(
         "47",
         "SIGTERM, then SIGKILL after the grace",

@@ -37,6 +37,7 @@ class Options:
         threads: Of torch.
         version: What the framework says its version is, or "" for the true one.
         signal: What stops the training where a moment names no signal of its own.
+        own_stop: Whether the framework's own checkpoint at SIGTERM is on.
     """
 
     workers: int = 0
@@ -54,6 +55,7 @@ class Options:
     threads: int = 1
     version: str = ""
     signal: str = "KILL"
+    own_stop: bool = False
 
     @property
     def batches(self) -> int:
