@@ -72,8 +72,8 @@ FAULTS = (
         "transformers/trainer_jit_checkpoint.py",
         "def on_pre_optimizer_step(self, args, state, control, **kwargs):",
         "With enable_jit_checkpoint the checkpoint of SIGTERM is written before the optimizer's step. That step is "
-        "made after it and lost, and its batches are collated again with other draws. The unfinished training returns as "
-        "a finished one does, so it ends with exit code 0.",
+        "made after it and lost, and its batches are collated again with other draws. The unfinished training returns "
+        "as a finished one does, so it ends with exit code 0.",
         ("46b",),
     ),
     Fault(

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
-from memfit.errors import SampleTooLargeError, UsageError  # noqa: E402
+from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError  # noqa: E402
 from memfit.integrations.huggingface import exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 
@@ -175,6 +175,18 @@ def forked(*arguments, **settings):
     with open(receiver) as told:
         text = told.read()
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), eval(text) if text else None
+
+
+def test_a_largest_batch_that_must_be_split_passes_the_rehearsal(tmp_path):
+    def always(trainer, **settings):
+        short.is_armed = True
+        stoppable(trainer, **settings)
+
+    short = Short("forward", first=0)
+    train(tmp_path, short=short, mode=always)
+    assert short.num_failed == 2, "in the rehearsal, and in the first step"
+    with pytest.raises(DoesNotFitError, match="The largest batch does not fit"):
+        train(tmp_path / "whole", short=short, mode=lambda trainer, recover, **settings: always(trainer, **settings))
 
 
 def test_a_resume_goes_on_with_the_size_that_fits(tmp_path):

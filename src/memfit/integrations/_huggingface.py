@@ -196,10 +196,19 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
     found += not_recoverable(trainer) if recover else []
     if is_exact:
         stateful = getattr(config, "use_stateful_dataloader", False)
+        kinds = [(type(one).__name__, one._compiled_call_impl) for one in trainer.model.modules()]
+        is_compiled = args.torch_compile or any(name == "OptimizedModule" or call for name, call in kinds)
+        modes = {args.torch_compile_mode, args.torch_compile_backend} & {
+            "reduce-overhead",
+            "max-autotune",
+            "cudagraphs",
+        }
+        has_graphs = bool(modes) and args.device.type == "cuda"
         found += [
             ("ignore_data_skip", args.ignore_data_skip, "leave it off: no sample may be seen twice"),
             ("use_stateful_dataloader", stateful, "leave it off: there would be two keepers of one position"),
-            ("torch_compile", args.torch_compile, "leave it off: what is compiled depends on the batches seen before"),
+            ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
+            ("cuda_graphs", has_graphs, 'take torch_compile_mode="default": graphs were not tried with exact'),
             *(
                 (f"callbacks.{type(one).__name__}", _keeps_state(one), "let it inherit ExportableState")
                 for one in trainer.callback_handler.callbacks
