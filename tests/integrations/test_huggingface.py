@@ -24,7 +24,6 @@ from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # 
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning  # noqa: E402
 
-
 LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 
 
