@@ -240,6 +240,18 @@ def test_a_single_sample_that_does_not_fit_ends_the_training(tmp_path):
         train(tmp_path, short=Short("forward", most=0))
 
 
+def pairs(items):
+    """Two rows for each sample, as the collators of TRL make them: the halves of a batch belong together."""
+    words = torch.tensor([item["input_ids"] for item in items])
+    return {"input_ids": torch.cat([words, words.flip(1)]), "labels": torch.cat([words, words])}
+
+
+def test_rows_that_are_no_samples_are_never_split(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "pairs", (bert.model, pairs, None))
+    with pytest.raises(SampleTooLargeError, match="The batch, which is not split, does not fit"):
+        train(tmp_path, "pairs", Short("forward", most=4))
+
+
 class Counted(transformers.Trainer):
     def _prepare_inputs(self, inputs):
         return super()._prepare_inputs(inputs)

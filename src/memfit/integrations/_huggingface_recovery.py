@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from memfit.errors import UsageError
+from memfit.errors import SampleTooLargeError, UsageError
 from memfit.training import StepRecovery, samples_in
 
 _REMEDY = "set per_device_train_batch_size to what fits, and gradient_accumulation_steps to more"
@@ -22,6 +22,8 @@ class Recovery:
         trainer.training_step = self.training_step
         self.step: Any = None
         self.batches: Sequence[Any] = ()
+        #: Whether a row of a batch is a sample: a pair of TRL is two rows, in two halves of the batch.
+        self._is_by_sample: bool | None = None
         self._losses: Iterator[torch.Tensor] | None = None
         self._model: Any = None
         self._num_items: Any = None
@@ -39,15 +41,18 @@ class Recovery:
     def begin(self, batches: Sequence[Any]) -> None:
         """Take the batches of the next step."""
         self.batches, self._losses = batches, None
+        for size in map(samples_in, batches):
+            if size >= self.trainer._train_batch_size:  # a smaller one says nothing
+                self._is_by_sample = size == self.trainer._train_batch_size and self._is_by_sample is not False
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the loss of the next batch; the first of a step makes the gradients of all."""
         if self._losses is None:
             self._model, self._num_items = model, num_items_in_batch
             try:
-                self._losses = iter(self.step.losses(self.batches))
-            except UsageError as error:
-                raise UsageError(error.what, rule=error.rule, remedy=_REMEDY) from error
+                self._losses = iter(self.step.losses(self.batches, may_split=self._is_by_sample is True))
+            except (UsageError, SampleTooLargeError) as error:
+                raise type(error)(error.what, rule=error.rule, remedy=_REMEDY) from error
         return next(self._losses)
 
     def _loss(self, batch: Any) -> torch.Tensor:

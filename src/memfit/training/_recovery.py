@@ -57,7 +57,8 @@ class StepRecovery(SafeStep):
         def in_evaluation(count: Count) -> Callable[[Any, Any], Any]:
             return lambda _, part: self._weigh(evaluated(part[0]), part, count)
 
-        super().__init__(model, optimizer, training, split=_Samples(), backward=backward)
+        self._samples = _Samples()
+        super().__init__(model, optimizer, training, split=self._samples, backward=backward)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         placed = [(count, PlacedLoss(in_evaluation(count), device, False, dtype)) for count in counts]
         self._candidates = _Candidates([(count, Exactness(model, one, self.split, False)) for count, one in placed])
@@ -66,14 +67,18 @@ class StepRecovery(SafeStep):
         self._told: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
 
-    def losses(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+    def losses(self, batches: Sequence[Any], *, may_split: bool = True) -> list[torch.Tensor]:
         """Add up the gradients of all batches of a step; return the loss of each.
+
+        Args:
+            batches: Of the step.
+            may_split: Whether their rows are samples.
 
         Raises:
             SampleTooLargeError: If a single sample does not fit.
             UsageError: If a batch must be split and cannot be split exactly, by name.
         """
-        self._wholes, self._told = batches, []
+        self._wholes, self._told, self._samples.may_split = batches, [], may_split
         self.gradients(*((batch, number) for number, batch in enumerate(batches)))
         self._wholes = ()
         return self._losses
@@ -139,8 +144,10 @@ class _Candidates:
 class _Samples(BySample):
     """Cuts by sample; a batch of tensors that are not equally long is one unit."""
 
+    may_split = True
+
     def count(self, batch: Any) -> int:
         try:
-            return super().count(batch)
+            return super().count(batch) if self.may_split else 1
         except UsageError:
             return 1
