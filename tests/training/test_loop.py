@@ -392,8 +392,8 @@ def test_a_model_that_moves_is_refused_before_its_first_step(tmp_path):
             go()
 
 
-def one_epoch(loop, backward, optimizer):
-    for batch in loop(loader()):
+def one_epoch(loop, backward, optimizer, batches=None):
+    for batch in loop(batches or loader()):
         backward(batch)
         optimizer.step()
 

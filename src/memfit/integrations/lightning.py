@@ -27,7 +27,6 @@ from memfit.integrations._lightning import (
     Replayed,
     is_between_steps,
     keeps_state,
-    kept,
     metric_numbers,
     put_means,
     running_means,
@@ -246,16 +245,12 @@ class Stop(MemfitCallback):
             loss: torch.Tensor = found["loss"] if isinstance(found, Mapping) else found
             return loss
 
-        if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
-            return  # it would lose what is read of it
         with silent(pl_module):
             if self.stream is not None:
-                batch = find_longest(loader).batch
-                with kept(pl_module):
-                    check_model(pl_module, lambda: loss_of(batch), self.allow | metric_numbers(pl_module))
+                loader = longest = find_longest(loader)
+                check_model(pl_module, lambda: loss_of(longest.batch), self.allow | metric_numbers(pl_module))
             if "rehearsal" not in self.allow:
-                with kept(pl_module):
-                    rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
+                rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
 
     # --- steps
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
 from memfit.training._process import preserved_rng
+from memfit.training._snapshot import kept
 from memfit.training._stream import KeyedStream
 
 #: So many samples are drawn of a batch, so many numbers are compared of an object's attributes, as deep as this.
@@ -100,7 +101,7 @@ def _item(loader: Any, keys: Any) -> None:
 
 
 def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Collection[str] = ()) -> None:
-    """Call ``forward`` without gradients, and put back random state and buffers.
+    """Call ``forward`` without gradients, and put back random state, buffers and attributes.
 
     Where something moves that no checkpoint holds, it is called again from another value. What it sets whatever was
     there before (the height of a picture, a loss for the log) is no state. Neither is a table that has grown and kept
@@ -122,7 +123,7 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
             for buffer, was in buffers:
                 buffer.copy_(was)
 
-    with torch.no_grad():
+    with torch.no_grad(), kept(model):
         first = values_after()
         if carried := _carried_tensors(model, held, values_after, allow):
             raise _refused(
@@ -143,8 +144,6 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
             second = dict(zip([cell.name for cell in cells], values_after(), strict=True))
         except Exception:  # what moved is read before it is set
             second = {}
-        for cell, now in moved:
-            cell.set(now)
     for cell, now in moved:
         if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
             name = cell.name
