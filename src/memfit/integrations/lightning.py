@@ -39,6 +39,7 @@ from memfit.training import (
     Sealed,
     SealedFolder,
     Stopper,
+    check_compiled,
     check_loader,
     check_model,
     data_identity,
@@ -142,6 +143,8 @@ class Stop(MemfitCallback):
             name = f"callbacks.{type(one).__name__}"
             faults[f"{name} steers by what no checkpoint holds"] = keeps_state(one) and name not in self.allow
         self._refuse_any(faults)
+        if self.stream is not None:
+            check_compiled(model, self.allow)
 
     def _refuse_any(self, faults: Mapping[str, bool]) -> None:
         if found := [name for name, is_there in faults.items() if is_there]:

@@ -6,6 +6,7 @@ What they cannot see: state in closures, global variables and C extensions, and 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -116,7 +117,7 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
 
     def values_after() -> list[Any]:
         try:
-            with preserved_rng():
+            with preserved_rng(), torch.compiler.set_stance("force_eager"):
                 forward()
             return [_copy(cell.get()) for cell in cells]
         finally:
@@ -148,6 +149,39 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
         if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
             name = cell.name
             raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+
+
+def check_compiled(model: torch.nn.Module, allow: Collection[str] = ()) -> None:
+    """Refuse kernels that depend on the batches seen before or on timings, and graphs that hold random states.
+
+    Raises:
+        UsageError: By the names ``torch_compile`` and ``cuda_graph``.
+    """
+    on_cpu = all(one.device.type == "cpu" for one in model.parameters())
+    for context in () if "torch_compile" in allow else map(_compiler_of, model.modules()):
+        is_static = context is None or getattr(context, "_dynamic", None) is False
+        is_timed = bool((getattr(context, "compiler_config", None) or {}).get("max_autotune"))
+        if context is not None and (not is_static or is_timed or not on_cpu):
+            raise UsageError(
+                "The model is compiled, and which kernels run depends on "
+                + ("timings." if is_static else "the shapes of the batches that were seen before."),
+                rule="exact: a stopped training goes on to the same bytes; of torch.compile that was shown on a CPU, "
+                "with dynamic=False and at most eight shapes.",
+                remedy="compile with torch.compile(model, dynamic=False) and without max-autotune, or not at all; or, "
+                'if all batches have one shape and you have seen it resume to the same, pass allow=("torch_compile",)',
+            )
+    for name, module in model.named_modules() if "cuda_graph" not in allow else ():
+        if "make_graphed" in getattr(vars(module).get("forward"), "__qualname__", ""):
+            what = f"model.{name} replays a CUDA graph, whose draws were not shown to follow the seed of each step."
+            raise _refused(what, "cuda_graph", allow)
+
+
+def _compiler_of(module: torch.nn.Module) -> Any:
+    """Return what a module was compiled by: torch.compile(module), module.compile(), or Lightning's of a module."""
+    if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+        return inspect.getclosurevars(call).nonlocals.get("self")
+    kept_by_lightning = getattr(module, "_compiler_ctx", None) or {}
+    return vars(module).get("dynamo_ctx", kept_by_lightning.get("dynamo_ctx"))
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
@@ -260,6 +294,9 @@ def check_first_forward(
 
     Returns:
         Its ``remove()`` takes the check back.
+
+    Raises:
+        UsageError: As ``check_compiled``, at once.
     """
 
     def rehearse(module: Any, args: Any, kwargs: Any) -> None:
@@ -269,6 +306,7 @@ def check_first_forward(
             check_model(plain, lambda: plain(*args, **kwargs), allow)
             torch.clear_autocast_cache()  # it holds weights that were cast without their gradients
 
+    check_compiled(model, allow)
     handle = model.register_forward_pre_hook(rehearse, with_kwargs=True)
     return handle
 
@@ -277,6 +315,7 @@ def _refused(what: str, name: str, allow: Collection[str]) -> UsageError:
     cure = {
         "sampler": "let it draw from the global generators of torch, NumPy or Python, or from its attribute generator",
         "data": "draw from the global generators, and read no clock and no counter",
+        "cuda_graph": "train without it",
     }.get(name, "make it a function of the sample, or a buffer that the state dict holds")
     allowed = repr((*sorted(allow), name)) if len(allow) else f'("{name}",)'
     return UsageError(
