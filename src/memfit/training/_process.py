@@ -59,8 +59,9 @@ def _check_in_slurm(seconds: float) -> None:
     job = os.environ.get("SLURM_JOB_ID", "")
     if job and job not in _saves_checked and seconds > _KILL_WAIT_SECONDS / 2:
         say(
-            f"the first save took {seconds:.0f} s. Slurm leaves {_KILL_WAIT_SECONDS} s from SIGTERM to SIGKILL unless "
-            f"its KillWait or your script says otherwise: submit with sbatch --signal=TERM@{math.ceil(2 * seconds)} or more"
+            f"the first save took {seconds:.0f} s. Slurm leaves {_KILL_WAIT_SECONDS} s from SIGTERM to SIGKILL, unless "
+            "its KillWait or your script says otherwise. Submit with sbatch "
+            f"--signal=TERM@{math.ceil(2 * seconds)} or more"
         )
     _saves_checked.add(job)
 
