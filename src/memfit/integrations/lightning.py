@@ -33,7 +33,6 @@ from memfit.integrations._lightning import (
     silent,
 )
 from memfit.training import (
-    CheckpointWarning,
     KeyedStream,
     LoopParts,
     Sealed,
@@ -218,9 +217,8 @@ class Stop(MemfitCallback):
         if (found := self._found) is not None:
             self._changed = self._compare(found.facts["identity"], self._identity)
             trainer.should_stop = found.facts["is_over"]
-            if self.stream is not None and found.facts["environment"] != environment():
-                text = f"{found.path} was made with {found.facts['environment']}, this is {environment()}."
-                warnings.warn(f"{text} It may not be exact.", CheckpointWarning, stacklevel=2)
+            if self.stream is not None:
+                found.check_environment()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -304,9 +302,7 @@ class Stop(MemfitCallback):
                 self._save(trainer, batch_idx)
             if noted:
                 where = {"epoch": trainer.current_epoch, "step": batch_idx // trainer.accumulate_grad_batches}
-                kept_by = f"{self.folder.folder_of(step)} holds this very moment: nothing will be repeated."
-                kept_by = kept_by if step else "nothing was trained yet: nothing will be repeated."
-                raise self._stopper.end(f"after step {step}", kept_by, **where)
+                raise self._stopper.end(f"after step {step}", self.folder.holds(step), **where)
             if self.stream is not None:
                 self.stream.step(step)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
+from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
@@ -381,11 +380,10 @@ class Loop:
         if (is_due or noted) and at != self._saved and at.step:
             self._save(self._folder)
         if noted:
-            kept = f"{self._folder.folder_of(at.step)} holds this very moment: nothing will be repeated."
-            if not at.step:
-                kept = "nothing was trained yet: nothing will be repeated."
             self._stack.close()
-            raise self._stopper.end(f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
+            raise self._stopper.end(
+                f"after step {at.step}", self._folder.holds(at.step), epoch=at.epoch, step=at.epoch_step
+            )
 
     def _save(self, folder: SealedFolder) -> None:
         at = self._at
@@ -434,9 +432,8 @@ class Loop:
             self._draws = load_checkpoint(found.path / _DRAWS)
             if not self._at.batch:
                 set_rng_state(self._draws["now"])
-        elif facts["environment"] != environment():
-            text = f"{found.path} was made with {facts['environment']}, this is {environment()}: it may not be exact."
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+        else:
+            found.check_environment()
         self._data = facts["data"]
         self._saved = replace(self._at)
         self.journal.resume(found.path, (self._at.epoch, self._at.epoch_step))
