@@ -106,7 +106,7 @@ FAULTS = (
         "lightning/pytorch/utilities/exceptions.py",
         "class SIGTERMException(SystemExit):",
         "SIGTERM ends an unfinished training with exit code 0, so a scheduler takes it for done.",
-        ("46",),
+        ("46", "46d"),
     ),
     Fault(
         "lightning",

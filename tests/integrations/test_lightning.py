@@ -251,6 +251,58 @@ def test_loaders_of_a_module_and_means_of_an_epoch(tmp_path, whole_alone, epoch,
     assert (again[0], again[1]) == (whole[0], [])  # also where it ended early, it has ended
 
 
+class ByHand(Module):
+    """It makes its steps: one optimizer's after each batch, the other's after each second one of the whole training."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.automatic_optimization, self.head = False, torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(ids(batch))
+        self.batch_idx = batch_idx
+        each, second = self.optimizers()
+        self.manual_backward((self.net(batch[1]) - self.head(batch[1])).square().mean())
+        each.step()
+        each.zero_grad()
+        if (self.current_epoch * 5 + batch_idx) % 2:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.head)]
+
+
+def train_by_hand(folder, at):
+    module, trainer = ByHand(at), make_trainer(accumulate_grad_batches=1)
+    Exact(folder, seed=1, every=3).fit(trainer, module, loader(masked), loader(masked))
+    states = [one.state_dict() for one in trainer.optimizers]
+    return digest(module, trainer.optimizers[0]), repr(states), module.seen
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [(("batch", 0, 2), TERM), (("batch", 1, 1), KILL), (("batch", 1, 4), TERM)]
+)
+def test_a_module_that_makes_its_steps_is_exact(tmp_path, moment, number):
+    whole = in_child(train_by_hand, tmp_path / "whole")[1]
+    code, _ = in_child(train_by_hand, tmp_path / "part", moment, number)
+    assert code == (75 if number == TERM else -9), said(tmp_path / "part")
+    code, part = in_child(train_by_hand, tmp_path / "part")
+    assert (code, part[:2]) == (0, whole[:2]), said(tmp_path / "part")
+    assert part[2] == whole[2][-len(part[2]) :]
+    assert "it makes its steps itself" in said(tmp_path / "whole")
+
+
+def test_an_optimizer_that_never_steps_is_refused_after_an_epoch(tmp_path):
+    class Idle(ByHand):
+        def optimizers(self):
+            each, _ = super().optimizers()
+            return each, torch.optim.SGD(self.head.parameters())
+
+    with pytest.raises(UsageError, match="an optimizer made none"):
+        Stop(tmp_path, every=1).fit(make_trainer(accumulate_grad_batches=1), Idle(ignore), loader(masked))
+
+
 class Counting(Module):
     def __init__(self):
         super().__init__(ignore)
@@ -263,17 +315,10 @@ class Steering(Callback):
         trainer.should_stop = self.count > 9
 
 
-class ByHand(Module):
-    def __init__(self):
-        super().__init__(ignore)
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("module", "data", "options", "named"),
     [
         (Counting, None, {}, r"model\.calls"),
-        (ByHand, None, {"accumulate_grad_batches": 1}, "by hand"),
         (lambda: Module(ignore), Stream(), {}, "stream"),
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),

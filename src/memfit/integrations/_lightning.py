@@ -225,29 +225,6 @@ def silent(module: LightningModule) -> Iterator[None]:
         del module.__dict__["log"], module.__dict__["log_dict"]
 
 
-@contextmanager
-def kept(module: LightningModule) -> Iterator[None]:
-    """Put back what the modules' attributes held: numbers, tensors, and lists, dicts and sets of anything."""
-    kinds = (int, float, str, torch.Tensor, type(None))
-    held: list[tuple[Any, str, Any, Any]] = []
-    for one in module.modules():
-        for name, value in vars(one).items():
-            if isinstance(value, list | dict | set) and not name.startswith("_"):
-                held.append((one, name, value, copy.copy(value)))
-            elif isinstance(value, kinds) and name != "training":
-                held.append((one, name, value, value.clone() if isinstance(value, torch.Tensor) else value))
-    try:
-        yield
-    finally:
-        for one, name, value, before in held:
-            if isinstance(value, list):
-                value[:] = before
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(before)
-            vars(one)[name] = value if isinstance(value, list | dict | set) else before
-
-
 def metric_numbers(module: LightningModule) -> set[str]:
     """Return the names of the metrics' attributes: they move, and are saved."""
     metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}

@@ -47,6 +47,7 @@ from memfit.training._preflight import PreflightReport as PreflightReport
 from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
 from memfit.training._preflight import rehearse as rehearse
+from memfit.training._probes import check_compiled as check_compiled
 from memfit.training._probes import check_first_forward as check_first_forward
 from memfit.training._probes import check_loader as check_loader
 from memfit.training._probes import check_model as check_model

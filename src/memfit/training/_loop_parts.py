@@ -123,6 +123,10 @@ class LoopParts:
             options["batch_sampler"] = _Rest(loader.batch_sampler, count)
         return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **options)
 
+    def placed(self, batch: Any) -> Any:
+        """Return a batch where the training has it, if not its loop but its loader brings it there."""
+        return batch
+
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         """Tell a loader the epoch, counted from 0, if it keeps one."""
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from typing import Any
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, sync_folder
 from memfit.rundir import record
-from memfit.training._checkpoint import hold, report_damage, writing
+from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
+from memfit.training._identity import environment
 from memfit.training._process import check_save_seconds
 
 SEAL = "SEAL.json"
@@ -46,6 +48,14 @@ class Sealed:
     path: Path
     step: int
     facts: Mapping[str, Any]
+
+    def check_environment(self) -> None:
+        """Warn if it was made where the same bytes are not proved: by another torch, or on another device."""
+        if self.facts["environment"] != environment():
+            text = (
+                f"{self.path} was made with {self.facts['environment']}, this is {environment()}: it may not be exact."
+            )
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
 class SealedFolder:
@@ -86,6 +96,11 @@ class SealedFolder:
     def folder_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
         return self.path / f"{self.prefix}{step}"
+
+    def holds(self, step: int) -> str:
+        """Return what a stop between two steps says of its checkpoint."""
+        kept = f"{self.folder_of(step)} holds this very moment" if step else "nothing was trained yet"
+        return f"{kept}: nothing will be repeated."
 
     def begin(self, step: int) -> Path:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""

@@ -171,7 +171,8 @@ class _KeyedItems(KeyedDataset):
         with keyed_rng(self.seed, epoch, _BATCH, *(index for _, index in key)):
             return self.dataset[[index for _, index in key]]
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Batch:
+    def __getitems__(self, keys: Sequence[Any]) -> _Batch:
+        keys = [key if isinstance(key, tuple) else (0, key) for key in keys]  # those of a probe have no epoch
         indices = [index for _, index in keys]
         if callable(together := getattr(self.dataset, "__getitems__", None)):
             (epoch, _), *_ = keys
