@@ -243,8 +243,7 @@ class _Guard(MemfitCallback):
             saved = dict(self.found.facts["identity"])
             if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
                 saved |= {name: self.identity[name] for name in stream_identity(None)}
-            allow = {name for name in {*saved, *self.identity} if {name, name.split(",")[0]} & self.allow}
-            changed = refuse_changed(self.found.path, saved, self.identity, allow)
+            changed = refuse_changed(self.found.path, saved, self.identity, self.allow)
         elif stream is not None and not is_between:
             raise UsageError(
                 f"{checkpoint} was saved within an epoch, and not by exact.",

@@ -403,7 +403,7 @@ class Loop:
         self._at = _Position(**facts["position"])
         if facts["identity"]["seed"] is None and not self._at.batch:  # between two epochs Stop may become Exact
             allow |= stream_identity(None).keys()
-        changed = self._refuse_changed(found.path, facts["identity"], self._identity, allow)
+        changed = refuse_changed(found.path, facts["identity"], self._identity, allow)
         self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})
         if self._stream is None and (found.path / _DRAWS).exists():
@@ -417,18 +417,11 @@ class Loop:
         self._saved = replace(self._at)
         self.journal.resume(found.path, (self._at.epoch, self._at.epoch_step))
 
-    def _refuse_changed(
-        self, path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
-    ) -> Mapping[str, Any]:
-        """Refuse other settings; ``schedule`` allows all that is said of a schedule."""
-        names = {*saved, *now}
-        return refuse_changed(path, saved, now, {name for name in names if {name, name.split(",")[0]} & set(allow)})
-
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
         now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
-            self._refuse_changed(self._folder.path, self._data, now, self.allow)
+            refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
         self._data_size = now["batch_size"] or 1
 
