@@ -414,6 +414,21 @@ def test_the_newest_whole_one_is_taken(tmp_path):
         folder.newest()
 
 
+@pytest.mark.parametrize("place", [0, 16 << 20, -1])
+def test_one_byte_of_a_file_of_several_parts_is_seen(tmp_path, place):
+    folder = SealedFolder(tmp_path)
+    path = folder.begin(1) / "weights"
+    path.write_bytes(bytes((33 << 20) + 5))
+    (path.parent / "empty").touch()
+    folder.seal(1, {})
+    assert folder.newest().step == 1
+    with open(path, "r+b") as file:
+        file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        file.write(b"x")
+    with pytest.raises(DamagedError, match="weights differs"):
+        folder.newest()
+
+
 def test_a_checkpoint_is_there_until_the_one_in_its_place_is(tmp_path):
     folder = SealedFolder(tmp_path)
     write(folder, 10, "old")
@@ -533,6 +548,6 @@ def test_a_hidden_state_that_is_carried_is_refused_and_what_a_pass_keeps_is_not(
 def test_a_seal_of_a_later_version_is_refused_and_not_taken_for_damage(tmp_path):
     folder = SealedFolder(tmp_path)
     seal = write(folder, 1) / "SEAL.json"
-    seal.write_text(seal.read_text().replace('"memfit_seal": 1', '"memfit_seal": 2'))
+    seal.write_text(seal.read_text().replace('"memfit_seal": 2', '"memfit_seal": 3'))
     with pytest.raises(UsageError, match="another version"):
         folder.newest()
