@@ -6,6 +6,7 @@ optimizer step is one that the optimizer says: batches that only accumulate belo
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -24,7 +25,7 @@ from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
-from memfit.training._loop_parts import LoopParts
+from memfit.training._loop_parts import GOES_ON, LoopParts
 from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._sealed import Sealed, SealedFolder
@@ -133,6 +134,7 @@ class Loop:
         self._stepped: set[int] = set()
         self._is_open = self._is_in_epochs = self._was_iterated = False
         self._draws: dict[str, Any] | None = None
+        self._first_state: Any = None
         self._loss: Any = None
         self._numbers: dict[str, float] = {}
 
@@ -248,7 +250,7 @@ class Loop:
             if batch is batches:
                 break
             if source is not None and self._draws is not None:
-                states.append(source.state_dict())
+                states.append(copy.deepcopy(source.state_dict()))
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
@@ -298,14 +300,19 @@ class Loop:
             for generator, state in zip(generators, draws["generators"], strict=False):
                 generator.set_state(state)
         if not count:
+            if self._first_state is not None and source is not None:
+                source.load_state_dict(self._first_state)
+                self._first_state = None
             return iter(loader)
         if source is None and _is_stream(loader):
             why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
             self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
+            if source is not loader:  # a data set may begin each pass at what it was given last
+                self._first_state = copy.deepcopy(source.state_dict())
             source.load_state_dict(state)
-            self.journal.inexact("the stream goes on where its state_dict says")
+            self.journal.inexact(GOES_ON)
             return iter(loader)
         self.journal.inexact("the order goes on, and what the data draw at random is not the same")
         return iter(self.parts.skip(loader, count))
