@@ -160,6 +160,8 @@ class Replayed:
             except StopIteration:
                 return
             count += 1
+            if self.source is loader and self._is_sized() and count == len(loader):
+                next(batches, None)  # Lightning asks for no more, and a loader may end its pass only then
             yield batch
 
     def _is_sized(self) -> bool:
