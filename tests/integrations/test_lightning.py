@@ -13,6 +13,7 @@ import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
@@ -123,6 +124,28 @@ def test_workers_and_bf16(tmp_path, whole, options):
     assert code == 75, said(tmp_path / "part")
     code, part = in_child(train, tmp_path / "part", **options)
     assert (code, part[0]) == (0, whole[0]), said(tmp_path / "part")
+
+
+def scaled(folder, at):
+    """Train with the scaler of fp16, which skips the second step."""
+
+    class Overflowing(Module):
+        def backward(self, loss):
+            (loss * torch.inf if self.current_epoch == 0 and self.batch_idx == 3 else loss).backward()
+
+    torch.manual_seed(0)
+    module, scaler = Overflowing(at), torch.amp.GradScaler("cpu", 4.0, growth_interval=3)
+    trainer = make_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    Exact(folder, seed=1, every=2).fit(trainer, module, loader(), loader())
+    return digest(module, trainer.optimizers[0]), scaler.get_scale()
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 3), ("batch", 0, 4)], ids=["skipped", "next"])
+def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
+    _, unbroken = in_child(scaled, tmp_path / "whole")
+    assert unbroken[1] == 8.0, "halved once, and doubled since"
+    assert in_child(scaled, tmp_path / "part", moment)[0] == 75, said(tmp_path / "part")
+    assert in_child(scaled, tmp_path / "part") == (0, unbroken), said(tmp_path / "part")
 
 
 def test_a_chain_of_stops_and_the_end_that_is_saved(tmp_path, whole):

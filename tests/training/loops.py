@@ -39,11 +39,19 @@ class Stream(IterableDataset):
 
 
 class Resumable(Stream):
+    """Each of its passes begins at what it was given last, as with Hugging Face's ``datasets``."""
+
+    start = 0
+
+    def __iter__(self):
+        self.position = self.start
+        yield from super().__iter__()
+
     def state_dict(self):
         return {"position": self.position}
 
     def load_state_dict(self, state):
-        self.position = state["position"]
+        self.start = state["position"]
 
 
 def masked(items):

@@ -32,6 +32,7 @@ from memfit.integrations._huggingface import (
 )
 from memfit.integrations._huggingface_recovery import Recovery
 from memfit.training import (
+    GOES_ON,
     WHOLE,
     BySample,
     CheckpointWarning,
@@ -44,6 +45,7 @@ from memfit.training import (
     check_loader,
     deaf_workers,
     environment,
+    exports_position,
     load_checkpoint,
     order_of,
     refuse_changed,
@@ -123,7 +125,9 @@ class _Guard(MemfitCallback):
         self.found: Sealed | None = None
         self.loader: Any = None
         self.source: Positioned | None = None
-        self.is_open = False
+        #: Whole passes over the data, and the batches of the next one; at first what the checkpoint says.
+        self.at = [0, 0]
+        self.is_open = self.is_begun = False
         self.identity: dict[str, Any] = {}
         self.saved_step, self.began, self.seconds = 0, 0.0, 0.0
         self.trainer.pop_callback(MemfitCallback)  # this one watches too
@@ -147,6 +151,7 @@ class _Guard(MemfitCallback):
             self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
             self.found, self.seconds, self.identity = None, 0.0, {}
             path = self._choose(resume_from_checkpoint)
+            self.at, self.is_begun = [0, 0] if self.found is None else [*self.found.facts["pass"]], False
             if self.stream is not None:
                 stack.callback(check_first_forward(self.trainer.model, allow=self.allow).remove)
             self.began = time.time()
@@ -228,8 +233,11 @@ class _Guard(MemfitCallback):
         """Return a loader whose stream begins where the checkpoint says, if the stream can."""
         self.source = None
         data = loader.dataset
-        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and not loader.num_workers
-        if not isinstance(data, torch.utils.data.IterableDataset) or not has_state:
+        if not isinstance(data, torch.utils.data.IterableDataset):
+            return loader
+        if loader.num_workers or not exports_position(data):
+            if self.at[0] and length_of(loader) is None:  # transformers runs forward within one pass only
+                self.trainer.args.ignore_data_skip = True
             return loader
         self.source = Positioned(data, loader.batch_size or 1, loader.drop_last)
         if self.found is not None and (self.found.path / _STREAM).exists():
@@ -240,6 +248,7 @@ class _Guard(MemfitCallback):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, number = self.own["get_batch_samples"](*args, **kwargs)
+        self.at[1] += len(batches)
         if self.source is not None:
             self.source.num_taken += len(batches)
         if self.recovery is not None:
@@ -255,8 +264,7 @@ class _Guard(MemfitCallback):
             saved = dict(self.found.facts["identity"])
             if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
                 saved |= {name: self.identity[name] for name in stream_identity(None)}
-            allow = {name for name in {*saved, *self.identity} if {name, name.split(",")[0]} & self.allow}
-            changed = refuse_changed(self.found.path, saved, self.identity, allow)
+            changed = refuse_changed(self.found.path, saved, self.identity, self.allow)
         elif stream is not None and not is_between:
             raise UsageError(
                 f"{checkpoint} was saved within an epoch, and not by exact.",
@@ -301,7 +309,8 @@ class _Guard(MemfitCallback):
         if self.recovery is not None:
             facts["recovery"] = self.recovery.step.state_dict()
         seconds = self.seconds + time.time() - self.began
-        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, **facts})
+        at = [self.at[0] + 1, 0] if getattr(self.loader, "end_of_dataloader", False) else self.at
+        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, "pass": at, **facts})
         self.saved_step = step
         rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
 
@@ -372,9 +381,18 @@ class _Guard(MemfitCallback):
         if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
             return "the order goes on, and what the data draw at random is not the same"
         if self.found is not None and (self.found.path / _STREAM).exists():
-            return "the stream goes on where its state_dict says"
-        number = state.global_step * args.gradient_accumulation_steps * args.train_batch_size
+            return GOES_ON
+        batches = state.global_step * args.gradient_accumulation_steps if self.found is None else self.at[1]
+        number = batches * args.train_batch_size
         return f"{number} samples are {'seen again' if args.ignore_data_skip else 'run forward'}: no state_dict of them"
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_begun:
+            self.at = [self.at[0] + 1, 0]
+        elif args.ignore_data_skip and self.source is None:
+            self.at[1] = 0
+        self.is_begun = True
+        super().on_epoch_begin(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_begin(args, state, control, **kwargs)

@@ -6,6 +6,7 @@ optimizer step is one that the optimizer says: batches that only accumulate belo
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
-from memfit.training._loop_parts import LoopParts
+from memfit.training._loop_parts import GOES_ON, LoopParts
 from memfit.training._preflight import rehearse
 from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, say, set_rng_state
@@ -140,6 +141,7 @@ class Loop:
         self._is_open = self._is_in_epochs = self._was_iterated = False
         self._draws: dict[str, Any] | None = None
         self._loss_of, self._is_tried = loss, False
+        self._first_state: Any = None
         self._loss: Any = None
         self._numbers: dict[str, float] = {}
 
@@ -256,7 +258,7 @@ class Loop:
             if batch is batches:
                 break
             if source is not None and self._draws is not None:
-                states.append(source.state_dict())
+                states.append(copy.deepcopy(source.state_dict()))
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
@@ -321,14 +323,19 @@ class Loop:
             for generator, state in zip(generators, draws["generators"], strict=False):
                 generator.set_state(state)
         if not count:
+            if self._first_state is not None and source is not None:
+                source.load_state_dict(self._first_state)
+                self._first_state = None
             return iter(loader)
         if source is None and _is_stream(loader):
             why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
             self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
+            if source is not loader:  # a data set may begin each pass at what it was given last
+                self._first_state = copy.deepcopy(source.state_dict())
             source.load_state_dict(state)
-            self.journal.inexact("the stream goes on where its state_dict says")
+            self.journal.inexact(GOES_ON)
             return iter(loader)
         self.journal.inexact("the order goes on, and what the data draw at random is not the same")
         return iter(self.parts.skip(loader, count))
@@ -425,7 +432,7 @@ class Loop:
         self._at = _Position(**facts["position"])
         if facts["identity"]["seed"] is None and not self._at.batch:  # between two epochs Stop may become Exact
             allow |= stream_identity(None).keys()
-        changed = self._refuse_changed(found.path, facts["identity"], self._identity, allow)
+        changed = refuse_changed(found.path, facts["identity"], self._identity, allow)
         self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})
         if self._stream is None and (found.path / _DRAWS).exists():
@@ -438,18 +445,11 @@ class Loop:
         self._saved = replace(self._at)
         self.journal.resume(found.path, (self._at.epoch, self._at.epoch_step))
 
-    def _refuse_changed(
-        self, path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
-    ) -> Mapping[str, Any]:
-        """Refuse other settings; ``schedule`` allows all that is said of a schedule."""
-        names = {*saved, *now}
-        return refuse_changed(path, saved, now, {name for name in names if {name, name.split(",")[0]} & set(allow)})
-
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
         now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
-            self._refuse_changed(self._folder.path, self._data, now, self.allow)
+            refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
         self._data_size = now["batch_size"] or 1
 
