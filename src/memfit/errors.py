@@ -16,6 +16,7 @@ what to *do*, as a command or a setting.
     ├── JobFailedError           4   a job of the run failed
     │   └── HalfUpdatedError     4   memory ran out inside an optimizer step that cannot be undone
     ├── StoppedError            75   stopped after a checkpoint; run again to go on
+    ├── PeerFailedError         79   another rank failed; this one left so that its group can begin again
     └── InterruptedRunError    130   interrupted
 """
 
@@ -132,13 +133,11 @@ class HalfUpdatedError(JobFailedError):
     """Memory ran out inside an optimizer step that cannot be undone: the weights are those of no step."""
 
 
-class StoppedError(MemfitError, SystemExit):
-    """A run that was stopped after a checkpoint and can go on.
+class _EndsScript(SystemExit):
+    """An error that ends a script which does not catch it with its message and its exit code."""
 
-    A script that does not catch it ends with its message and status 75; ``except Exception`` catches it.
-    """
-
-    exit_code = 75
+    exit_code: ClassVar[int]
+    _said = False
 
     @property
     def code(self) -> int:  # type: ignore[override]
@@ -148,7 +147,23 @@ class StoppedError(MemfitError, SystemExit):
             print(self, file=sys.stderr, flush=True)
         return self.exit_code
 
-    _said = False
+
+class StoppedError(MemfitError, _EndsScript):
+    """A run that was stopped after a checkpoint and can go on.
+
+    A script that does not catch it ends with its message and status 75; ``except Exception`` catches it.
+    """
+
+    exit_code = 75
+
+
+class PeerFailedError(MemfitError, _EndsScript):
+    """Another rank of the group failed; this one leaves so that the group can begin again.
+
+    A script that does not catch it ends with its message and status 79.
+    """
+
+    exit_code = 79
 
 
 class InterruptedRunError(MemfitError):

@@ -13,8 +13,9 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -22,6 +23,7 @@ from memfit.errors import DamagedError, UsageError
 from memfit.masking import mask_record
 
 M = TypeVar("M", bound=Mapping[str, Any])
+T = TypeVar("T")
 #: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
 _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
@@ -29,6 +31,9 @@ _MOST_DIGITS = 300
 _SECRETS, _MASKED = "secrets", "masked"
 #: What ``open_own`` says of a file that it refuses.
 REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
+#: What a network drive says whose server does not answer: nfs(5), ``soft`` and ``softerr``. A broken disk says EIO too.
+AWAY = frozenset({errno.EIO, errno.ETIMEDOUT})
+_AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -43,8 +48,47 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
     Raises:
         OSError: On a full disk, for example; the old content is still there.
     """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if durable:
+        outlast(lambda: _replace(Path(path), content, durable=True, mode=mode))
+    else:
+        _replace(Path(path), content, durable=False, mode=mode)
+
+
+def outlast(call: Callable[[], T]) -> T:
+    """Return what a call returns; while the server of a network drive does not answer, make it again for a minute.
+
+    Raises:
+        OSError: The drive does not answer still, or it is another error.
+    """
+    until = time.monotonic() + _AWAY_SECONDS
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in AWAY or time.monotonic() >= until:
+                raise
+            _say_away(f"{error.filename or 'a file'}: {error.strerror}: trying again for {_AWAY_SECONDS:.0f} s")
+        time.sleep(_AWAY_PAUSE)
+
+
+@functools.cache
+def _say_away(what: str) -> None:
+    print(f"memfit: {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def until_next_look() -> Iterator[None]:
+    """Leave the block if the server of a network drive does not answer: its caller looks again soon."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in AWAY:
+            raise
+
+
+def _replace(path: Path, content: bytes | str, *, durable: bool, mode: int) -> None:
+    # A rename that got no answer may be made later: another try has another name.
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
         with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -53,7 +97,8 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
                 os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
         raise
@@ -118,8 +163,12 @@ def open_own(path: Path | str) -> BinaryIO:
 
 def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
     """Return the content of a file that ``open_own`` opens, or its beginning."""
-    with open_own(path) as file:
-        return file.read(most_bytes)
+
+    def read() -> bytes:
+        with open_own(path) as file:
+            return file.read(most_bytes)
+
+    return outlast(read)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ OTHERS = {
     ("diagnosis/_fix.py", "read_text"),
     ("diagnosis/_runs.py", "open"),
     ("jobs/_death.py", "read_text"),
-    ("jobs/_processes.py", "read_text"),
+    ("jobs/_fork.py", "read_text"),
     ("jobs/_shim.py", "open"),
     ("jobs/_shim.py", "read_bytes"),
     ("jobs/_stop.py", "read_text"),

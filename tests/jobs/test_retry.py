@@ -117,7 +117,8 @@ def more(size, *, said, kind=HOST):
         (
             "out_of_memory",
             {**ON_GPU, "capacity": Counter({HOST: 1000 * MIB})},
-            "it ran out of device memory and was given no GPU: --num-gpus 1 gives it one",
+            "it ran out of device memory, and memfit has no more to give: --num-gpus 1 gives it a GPU here, and "
+            "slurm.extra=[--constraint=...] larger ones in Slurm",
         ),
     ],
 )

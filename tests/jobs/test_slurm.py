@@ -176,7 +176,7 @@ def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools
         "#SBATCH --partition=gpu",
         "#SBATCH --time=01:00:00",
         "#SBATCH --nodes=1",
-        "#SBATCH --ntasks=1",
+        "#SBATCH --ntasks-per-node=1",
         "#SBATCH --cpus-per-task=1",
         "#SBATCH --mem=116M",
         "#SBATCH --signal=B:TERM@90",
@@ -228,6 +228,20 @@ def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):
     scripts = {text.partition("partition=")[2].split()[0]: text for text in _scripts(run_dir)}
     assert "--nodes=1" in scripts["cpu"] and "--mem=116M" in scripts["cpu"] and "gpus" not in scripts["cpu"]
     assert "--nodes=2" in scripts["gpu"] and "--mem=164M" in scripts["gpu"] and "--gpus-per-node=4" in scripts["gpu"]
+
+
+def test_the_gpus_of_a_job_are_spread_over_its_nodes(tools, run_dir):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    backend = SlurmBackend(run_dir, by_stage={"pair": SlurmOptions(nodes=2)})
+    jobs = [Job(f"{stage}_{num}", command=("true",), stage=stage, num_devices=num) for stage, num in NUM_GPUS]
+    backend.submit([Submission(job, 100 << 20) for job in jobs])
+    found = {text.partition("--nodes=")[2][0] + text.partition("--gres=")[2][:5] for text in _scripts(run_dir)}
+    assert found == {"1", "1gpu:1", "2gpu:2"}
+    step = json.loads((run_dir.job_dir("pair_4") / "job.json").read_text())["step"]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gres=gpu:2"} < set(step)
+
+
+NUM_GPUS = (("none", 0), ("one", 1), ("pair", 4))
 
 
 def _scripts(run_dir):

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def missing() -> str:
 
 
 class Cluster:
-    """A controller, nodes and the accounting database, between `start` and `stop`.
+    """A controller, nodes with GPUs that are names only, and the accounting database, between `start` and `stop`.
 
     Attributes:
         folder: All that it writes.
@@ -49,11 +50,14 @@ class Cluster:
         env: What its commands need in their environment.
     """
 
-    def __init__(self, folder: Path, *, num_nodes: int = 2, cpus: int = 4, memory_mib: int = 2048) -> None:
+    def __init__(
+        self, folder: Path, *, num_nodes: int = 2, cpus: int = 4, memory_mib: int = 2048, gpus: int = 2
+    ) -> None:
         self.folder = folder
         self.nodes = tuple(f"mf{os.getpid()}n{index}" for index in range(num_nodes))
         self.env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-        self._size = f"CPUs={cpus} RealMemory={memory_mib}"
+        self._size = f"CPUs={cpus} RealMemory={memory_mib} Gres=gpu:{gpus}"
+        self._gpus = [folder / f"gpu{number}" for number in range(gpus)]
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -68,6 +72,8 @@ class Cluster:
             *(f"spool-{n}" for n in self.nodes),
         ):
             (self.folder / name).mkdir(parents=True)
+        for path in self._gpus:  # slurmd counts device files; nothing is behind these
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         controller, accounting, database, *ports = _free_ports(3 + len(self.nodes))
         self._configure(controller, accounting, database, ports)
         self._start_munge()
@@ -100,6 +106,7 @@ class Cluster:
             "cluster": "memfit",
             "host": host,
             "folder": self.folder,
+            "gpus": f"{self.folder}/gpu[0-{len(self._gpus) - 1}]",
             "controller_port": controller,
             "accounting": "accounting_storage/slurmdbd",
             "accounting_port": accounting,
@@ -113,8 +120,8 @@ class Cluster:
             target = self.folder / template.stem
             target.touch(mode=0o600)
             target.write_text(Template(template.read_text()).substitute(words))
-        (self.folder / "slurm.conf").chmod(0o644)
-        (self.folder / "cgroup.conf").chmod(0o644)
+        for name in ("slurm", "cgroup", "gres"):
+            (self.folder / f"{name}.conf").chmod(0o644)
 
     def _start_munge(self) -> None:
         munge = self.folder / "munge"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -148,6 +149,114 @@ print("rank", rank, "is done")
     assert read_json(job / "outcome.json")["peak_bytes"] < 60 << 20
 
 
+#: A group that seals every fifth step; one of its ranks is killed in its first generation.
+RANKS = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from memfit.training import beat, leave, peers_lost
+for name, own in (("RANK", "PROCID"), ("WORLD_SIZE", "NTASKS"), ("LOCAL_RANK", "LOCALID")):
+    os.environ.setdefault(name, os.environ[f"SLURM_{own}"])  # where srun alone starts it
+rank, generation, sealed = int(os.environ["RANK"]), os.environ["MEMFIT_GENERATION"], Path("sealed")
+names = ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ.get(name, "-") for name in names))
+first = int(sealed.read_text()) if sealed.exists() else 0
+beat("begin")
+if sys.argv[1] == "meeting" and rank == 3 and generation == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.init_process_group("gloo")
+try:
+    for step in range(first, 20):
+        beat("microbatch", step)
+        if step == 12 and rank == 3 and (sys.argv[1] == "always" or sys.argv[1] == "once" and generation == "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.full((1,), float(rank))
+        dist.all_reduce(x)
+        if rank == 0 and step % 5 == 0 and step > first:
+            sealed.write_text(str(step))
+            beat("sealed")
+except RuntimeError as error:
+    if not peers_lost(error):
+        raise
+    leave(str(error)[:80])
+beat("end")
+Path(f"end_{rank}").write_text(f"from {first} to {step}: {x.item()}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--name", "group")
+    shape = ("--nproc", "4", "--num-gpus", "4")
+    code, out = finish(start("run", *options, *shape, "--", sys.executable, "ranks.py", "once"))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    first, second = (
+        [(tmp_path / f"begin_{generation}_{rank}").read_text().split() for rank in range(4)] for generation in (0, 1)
+    )
+    assert len({one[0] for one in first}) == len({one[0] for one in second}) == 1 and first[0][0] != second[0][0]
+    assert {one[1] for one in first} == {one[1] for one in second}  # the same job of Slurm
+    assert ({one[2] for one in first}, {one[2] for one in second}) == ({"0"}, {"1"})
+    assert [one[3:] for one in second] == [one[3:] for one in first]
+    assert [one[4:] for one in first] == [["0", "0,1"], ["1", "0,1"]] * 2
+    run = run_of(tmp_path, "group")
+    script = "".join(path.read_text() for path in (run.path / "slurm").glob("*.sh"))
+    assert "--ntasks-per-node=2\n" in script and "--gres=gpu:2\n" in script and script.count("#!/bin/sh") == 1
+    (again,) = [event["text"] for event in run.events() if event["kind"] == "ranks_again"]
+    assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4")
+    words = ("--", sys.executable, "ranks.py")
+    code, out = finish(start("run", *options, "--name", "meeting", *words, "meeting"))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 0 to 19: 6.0"] * 4
+    for path in (tmp_path / "sealed", *tmp_path.glob("begin_*")):
+        path.unlink()
+    code, out = finish(start("run", *options, "--name", "always", *words, "always"))
+    assert code == 137 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
+    # The first seals step 10; the second and the third end without a new checkpoint.
+    assert len([*tmp_path.glob("begin_*_0")]) == 3
+
+
+@pytest.mark.long
+def test_ranks_that_srun_alone_starts_leave_together_and_go_on_when_started_again(cluster, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    step = f"srun --ntasks=4 {sys.executable} ranks.py once; echo step $?"
+    script = f"cd {tmp_path}; export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} MEMFIT_GENERATION=0\n{step}\n"
+    number = cluster.submit(f"{script}MEMFIT_GENERATION=1 {step}", "-N2", "--ntasks-per-node=2", "--mem=700M")
+    assert cluster.wait(number, seconds=120) == ["COMPLETED"]
+    said = cluster.log_of(number).read_text()
+    assert "Exited with exit code 79" in said and said.splitlines()[-1] == "step 0", said
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+
+
+@pytest.mark.long
+def test_a_function_runs_on_the_ranks_of_two_nodes_and_rank_0_reports(start, tmp_path):
+    code = """
+import torch, torch.distributed as dist
+
+def train(n: int = 1):
+    x = torch.full((1,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    return {"sum": x.item(), "rank": dist.get_rank()}
+"""
+    (tmp_path / "work.py").write_text(code)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--set", "slurm.memory=700MiB", "--nproc", "2")
+    code, out = finish(start("run", "work:train", *options, "--name", "function"))
+    assert code == 0, out
+    (manifest,) = run_of(tmp_path, "function").path.glob("checkpoints/*.json")
+    assert read_json(manifest)["result"] == {"sum": 3.0, "rank": 0}
+
+
 @pytest.mark.long
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
@@ -164,12 +273,13 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")])
+def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks):
     (tmp_path / "rank.py").write_text(
         JOB.replace("sys.argv[1]", "os.environ['SLURM_NODEID']").replace("sys.argv", "[0, 0, 10, 20]")
     )
     options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "60MiB", "--name", "two")
-    run = start("run", *options, "--", sys.executable, "rank.py")
+    run = start("run", *options, *ranks, "--", sys.executable, "rank.py")
     wait_until(lambda: starts(tmp_path) == {"0": 1, "1": 1})
     time.sleep(1)
     run.send_signal(signal.SIGINT)
@@ -257,8 +367,37 @@ def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     assert code == 2 and "no partition nowhere" in out
     code, out = finish(start("run", "--backend", "slurm", "--memory", "64GiB", "--", "true"))
     assert code == 3 and "largest node" in out
-    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "1", "--", "true"))
+    code, out = finish(start("run", "--backend", "slurm", "--gpu-memory", "1GiB", "--", "true"))
     assert code == 2 and "slurm.extra" in out
+    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "3", "--", "true"))
+    assert code == 3 and "3 on each, and no node of partition main has more than 2" in out
+    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "3", "--set", "slurm.nodes=2", "--", "true"))
+    assert code == 2 and "3 GPUs on 2 nodes" in out
+    assert not [*tmp_path.rglob("slurm/*.sh")]
+
+
+@pytest.mark.long
+def test_each_job_sees_the_gpus_that_it_asked_for_and_nobody_else_does(start, tmp_path):
+    code = """
+import os, sys, time
+node, gpus = os.environ["SLURMD_NODENAME"], os.environ["CUDA_VISIBLE_DEVICES"]
+print(node, gpus, file=open(f"gpus_{sys.argv[1]}_{node}", "w"))
+time.sleep(3 * (sys.argv[1] != "first"))
+"""
+    (tmp_path / "show.py").write_text(code)
+    show = (sys.executable, "show.py", "{name}")
+    options = ("run", "--backend", "slurm", "--memory", "60MiB", "--num-gpus")
+    names = ("--param", "name=first,a,b,c,d")
+    out = finish(start(*options, "1", "--name", "one", *names, "--", *show))
+    assert out[0] == 0, out[1]
+    held = [path.read_text() for path in tmp_path.glob("gpus_[abcd]_*")]
+    assert len(set(held)) == len(held) == 4  # four jobs at once, on the four GPUs
+    pair = ("--set", "slurm.nodes=2", "--name", "pair", "--param", "name=both")
+    out = finish(start(*options, "4", *pair, "--", *show))
+    assert out[0] == 0, out[1]
+    assert sorted(path.read_text().split()[1] for path in tmp_path.glob("gpus_both_*")) == ["0,1", "0,1"]
+    status = read_json(run_of(tmp_path, "pair").job_dir("cmd_0001") / "outcome.json")
+    assert status["device_used_bytes"] == {"0": 0, "1": 0}  # without a driver a GPU has its number for a name
 
 
 @pytest.mark.long

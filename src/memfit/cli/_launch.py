@@ -101,7 +101,7 @@ def _check_room(made: Launch, form: LaunchFormat) -> str:
     """Compare with the partition's largest node, or say what could not be compared."""
     if form == "sbatch":
         try:
-            partition, size = slurm.read_largest_node(made.config.slurm.partition)
+            partition, size, _ = slurm.read_largest_node(made.config.slurm.partition)
         except (slurm.NoAnswerError, UsageError) as error:
             what = error.what if isinstance(error, UsageError) else str(error)
             return f"memory was not compared with the partition's nodes: {what}"

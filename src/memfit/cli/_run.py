@@ -78,7 +78,7 @@ def run(
     that is not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
-    stopped, 130 interrupted. A single command that failed gives its own code.
+    stopped, 79 a rank hung, 130 interrupted. A single command that failed gives its own code.
     """
     command: tuple[str, ...] | None = context.obj
     check_one_given(

@@ -14,6 +14,7 @@ from typing import Any
 from memfit.diagnosis._checkpoints import Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._granted import find_files
+from memfit.diagnosis._group import explain_group
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
@@ -106,7 +107,7 @@ def diagnose(
     found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
     # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.
     by_time = found.oom and found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
-    notes = [redact(note) for one in files for note in run_notes(one, by_time=by_time)]
+    notes = [*found.notes, *(redact(note) for one in files for note in run_notes(one, by_time=by_time))]
     evidence = tuple(replace(one, text=redact(one.text)) for one in found.evidence)
     timeline = tuple(replace(one, text=redact(one.text)) for one in found.timeline)
     return replace(found, evidence=evidence, timeline=timeline, notes=tuple(notes[:_MOST_NOTES]))
@@ -196,6 +197,8 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
     recovered = id(best) in lived or best.cause == "limit_touched"
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
+    where = _where(best, findings, num_read)
+    where["rank"], note = explain_group(best, where["rank"], signs, streams)
     is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
     checked = Figures.read({} if best.kind == "none" else figures, best.text)
     sure: Sure = "likely" if is_unlinked(best) or checked.contradictions else best.meaning.sure
@@ -209,7 +212,8 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
         confidence="proved" if best.values.get("stranger") else sure,  # the job's own counter of kills did not rise
         figures={} if best.kind == "none" else figures,
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
-        where=_where(best, findings, num_read),
+        where=where,
+        notes=(note,) if note else (),
         timeline=_timeline(streams, best, signs, readings),
         arithmetic=(
             *_arithmetic(best, figures, checked),
@@ -267,7 +271,7 @@ def _place(sign: Sign) -> dict[str, Any]:
     local = _first(_LOCAL_RANK, sign.text) if rank is None else None
     return {
         "host": host,
-        "rank": rank if local is None else int(local),
+        "rank": int(values["rank"]) if "rank" in values else rank if local is None else int(local),
         "node": values.get("node") or _first(_NODE, sign.text) or host,
         "device": values.get("device"),
         "pid": None if pid is None else int(pid),

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import DamagedError, PeerFailedError, UsageError
 from memfit.files import check_owner, open_own, open_regular, pass_over, read_json
 from memfit.rundir import EventTail, RunDir
 
@@ -34,7 +34,7 @@ _END = {
     "attempt": (int, _NONE),
     "exit_code": (int, _NONE),
     "peak_bytes": (int, _NONE),
-    "evidence": ({"wall_bytes": (int, _NONE), "oom_kills": (_KILLS, _NONE)}, _NONE),
+    "evidence": ({"rank": (int, _NONE), "wall_bytes": (int, _NONE), "oom_kills": (_KILLS, _NONE)}, _NONE),
 }
 _STATES = {
     "completed": "success",
@@ -170,6 +170,7 @@ def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) ->
         "own_kills": own,
     }
     values |= {"used_bytes": record["peak_bytes"]} if record.get("peak_bytes") else {}
+    values |= {"rank": evidence["rank"]} if evidence.get("rank") is not None else {}
     values |= {"limit_bytes": evidence["wall_bytes"]} if evidence.get("wall_bytes") else {}
     if name == "killed":  # the count of its own cgroup stood still: somebody else killed it, and not for memory
         values["stranger"] = None not in own
@@ -187,6 +188,7 @@ def _judge(
     state, is_killed = record.get("state"), record.get("exit_code") == _SIGKILL
     if state != "out_of_memory":
         ended = "own_exception" if _NAME.search(str(record.get("cause"))) else "exit_status"
+        ended = "hang" if record.get("exit_code") == PeerFailedError.exit_code else ended
         name = "killed" if is_killed else ended if state == "failed" else ""
         return _STATES.get(str(state), name), "memfit" if state in ("cancelled", "timeout") else ""
     if evidence.get("place") == "device":

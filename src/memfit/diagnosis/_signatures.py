@@ -240,6 +240,8 @@ collective_timeout
         | (?:NCCL|ProcessGroup\w+)\S{0,200}? timed? ?out | watchdog got stuck for \d+ seconds | ncclRemoteError
         | (?:NCCL|gloo)\S{0,300}?(?:Connection (?:closed|reset) by peer|remote process exited)
         | NCCL communicator was aborted | Connection closed by peer \[
+        | gloo\S{0,200}? Timed out waiting \d+ ?ms for (?:recv|send) operation
+        | Application timeout caused pair closure | memfit: rank \d+ leaves with exit code 79: (?!rank|it hangs)
 open_files
     \[Errno 24\] | Too many open files | received 0 items of ancdata
         | unable to open shared memory object </torch_[^>]{1,80}> in read-write mode (?!:No space|:Cannot allocate)
@@ -267,6 +269,8 @@ worker_exited
     DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly | Worker exit type: SYSTEM_ERROR
         | KilledWorker: \(
 hang
+    leaves with exit code 79: rank (?P<rank>\d{1,6}) hangs: no sign of life
+    memfit: rank (?P<rank>\d{1,6}) hung
     DataLoader timed out after \d+ seconds | Timeout \(?>[\d.]+s\)? from pytest-timeout
 hang; lines
     ^Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!\s*$

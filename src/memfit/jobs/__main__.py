@@ -3,7 +3,8 @@
 python -m memfit.jobs shim RUN_DIR --job ID [--lock DESCRIPTOR]
 python -m memfit.jobs shim RUN_DIR --array FILE    one element of a Slurm array
 python -m memfit.jobs shim FOLDER --node              the part of such a job for this node
-python -m memfit.jobs child FOLDER
+python -m memfit.jobs child FOLDER [PLACE]            a function; its result goes into the folder, or behind this path
+python -m memfit.jobs ranks FOLDER                    the agent of a job of several ranks
 python -m memfit.jobs warm DESCRIPTOR PID             what jobs are forked from, for the run of that process
 """
 
@@ -26,10 +27,14 @@ def main(words: list[str]) -> int:
             from memfit.jobs import _shim
 
             return _shim.run_node(Path(folder))
-        case ["child", folder]:
+        case ["child", folder, *place] if len(place) < 2:
             from memfit.jobs import _child
 
-            sys.exit(_child.main(Path(folder)))
+            sys.exit(_child.main(Path(folder), *place))
+        case ["ranks", folder]:
+            from memfit.jobs import _ranks
+
+            return _ranks.run_ranks(Path(folder))
         case ["warm", descriptor, run_pid]:
             from memfit.jobs import _warm
 

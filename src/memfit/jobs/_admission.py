@@ -145,7 +145,8 @@ class LocalAdmission:
             The fields of a ``footprint`` event for each job that changed what is known.
         """
         for entry in self.running.values():
-            entry.hold_devices(self.measured(entry.job), self.policy.slack)
+            if self.is_shared:
+                entry.hold_devices(self.measured(entry.job), self.policy.slack)
         found = [self._learn(entry) for entry in self.running.values()]
         standing = {job.id: job.used for job in self.held() if job.still >= STILL_SECONDS}
         self.forecast.see({job_id: (self.running[job_id].job, used) for job_id, used in standing.items()})
@@ -217,7 +218,7 @@ class LocalAdmission:
         """Admit a job if it fits now at each place; else return why it does not."""
         job, alone, rooms = entry.job, self.is_alone, self.rooms()
         if self.policy.force:
-            devices = choose(rooms, job.num_devices, held=())
+            devices = choose(rooms, self._num_devices(job), held=())
             sizes = Counter(() if isinstance(devices, Wait) else devices)
             return Admitted(sizes, "forced: not checked against the budget", "not checked against the budget (--force)")
         if not alone:
@@ -230,7 +231,7 @@ class LocalAdmission:
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
-        devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)
+        devices = choose(rooms, self._num_devices(job), held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
         size = self._on_host(entry, needs[HOST], rooms[HOST].bytes)
@@ -249,6 +250,10 @@ class LocalAdmission:
         why = "; ".join(rooms[place].explain() for place in (HOST, *devices))
         return Admitted(reserved, why, note, not is_unknown)
 
+    def _num_devices(self, job: Job) -> int:
+        """Return how many devices are chosen for a job here; in Slurm, Slurm chooses them."""
+        return job.num_devices if self.is_shared else 0
+
     def _on_host(self, entry: Entry, need: Need | None, room: int) -> int | str:
         """Return what a job is to hold on the host, whether that is there or not; or why it must not start."""
         if not self.is_shared:
@@ -259,7 +264,7 @@ class LocalAdmission:
 
     def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, Need | None], str]:
         """Return what a job needs on the host and on each device, and what the log must say about that."""
-        num, note = entry.job.num_devices, ""
+        num, note = self._num_devices(entry.job), ""
         needs = {kind: self.need(entry, kind) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
         if self.is_alone and self.forecast.is_inferred(entry.job):  # what similar jobs took is no reason to refuse it
             devices = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
@@ -302,7 +307,7 @@ class LocalAdmission:
 
     def waits_for_others(self, entry: Entry) -> bool:
         """Return True if a job that does not fit will fit once other runs on this host have ended."""
-        num = entry.job.num_devices
+        num = self._num_devices(entry.job)
         most = self.budget.most(num)
         needs = {kind: self.need(entry, kind) or Need(1, 1) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
         if any(max(1, need.least) > most[kind] for kind, need in needs.items()):

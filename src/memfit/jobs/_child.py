@@ -158,8 +158,12 @@ def die_with(parent: int) -> None:
             os._exit(127)
 
 
-def main(folder: Path) -> int:
-    """Call the function that ``request.json`` names; return the job's exit code."""
+def main(folder: Path, place: str = "") -> int:
+    """Call the function that ``request.json`` names; return the job's exit code.
+
+    Its result or error goes into the folder, or to a path that begins with ``place``.
+    """
+    place = place or f"{folder}/"
     # Python takes bytecode for that of a file of the same size and second, which may be edited after a run.
     sys.dont_write_bytecode = True
     request = read_whole(folder / REQUEST)
@@ -176,17 +180,17 @@ def main(folder: Path) -> int:
         finally:
             if held := read_devices():
                 record("devices", **held)
-        write_json(folder / RESULT, {"result": json.loads(json.dumps(result))})
+        write_json(Path(place + RESULT), {"result": json.loads(json.dumps(result))})
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)
-        write_json(folder / ERROR, describe_error(stopped))
+        write_json(Path(place + ERROR), describe_error(stopped))
         return stopped.exit_code
     except (Exception, SystemExit) as error:
         if isinstance(error, MemfitError):
             print(error, file=sys.stderr)
         else:
             traceback.print_exc()
-        write_json(folder / ERROR, describe_error(error))
+        write_json(Path(place + ERROR), describe_error(error))
         return error.exit_code if isinstance(error, MemfitError) else 1
     return 0
 

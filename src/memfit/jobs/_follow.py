@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from memfit.errors import UsageError
+from memfit.files import until_next_look
 from memfit.jobs._folder import OUTCOME, STATUS, STOP_REQUESTED, ask_to_stop, read_record, write_outcome
 from memfit.jobs._fork import wait_for_any
 from memfit.jobs._job import JobStatus, Verdict
@@ -66,7 +67,8 @@ class FollowingBackend(ABC, Generic[F]):
 
     def poll(self) -> dict[str, JobStatus]:
         for job_id, followed in list(self._live.items()):
-            self._look(job_id, followed)
+            with until_next_look():
+                self._look(job_id, followed)
         return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
 
     def wait(self, seconds: float) -> None:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_NAME = 15  # linux/prctl.h
 _BEGAN = b"began"
@@ -27,6 +28,7 @@ _THREADS = (
     "POLARS_MAX_THREADS",
     "RAYON_NUM_THREADS",
 )
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def thread_env(threads: int) -> dict[str, str]:
@@ -66,6 +68,21 @@ def end_of(pid: int, seconds: float) -> int | None:
     wait_for_any([pid], seconds)
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
+
+
+def stop_targets(pid: int) -> set[int]:
+    """Return who gets the SIGTERM: the job's process and, if that is a shell, what it runs.
+
+    A shell dies at once and passes nothing on. The other processes get none: data loader workers would die while their
+    trainer saves.
+    """
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return {pid}
+    children = [int(word) for word in words] if name in _SHELLS else []
+    return {pid}.union(*map(stop_targets, children))
 
 
 def start_interpreter(

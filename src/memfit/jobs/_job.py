@@ -42,6 +42,8 @@ class Job:
         cwd: The folder that its process starts in; the supervisor's when None.
         stdin: The file that it reads as its standard input, at its first attempt; nothing when None.
         num_devices: How many devices it needs; it sees no others.
+        ranks: How many processes it is: a group whose first, rank 0, has the job's input and result. All of them share
+            its memory, its devices and its threads.
         device_bytes: What it is declared to take on each of them; None to measure it.
         keeps_group: Keep its control group until the run ends, so that the page cache which it filled (a shared panel)
             is charged there and not to the jobs that read it.
@@ -73,6 +75,7 @@ class Job:
     cwd: str | None = None
     stdin: str | None = None
     num_devices: int = 0
+    ranks: int = 1
     device_bytes: int | None = None
     keeps_group: bool = False
     mapped_bytes: int = 0
@@ -98,6 +101,12 @@ class Job:
                 f"job {self.id} declares device memory and asks for {self.num_devices} devices.",
                 rule="what a job is declared to take on each device needs at least 1 device.",
                 remedy="give num_devices too",
+            )
+        if self.num_devices % self.ranks:
+            raise UsageError(
+                f"job {self.id} has {self.ranks} ranks and asks for {self.num_devices} GPUs.",
+                rule="each rank has as many GPUs as every other: one, where there are any.",
+                remedy=f"ask for one for each: --num-gpus {self.ranks}",
             )
         if self.threads < 1:
             raise UsageError(
@@ -139,6 +148,8 @@ class JobStatus:
         pending_reason: Why the backend's queue holds a submitted job that has not started; empty when none does.
         evidence: What proves the cause: limits, peaks and counters of its group at the end.
         node: The node of a cluster that it runs on; empty on this host.
+        ranks: What each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
+            ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far.
     """
 
     job_id: str
@@ -167,6 +178,7 @@ class JobStatus:
     pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     node: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
         """Return the status of a job that ended just now: it uses and wants nothing any more."""

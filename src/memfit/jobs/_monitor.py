@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.files import fits
+from memfit.files import fits, until_next_look
 from memfit.jobs._job import JobStatus
 from memfit.memory import (
     HOST,
@@ -26,8 +28,9 @@ from memfit.memory import (
     TreeMeter,
     device_reader,
     is_locked,
+    visible_uuids,
 )
-from memfit.rundir import EventTail, RunDir, event_time
+from memfit.rundir import EventTail, RunDir, event_time, read_beats
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -73,6 +76,7 @@ class Monitor:
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
+    _rank_peaks: Sizes = field(default_factory=Counter)
     _looked: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
@@ -83,6 +87,8 @@ class Monitor:
         self._grown_at = self.born
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
         self.devices = tuple(filter(None, visible.split(",")))
+        if self.job["num_devices"] and not visible:
+            self.devices = visible_uuids(os.environ)  # those that Slurm gave
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
@@ -103,7 +109,8 @@ class Monitor:
         """Look at its group, follow its events, then take a sample."""
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
-        self._follow_events()
+        with until_next_look():
+            self._follow_events()
         sample = self.meter.sample()
         if sample is None:
             return
@@ -141,11 +148,12 @@ class Monitor:
             print(f"no {path.name}: {error}", file=sys.stderr)
 
     def _follow_events(self) -> None:
+        of_nodes = self.job.get("num_nodes", 1) > 1  # then its processes are elsewhere, too
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
             self._looked, pids = time.monotonic(), {str(pid) for pid in self.meter.pids}
             for path in self.run.events_dir.glob("*.jsonl"):
                 # A file that was there before the job belongs to a process id used before.
-                if path not in self._tails and path not in self.older and _pid_of(path) in pids:
+                if path not in self._tails and path not in self.older and (of_nodes or _pid_of(path) in pids):
                     self._tails[path] = EventTail(path)
         for path, tail in self._tails.items():
             for record in tail.read():
@@ -157,6 +165,8 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
+                if record.get("rank"):  # rank 0 tells of the job
+                    continue
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
@@ -209,6 +219,20 @@ class Monitor:
         parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
         return replace(found, private_bytes=found.private_bytes + late, parts=parts)
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return what each rank of a group does and holds, by the beats of its newest generation."""
+        found, job_dir = [], self.run.job_dir(self.known.job_id)
+        folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
+        beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
+        for rank, one in sorted(beats.items()):
+            pids = self.meter.below(one.pid) if one.host == socket.gethostname() else set()
+            pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
+            held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
+            self._rank_peaks |= {f"rank {rank}": pss}
+            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[f"rank {rank}"]}
+            found.append({"rank": rank, "pid": one.pid, "place": one.place, "step": one.step, **sizes})
+        return found
+
     def status(self) -> JobStatus:
         """Return the status of the job while it runs."""
         footprint = self.footprint()
@@ -222,6 +246,7 @@ class Monitor:
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
             cpu_seconds=round(self.meter.cpu_seconds, 2),
+            ranks=self.ranks(),
         )
 
 

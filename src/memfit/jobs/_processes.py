@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with, main
 from memfit.jobs._fork import begin_anew, end_of, fork_job, wait_for_any
+from memfit.jobs._ranks import run_ranks
 from memfit.memory import JobGroup, ProcReader
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -29,7 +30,6 @@ _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_f
 _PATIENCE_SECONDS = 2.0
 #: Helpers such as multiprocessing's resource tracker end by themselves just after their parent.
 _LEAVING_SECONDS = 0.3
-_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def become_subreaper() -> None:
@@ -68,6 +68,10 @@ def spawn(
     if job["target"] is not None:
         write_masked(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
+    call = partial(main, job_dir)
+    if job["ranks"] > 1:
+        command = [sys.executable, "-P", "-m", "memfit.jobs", "ranks", str(job_dir)]
+        call = partial(run_ranks, job_dir, forks=True)
     enter = partial(_enter, job, group, os.getpid())
 
     def become_function() -> None:
@@ -89,7 +93,7 @@ def spawn(
             streams.append(stream)
             stack.callback(os.close, stream)
         if forks and job["target"] is not None:
-            pid, has_begun = fork_job(become_function, partial(main, job_dir), streams, patience_seconds)
+            pid, has_begun = fork_job(become_function, call, streams, patience_seconds)
             if has_begun:
                 return Started(pid, is_forked=True)
             os.kill(pid, signal.SIGKILL)
@@ -144,21 +148,6 @@ def end_group(group: JobGroup, *, keep: bool) -> None:
         group.kill()
     if not keep:
         group.remove()
-
-
-def stop_targets(pid: int) -> set[int]:
-    """Return who gets the SIGTERM: the job's process and, if that is a shell, what it runs.
-
-    A shell dies at once and passes nothing on. The other processes get none: data loader workers would die while their
-    trainer saves.
-    """
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return {pid}
-    children = [int(word) for word in words] if name in _SHELLS else []
-    return {pid}.union(*map(stop_targets, children))
 
 
 def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:

@@ -126,7 +126,10 @@ def _always(end: End) -> bool:
 _GAVE_WAY: tuple[State, ...] = ("preempted", "cancelled", "node_fail", "out_of_memory")
 _FAULT = "its own fault is not tried again"
 _AGAIN_OUTSIDE = "it was ended from outside memfit again, without a checkpoint in between"
-_NO_DEVICE = "it ran out of device memory and was given no GPU: --num-gpus 1 gives it one"
+_NO_DEVICE = (
+    "it ran out of device memory, and memfit has no more to give: --num-gpus 1 gives it a GPU here, and "
+    "slurm.extra=[--constraint=...] larger ones in Slurm"
+)
 _GOES_ON = "it goes on from its checkpoint"
 #: How it ended, what is known, what follows, why. The first line that holds decides.
 RESTARTS = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,8 +27,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import StoppedError, UsageError
-from memfit.files import open_own, read_json, read_own, read_whole, refresh, write_atomic, write_masked
+from memfit.errors import PeerFailedError, StoppedError, UsageError
+from memfit.files import (
+    open_own,
+    outlast,
+    read_json,
+    read_own,
+    read_whole,
+    refresh,
+    until_next_look,
+    write_atomic,
+    write_masked,
+)
 from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error
 from memfit.jobs._folder import (
@@ -40,7 +51,7 @@ from memfit.jobs._folder import (
     take_lock,
     write_outcome,
 )
-from memfit.jobs._fork import end_of
+from memfit.jobs._fork import end_of, stop_targets
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor, Unsupervised
 from memfit.jobs._processes import (
@@ -49,12 +60,12 @@ from memfit.jobs._processes import (
     end_group,
     remove_segments,
     spawn,
-    stop_targets,
     wait_for,
 )
+from memfit.jobs._ranks import FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again, read_lost
 from memfit.masking import mask
 from memfit.memory import JobGroup, ProcReader
-from memfit.rundir import RunDir
+from memfit.rundir import EventWriter, RunDir, read_beats
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
@@ -222,7 +233,8 @@ class Shim:
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
                 self._check_env(pid)
-            self._end_starved(monitor, now)
+            with until_next_look():
+                self._end_starved(monitor, now)
             stopped_by = self._pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
             if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
@@ -292,10 +304,12 @@ class Shim:
         ended_by: EndedBy = "job"
         cause = ""
         if returncode != 0 or self.job["target"] is not None:
-            death = self._death(monitor, before, returncode, stopped_by)
+            death = outlast(lambda: self._death(monitor, before, returncode, stopped_by))
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": memory_place(death)}
+            if returncode and (lost := read_lost(self.job_dir)):
+                evidence["rank"], cause = lost["rank"], f"{lost['text']}: {cause}"
         notes = [
             f"{len(left)} process(es) that it left running were ended" if left else "",
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
@@ -368,57 +382,116 @@ def run_node(folder: Path) -> int:
     return main(folder / "jobs" / f"node_{os.environ['SLURM_NODEID']}")
 
 
-def make_nodes(job_dir: Path, order: Mapping[str, Any]) -> Path:
-    """Write the orders of the nodes' shims; return their folder."""
-    folder = job_dir / f"nodes_{order['attempt']}"
+def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int = 0) -> Path:
+    """Write the orders of the nodes' shims; return their folder, a new one for each generation of ranks."""
+    folder = job_dir / (f"nodes_{order['attempt']}" + f"_{generation}" * bool(generation))
     (folder / "events").mkdir(parents=True, exist_ok=True)
-    number = int(os.environ["SLURM_JOB_ID"])
+    number, num_nodes, ranks = int(os.environ["SLURM_JOB_ID"]), order["num_nodes"], order["ranks"]
+    port = free_port() if ranks > 1 else _PORTS[number % len(_PORTS)]
     # torchrun takes these for its arguments. Source: torch.distributed.run, the action "env" of its parser.
     rendezvous = {
-        "PET_NNODES": str(order["num_nodes"]),
+        "PET_NNODES": str(num_nodes),
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ID": str(number),
-        "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{_PORTS[number % len(_PORTS)]}",
+        "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{port}",
         "PET_MAX_RESTARTS": "0",
-    }
-    for index in range(order["num_nodes"]):
+    } | ({"MEMFIT_GENERATION": str(generation)} if ranks > 1 else {})
+    for index in range(num_nodes):
         path = folder / "jobs" / f"node_{index}"
         path.mkdir(parents=True, exist_ok=True)
-        own = {"id": path.name, "num_nodes": 1, "env": rendezvous | order["env"]}
-        write_masked(path / JOB, {**order, **own}, durable=False)
+        own = {"id": path.name, "num_nodes": 1, "num_devices": order["num_devices"] // num_nodes}
+        if ranks > 1:
+            own["threads"] = max(1, order["threads"] // num_nodes)
+        write_masked(path / JOB, {**order, **own, "env": rendezvous | order["env"]}, durable=False)
     return folder
 
 
 class NodesShim(Shim):
-    """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most."""
+    """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most.
+
+    Where the job is a group of ranks and one of them is lost, all begin again in another step of the same allocation.
+    """
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
+        self.order, self.generation, self.without_checkpoint = job, 0, 0
+        self._look_at, self._lost_at = 0.0, math.inf
         self.folder = make_nodes(job_dir, job)
-        step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"]
-        shim = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node"]
-        super().__init__({**job, "command": [*step, *shim]}, job_dir, stop)
+        super().__init__(self._make_step(), job_dir, stop)
+
+    def _make_step(self) -> dict[str, Any]:
+        """Return the job that starts the shims of this generation."""
+        # Ranks leave by themselves once one is lost, and say what they saw.
+        ends = ("--kill-on-bad-exit=0", "--wait=0") if self.has_ranks else ("--kill-on-bad-exit=1", "--wait=60")
+        shim = (sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node")
+        return {**self.order, "command": ["srun", *self.order["step"], *ends, *shim], "target": None, "ranks": 1}
+
+    @property
+    def has_ranks(self) -> bool:
+        return int(self.order["ranks"]) > 1
 
     def run(self) -> JobStatus:
-        status = super().run()
-        ends = {one.name: read_record(one.name, one / OUTCOME) for one in self.folder.glob("jobs/*") if refresh(one)}
-        known = {name: end for name, end in ends.items() if end is not None}
-        for name in sorted(known):
-            for log in ("out.log", "err.log"):
-                path = self.folder / "jobs" / name / log
-                with contextlib.suppress(OSError), open_own(path) as own, open(self.job_dir / log, "ab") as file:
-                    shutil.copyfileobj(own, file)
-        if not known:
+        status, ends = super().run(), self._ends()
+        if not ends:
             return status
-        worst = min(known, key=lambda name: (_FIRST.index(known[name].state), name))
-        end = known[worst]
-        status = self._merged(status)
+        worst = _worst(ends)
+        for name, node in ((RESULT, "node_0"), (ERROR, worst)):
+            with contextlib.suppress(OSError):
+                shutil.copyfile(self.folder / "jobs" / node / name, self.job_dir / name)
+        end, status = ends[worst], self._merged(status)
         if end.state == "completed" or self.stop.since is not None:
             return status
-        node = f"{end.node or worst}: {end.cause}"
-        return replace(status, state=end.state, cause=node, ended_by=end.ended_by, evidence=end.evidence)
+        cause = f"{end.node or worst}: {end.cause}"
+        return replace(status, state=end.state, cause=cause, ended_by=end.ended_by, evidence=end.evidence)
+
+    def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
+        """Follow one generation after another."""
+        while True:
+            returncode, stopped_by = super()._follow(pid, monitor)
+            self._take_logs()
+            if self.stop.since is not None or not self._begins_again():
+                return returncode, stopped_by
+            self.generation += 1
+            self._look_at, self._lost_at = 0.0, math.inf
+            self.folder = make_nodes(self.job_dir, self.order, self.generation)
+            self.job = self._make_step()
+            pid = spawn(self.job, self.job_dir, self.group).pid
+            monitor.note(pid=pid)
+
+    def _begins_again(self) -> bool:
+        """Return whether the ranks begin again after a loss, and say so."""
+        ends = self._ends()
+        if not self.has_ranks or len(ends) < self.order["num_nodes"]:  # a node is gone: another allocation is needed
+            return False
+        end = ends[_worst(ends)]
+        beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
+        self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
+        is_final = end.state != "failed" or end.exit_code in FINAL
+        if is_final or not may_begin_again(beats, self.without_checkpoint):
+            return False
+        text = (
+            f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "
+            f"(generation {self.generation + 1})"
+        )
+        events = EventWriter(self.run_dir.events_dir, self.job_dir.name)
+        events.write("ranks_again", generation=self.generation + 1, text=f"{self.job_dir.name} {text}")
+        events.close()
+        return True
+
+    def _take_logs(self) -> None:
+        for log in ("out.log", "err.log"):
+            for path in self._files(log):
+                with contextlib.suppress(OSError), open_own(path) as own, open(self.job_dir / log, "ab") as file:
+                    shutil.copyfileobj(own, file)
 
     def _files(self, name: str) -> list[Path]:
-        return sorted(self.folder.glob(f"jobs/*/{name}"))
+        """Return the files of this name that the nodes have; other hosts write them, so none is taken for absent."""
+        found = [folder / name for folder in sorted(self.folder.glob("jobs/*")) if refresh(folder)]
+        return [path for path in found if path.exists()]
+
+    def _ends(self) -> dict[str, JobStatus]:
+        """Return how the nodes' parts ended that have ended."""
+        found = outlast(lambda: [read_record(path.parent.name, path) for path in self._files(OUTCOME)])
+        return {end.job_id: end for end in found if end is not None}
 
     def _merged(self, status: JobStatus) -> JobStatus:
         """Return the job's status with the memory of the node that takes most."""
@@ -427,20 +500,24 @@ class NodesShim(Shim):
         if not nodes:
             return status
         most = max(nodes, key=lambda one: one.peak_bytes)
+        devices = {uuid: held for one in nodes for uuid, held in one.device_used_bytes.items()}
         return replace(
             status,
+            device_used_bytes=devices,
             used_bytes=max(one.used_bytes for one in nodes),
             peak_bytes=most.peak_bytes,
             footprint=most.footprint,
-            node=f"{self.job['num_nodes']} nodes",
+            node=f"{self.order['num_nodes']} nodes",
         )
 
     def _write(self, status: JobStatus) -> None:
-        super()._write(self._merged(status))
+        with contextlib.suppress(OSError):
+            super()._write(self._merged(status))
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Ask the nodes' shims to stop, and end ``srun`` only after them."""
         if self.stop.since is None:
+            self._end_late()
             return None
         is_over = self.stop.is_over(self.grace_seconds)
         word = "SIGKILL" if is_over else "SIGTERM"
@@ -448,3 +525,29 @@ class NodesShim(Shim):
             for path in self._files(JOB):
                 ask_to_stop(path.parent, now=is_over)
         return word
+
+    def _end_late(self) -> None:
+        """End the ranks of nodes that have not left a while after those of another node."""
+        now = time.monotonic()
+        if not self.has_ranks or now < self._look_at:
+            return
+        self._look_at, ends = now + 1.0, self._ends()
+        if any(end.state != "completed" for end in ends.values()):
+            self._lost_at = min(self._lost_at, now)
+        if now - self._lost_at > LEAVING_SECONDS:
+            for path in self._files(JOB):
+                if path.parent.name not in ends:
+                    ask_to_stop(path.parent, now=True)
+
+
+def _worst(ends: Mapping[str, JobStatus]) -> str:
+    """Return the node whose end is told of all: of ranks, the one where the first was lost."""
+    return min(
+        ends,
+        key=lambda name: (
+            _FIRST.index(ends[name].state),
+            ends[name].exit_code == PeerFailedError.exit_code,
+            ends[name].ended or 0.0,
+            name,
+        ),
+    )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -96,12 +96,46 @@ class SlurmOptions(SlurmPlace):
     Attributes:
         time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``; the partition's when empty.
         memory: What a job asks for on each node while its size is unknown.
-        nodes: The nodes of one job. Its command starts once on each, as one unit.
+        nodes: The nodes of one job, over which its GPUs are spread. Its command starts once on each, as one unit.
     """
 
     time: str = ""
     memory: ByteSize = ByteSize(4 << 30)
     nodes: Annotated[int, Field(ge=1)] = 1
+
+
+class _Request(NamedTuple):
+    """What a job asks of Slurm: bytes (None if unknown), ranks and GPUs on each node, and the CPUs of each rank."""
+
+    limit_bytes: int | None
+    num_ranks: int
+    num_cpus: int
+    num_gpus: int
+    options: SlurmOptions
+
+    @classmethod
+    def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
+        ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
+        return cls(limit_bytes, ranks, cpus, job.num_devices // options.nodes, options)
+
+    def to_options(self) -> dict[str, str]:
+        """Return the options of ``sbatch``."""
+        own = (SHIM_BYTES if self.options.nodes == 1 else _NODES_BYTES) + SHIM_BYTES * (self.num_ranks > 1)
+        return {
+            **self.options.options,
+            "time": self.options.time,
+            "nodes": str(self.options.nodes),
+            "ntasks-per-node": str(self.num_ranks),
+            "cpus-per-task": str(self.num_cpus),
+            "gres": f"gpu:{self.num_gpus}" if self.num_gpus else "",
+            "mem": f"{math.ceil(((self.limit_bytes or self.options.memory) + own) / MIB)}M",
+        }
+
+    def to_step(self) -> list[str]:
+        """Return the options of ``srun`` that start one task on each node, which has all that the job has there."""
+        nodes, gpus = self.options.nodes, [f"--gres=gpu:{self.num_gpus}"] * bool(self.num_gpus)
+        cpus = f"--cpus-per-task={self.num_ranks * self.num_cpus}"
+        return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", cpus, *gpus, "--mem=0"]
 
 
 @dataclass
@@ -170,7 +204,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self.options, self.by_stage = options or SlurmOptions(), by_stage or {}
         self.max_parallel, self.now = max_parallel, now
         for one in (self.options, *self.by_stage.values()):  # refused here, before any job
-            self._script(_Array(run.path / "slurm/0.json", "mf", []), None, 1, one)
+            self._script(_Array(run.path / "slurm/0.json", "mf", []), _Request(None, 1, 1, 0, one))
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None
@@ -198,18 +232,18 @@ class SlurmBackend(FollowingBackend[_Followed]):
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Submit jobs as arrays, one for each size. A controller that does not answer is asked again later."""
-        groups: defaultdict[tuple[int | None, int, SlurmOptions], list[Job]] = defaultdict(list)
+        groups: defaultdict[_Request, list[Job]] = defaultdict(list)
         for job, limit_bytes in batch:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
             if job.id in self._live:
                 raise runs_already(job.id)
-            groups[limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
-        for (limit_bytes, num_cpus, options), jobs in groups.items():
+            groups[_Request.of(job, limit_bytes, self.by_stage.get(job.stage, self.options))].append(job)
+        for request, jobs in groups.items():
             for first in range(0, len(jobs), _MOST_ELEMENTS):
-                self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus, options))
+                self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], request))
 
-    def _make_array(self, jobs: Sequence[Job], limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> _Array:
+    def _make_array(self, jobs: Sequence[Job], request: _Request) -> _Array:
         token = secrets.token_hex(4)
         path = self.run.path / "slurm" / f"{token}.json"
         path.parent.mkdir(exist_ok=True)
@@ -219,35 +253,30 @@ class SlurmBackend(FollowingBackend[_Followed]):
             folder.mkdir(parents=True, exist_ok=True)
             attempt, index = next_attempt(folder), len(array.jobs)
             more = {"attempt": attempt, "env": child_env(job, self.run), "grace_seconds": self.grace_seconds}
-            write_order(folder, job, more | {"group": None, "data_limit_bytes": None, "num_nodes": options.nodes})
+            more |= {"group": None, "data_limit_bytes": None, "step": request.to_step()}
+            write_order(folder, job, more | {"num_nodes": request.options.nodes})
             array.jobs.append((job.id, attempt))
             status = JobStatus(job.id, "pending", attempt=attempt)
             self._begin(job.id, _Followed(folder, status, array=array, index=index))
-        write_atomic(path.with_suffix(".sh"), self._script(array, limit_bytes, num_cpus, options), durable=False)
+        write_atomic(path.with_suffix(".sh"), self._script(array, request), durable=False)
         array.save()
         self._arrays.append(array)
         return array
 
-    def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> str:
+    def _script(self, array: _Array, request: _Request) -> str:
         most = f"%{self.max_parallel}" if self.max_parallel else ""
-        own = SHIM_BYTES if options.nodes == 1 else _NODES_BYTES
         return render_script(
             {
                 "job-name": array.name,
                 "array": f"0-{len(array.jobs) - 1}{most}",
-                **options.options,
-                "time": options.time,
-                "nodes": str(options.nodes),
-                "ntasks": str(options.nodes),
-                "cpus-per-task": str(num_cpus),
-                "mem": f"{math.ceil(((limit_bytes or options.memory) + own) / MIB)}M",
+                **request.to_options(),
                 # Slurm sends it up to a minute early. The job needs the grace to save.
                 "signal": f"B:TERM@{math.ceil(self.grace_seconds) + 60}",
                 "no-requeue": None,
                 "open-mode": "append",
                 "output": str(array.path.parent).replace("%", "%%") + "/%A_%a.log",
             },
-            options.extra,
+            request.options.extra,
             f"exec {shlex.join([sys.executable, *_SHIM, str(self.run.path), '--array', str(array.path)])}",
         )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memfit.memory._devices import device_reader as device_reader
     from memfit.memory._devices import read_devices as read_devices
     from memfit.memory._devices import select_visible as select_visible
+    from memfit.memory._devices import visible_uuids as visible_uuids
     from memfit.memory._footprint import HOST as HOST
     from memfit.memory._footprint import Footprint as Footprint
     from memfit.memory._footprint import PhasePeak as PhasePeak

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.memory._host import descends, parse_status, read_text
+from memfit.memory._slurm import visible_gpus
 
 #: Device bytes by device UUID of the processes with these numbers.
 DeviceReader = Callable[[set[int]], Mapping[str, int]]
@@ -91,10 +92,11 @@ def _instances(nvml: Any, handle: Any) -> list[Any]:
 
 
 def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tuple[Device, ...], str]:
-    """Return the GPUs that this process may use by CUDA_VISIBLE_DEVICES, and a note on what is missing."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that this process may use by CUDA_VISIBLE_DEVICES or Slurm's grant, and what is missing."""
+    visible = None
     try:
         handles = _handles(nvml)
+        visible = visible_gpus(env, len({one.gpu for one in handles}))
         chosen = select_visible([(one.gpu, one.uuid) for one in handles], visible)
         names = {_text(nvml.nvmlDeviceGetName(one.handle)) for one in handles}
         devices = tuple(_device(nvml, handles[number], root) for number in chosen)
@@ -132,6 +134,17 @@ def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReade
         }
 
     return read
+
+
+def visible_uuids(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs that a process with these variables sees, in its order: by UUID, or as they are without NVML."""
+    nvml = real_nvml()
+    try:
+        handles = _handles(nvml)
+    except nvml.NVMLError:
+        return tuple(filter(None, (visible_gpus(env, sys.maxsize) or "").split(",")))
+    visible = visible_gpus(env, len({one.gpu for one in handles}))
+    return tuple(handles[number].uuid for number in select_visible([(one.gpu, one.uuid) for one in handles], visible))
 
 
 def real_nvml() -> Any:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from memfit.files import open_regular
+from memfit.files import open_regular, refresh
 from memfit.memory._footprint import Sizes
 from memfit.memory._locks import is_locked, lock_file, try_lock
 
@@ -220,7 +220,7 @@ def _is_orphaned(run: Path) -> bool:
 
 def live_jobs(run: Path) -> Iterator[str]:
     """Yield the ids of a run's jobs that have a watcher: each holds a lock in its job's folder."""
-    for path in sorted(run.glob("jobs/*/lock")):
+    for folder in sorted(run.glob("jobs/*")):
         # One with an outcome has ended, and its watcher ends within the instant.
-        if not (path.parent / "outcome.json").exists() and is_locked(path):
-            yield path.parent.name
+        if refresh(folder) and not (folder / "outcome.json").exists() and is_locked(folder / "lock"):
+            yield folder.name

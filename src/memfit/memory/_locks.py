@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from memfit.files import open_regular
+from memfit.files import REFUSED, open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
@@ -40,11 +41,17 @@ def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
 
 
 def is_locked(path: Path | str) -> bool:
-    """Return True if a process holds a lock on this file; False if there is no such regular file."""
+    """Return True if a process holds a lock on this file; False if there is no such regular file.
+
+    Raises:
+        OSError: If it cannot be asked, as on a network drive whose server does not answer.
+    """
     try:
         descriptor = open_regular(path)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in REFUSED | {errno.ENOENT, errno.ENOTDIR}:
+            return False
+        raise
     try:
         return not try_lock(descriptor, fcntl.LOCK_SH)
     finally:

@@ -94,6 +94,7 @@ class TreeMeter:
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
 
     Attributes:
+        pss_of: The proportional size of each process at the last sweep.
         pids, pids_seen: The processes that were alive at the last sample, and all that were ever seen.
         floor_bytes: Non-reclaimable memory of the tree's own control group; samples show at least that much.
         inherited_bytes: Anonymous memory that the root has by a fork from a process outside of the tree. What of it the
@@ -130,6 +131,7 @@ class TreeMeter:
         self._before: dict[int, tuple[Stat, Status]] = {}
         self.pids, self.pids_seen = set[int](), self._tree.seen
         self._last: Sample | None = None
+        self.pss_of: Mapping[int, int] = {}
         self._swept_file = self._swept_pss = self._charged_peak = 0
         self._phase, self._phase_since = "", clock()
         self._parts: dict[str, int] = {}
@@ -178,6 +180,13 @@ class TreeMeter:
         if self._phase:
             self._take(self._phase, taken)
         return self._last
+
+    def below(self, pid: int) -> set[int]:
+        """Return a process of the tree and all that come from it, as of the last sample."""
+        found = {pid} & self.pids
+        while more := {one for one, (stat, _) in self._before.items() if stat.parent in found} - found:
+            found |= more
+        return found
 
     @property
     def cpu_seconds(self) -> float:
@@ -260,7 +269,8 @@ class TreeMeter:
         self._shared_memory.sweep(
             {p: s.shared_memory for p, (_, s) in now.items()}, {p: r.shared_memory for p, r in rollups.items()}
         )
-        self._swept_pss = sum(rollup.pss for rollup in rollups.values())
+        self.pss_of = {pid: rollup.pss for pid, rollup in rollups.items()}
+        self._swept_pss = sum(self.pss_of.values())
         self._swept_file = sum(rollup.file for rollup in rollups.values())
         return self._swept_pss
 

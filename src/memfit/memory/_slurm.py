@@ -36,6 +36,24 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
     return None
 
 
+def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
+    """Return which of the host's GPUs a process may use, as CUDA_VISIBLE_DEVICES does; None for all ``num_gpus``.
+
+    A cluster may grant GPUs without that variable. If it shows a job no others, Slurm's numbers are not those of here.
+
+    Source: gres.conf(5), ``Flags=no_gpu_env``; cgroup.conf(5), ``ConstrainDevices``.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_GPUS": "3"}, 4), visible_gpus({}, 4)
+    ('1', None)
+    >>> visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 4), visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 2)
+    ('2,3', None)
+    """
+    if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return visible
+    granted = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS")
+    return granted if granted and granted.count(",") + 1 < num_gpus else None
+
+
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
     """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
 

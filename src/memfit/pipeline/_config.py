@@ -76,6 +76,16 @@ class MemorySettings(Settings):
     cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
 
 
+class Resources(Settings):
+    """The processes of one job.
+
+    Attributes:
+        ranks: How many processes a job is, as one group of ``torch.distributed``: on all its nodes together.
+    """
+
+    ranks: Annotated[int, Field(ge=1)] = 1
+
+
 class StageSettings(Settings):
     """The command of a stage, and what the stage needs of the machine.
 
@@ -92,6 +102,7 @@ class StageSettings(Settings):
         memory: A hint: the memory of one of its jobs.
         gpu_memory: The same on each of its GPUs.
         num_gpus: How many GPUs one of its jobs needs.
+        resources: How many ranks one of its jobs has.
         like: The stage whose measured memory counts for this one too.
         slurm: What its jobs ask of Slurm; what is not given is as in ``slurm`` of the run.
     """
@@ -105,6 +116,7 @@ class StageSettings(Settings):
     memory: ByteSize | None = None
     gpu_memory: ByteSize | None = None
     num_gpus: Annotated[int, Field(ge=0)] | None = None
+    resources: Resources | None = None
     like: str | None = None
     slurm: SlurmOptions | None = None
 
@@ -129,6 +141,7 @@ class RunConfig(Settings):
         runs_dir: The folder of all runs.
         panels_dir: The cache of panels, shared by all runs.
         memory: How much of the machine's memory the run may use.
+        resources: How many ranks each job has, where it has units or the run has one stage; else the stage says it.
         backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
         slurm: What each job asks of Slurm.
         notify: Who is told how the run goes.
@@ -155,6 +168,7 @@ class RunConfig(Settings):
     runs_dir: _Folder = Path("runs")
     panels_dir: _Folder = Path("panels")
     memory: MemorySettings = MemorySettings()
+    resources: Resources = Resources()
     backend: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = SlurmOptions()
     notify: NotifySettings = NotifySettings()

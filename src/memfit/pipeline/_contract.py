@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=BaseModel)
 T = TypeVar("T")
+_LOOK_SECONDS = 0.05
 
 
 class Stop(Exception):
@@ -121,6 +123,7 @@ class Context:
         needs: The outputs of the stages that it needs, by stage.
         meets: The stages of ``needs`` with the same units.
         saved: The paths of its outputs so far, by name.
+        rank: The rank of this process in its job's group; 0 in a job of one process. Rank 0 alone saves and reports.
     """
 
     unit: Any
@@ -132,6 +135,7 @@ class Context:
     needs: Mapping[str, Sequence[Output]] = field(default_factory=dict)
     meets: frozenset[str] = frozenset()
     saved: dict[str, Path] = field(default_factory=dict)
+    rank: int = 0
 
     @property
     def seed(self) -> int:
@@ -171,20 +175,28 @@ class Context:
         """Save an output under a name, for the stages that need this one, and return its path.
 
         A table becomes a Feather file, arrays one ``.npy`` file each, a mapping or list JSON. A panel stays in
-        ``panels_dir``. A file or folder of your own stays where it is in ``dir``, and is copied from elsewhere.
+        ``panels_dir``. A file or folder of your own stays where it is in ``dir``, and is copied from elsewhere. On
+        other ranks than 0 nothing is saved.
         """
+        if self.rank:
+            return _manifest.find_output(self.dir, name) or self.dir / name
         path = self.saved[name] = _manifest.save_output(self.dir, name, value)
         return path
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what an earlier attempt saved under this name; else save what ``make`` returns, and return that."""
-        found = _manifest.find_output(self.dir, name)
+        """Return what an earlier attempt saved under this name; else save what ``make`` returns, and return that.
+
+        Of several ranks, rank 0 alone makes it, and the others wait.
+        """
+        while (found := _manifest.find_output(self.dir, name)) is None and self.rank:
+            time.sleep(_LOOK_SECONDS)
         self.saved[name] = found or self.save(name, make())
         return _manifest.load_path(self.saved[name])  # type: ignore[no-any-return]
 
     def report(self, name: str, value: float, step: int) -> None:
         """Write a number to the run's events while the stage works; ``memfit watch`` shows it."""
-        record("report", name=name, value=float(value), step=int(step))
+        if not self.rank:
+            record("report", name=name, value=float(value), step=int(step))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from memfit.jobs import Parent, call_in_child, start_env
 from memfit.masking import mask
 from memfit.memory import Budget
 from memfit.pipeline._command import check_command, config_of_command
-from memfit.pipeline._config import RunConfig, StageSettings, resolve_settings
+from memfit.pipeline._config import Resources, RunConfig, StageSettings, resolve_settings
 from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._grid import ALL, Choice, check_placeholders, chosen_units, own_stdin
 from memfit.rundir import RunDir
@@ -102,6 +102,15 @@ class Order:
     def topology(self, stage: str) -> StageSettings:
         """Return what a stage needs of the machine."""
         return self.settings.stages.get(stage, StageSettings())
+
+    def is_main(self, stage: StageSpec) -> bool:
+        """Return whether a job of a stage gets what the run says of one job: it is one of many, or the only one."""
+        return bool(stage.each or stage.units) or len(self.stages) == 1
+
+    def ranks_of(self, stage: StageSpec) -> int:
+        """Return how many ranks each job of a stage has."""
+        own = self.topology(stage.name).resources
+        return (own or (self.settings.resources if self.is_main(stage) else Resources())).ranks
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):

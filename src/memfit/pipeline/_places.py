@@ -6,18 +6,18 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from memfit import config, slurm
-from memfit.errors import UsageError
+from memfit.errors import DoesNotFitError, UsageError
 from memfit.jobs import SHIM_BYTES, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
-from memfit.pipeline._config import RunConfig
+from memfit.pipeline._config import Resources, RunConfig
 from memfit.rundir import EventWriter, RunDir
 
 #: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
@@ -84,12 +84,20 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
 def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterator[Place]:
     """Make the backend that queues jobs with Slurm."""
     own = _slurm_of_stages(settings)
-    if settings.target and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
-        raise UsageError(
-            "a stage that is a function was given several nodes of Slurm.",
-            rule="on several nodes a command starts once on each; a function's result is that of one process.",
-            remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
-        )
+    for name in ("", *settings.stages):
+        ranks, nodes = _resources_of(settings, name).ranks, own.get(name, settings.slurm).nodes
+        if settings.target and nodes > 1 and ranks == 1:
+            raise UsageError(
+                "a stage that is a function was given several nodes of Slurm.",
+                rule="on several nodes a command starts once on each; a function runs on each rank, and it has one.",
+                remedy=f"give it ranks: --nproc {nodes}, or leave slurm.nodes out",
+            )
+        if ranks > 1 and ranks % nodes:
+            raise UsageError(
+                f"{ranks} ranks cannot be spread over {nodes} nodes{f' (stage {name})' if name else ''}.",
+                rule="each node has as many ranks as every other: resources.ranks is a multiple of slurm.nodes.",
+                remedy=f"ask for {nodes * -(-ranks // nodes)} ranks, or for another number of nodes",
+            )
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,
@@ -114,16 +122,16 @@ def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | No
 
 
 def _read_node_budget(settings: RunConfig) -> Budget:
-    if settings.memory.num_gpus or settings.memory.gpu_job:
+    if settings.memory.gpu_job or any(one.gpu_memory for one in settings.stages.values()):
         raise UsageError(
-            "memfit does not ask Slurm for GPUs by itself.",
-            rule="--num-gpus and --gpu-memory hold on this host.",
-            remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
+            "memfit cannot choose a GPU by its memory in Slurm.",
+            rule="--gpu-memory and gpu_memory hold on this host: Slurm does not say what memory a node's GPUs have.",
+            remedy="leave it out, and ask for a kind of node: --set 'slurm.extra=[--constraint=a100]'",
         )
     for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
         try:
             partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
-            partition, size = max(map(slurm.read_largest_node, sorted(partitions)), key=itemgetter(1))
+            nodes = {name: slurm.read_largest_node(name) for name in partitions}
             break
         except slurm.NoAnswerError as error:
             if not num_left:
@@ -133,8 +141,10 @@ def _read_node_budget(settings: RunConfig) -> Budget:
                     remedy="give the same command again when sinfo works",
                 ) from error
             time.sleep(_AGAIN_SECONDS)
-    size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
-    node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
+    _check_gpus(settings, nodes)
+    largest = max(nodes.values(), key=attrgetter("bytes"))
+    size = max(1, min(largest.bytes - SHIM_BYTES, settings.memory.limit or largest.bytes))
+    node = Limit("largest node", f"Slurm partition {largest.partition}", size, 0, size, "job")
     return replace(
         Budget.read(),
         limits=(node,),
@@ -144,6 +154,35 @@ def _read_node_budget(settings: RunConfig) -> Budget:
         permission="none",
         promise="Slurm holds each job to its own request",
     )
+
+
+def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> None:
+    """Refuse jobs that ask for more GPUs than the nodes of their partition have."""
+    own = _slurm_of_stages(settings)
+    for name in ("", *settings.stages):
+        stage, asked = settings.stages.get(name), own.get(name, settings.slurm)
+        total = settings.memory.num_gpus if stage is None or stage.num_gpus is None else stage.num_gpus
+        each, rest = divmod(total, asked.nodes)
+        who, most = f"a job{f' of stage {name}' if name else ''}", nodes[asked.partition].num_gpus
+        if rest:
+            raise UsageError(
+                f"{who} asks for {total} GPUs on {asked.nodes} nodes.",
+                rule="each node gives a job as many GPUs as every other.",
+                remedy=f"ask for {asked.nodes * (each + 1)}: --num-gpus counts those of all nodes together",
+            )
+        if each > most:
+            raise DoesNotFitError(
+                f"{who} asks for {total} GPUs on {asked.nodes} node{'s' * (asked.nodes > 1)}: {each} on each, and no "
+                f"node of partition {nodes[asked.partition].partition} has more than {most}.",
+                rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
+                remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
+            )
+
+
+def _resources_of(settings: RunConfig, stage: str) -> Resources:
+    """Return what the jobs of a stage have, or those of stages that say nothing."""
+    own = settings.stages.get(stage)
+    return (own.resources if own else None) or settings.resources
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:

@@ -230,17 +230,19 @@ def write_order(order: Order, run: RunDir) -> None:
 def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     """Return the job that makes a unit's result, and make its folder."""
     settings, stage = order.settings, unit.stage
-    own, memory, has_units = order.topology(stage.name), settings.memory, unit.label is not None
+    own, memory, is_main = order.topology(stage.name), settings.memory, order.is_main(stage)
+    ranks = order.ranks_of(unit.stage)
     folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
-    declared = own.memory or (memory.job if has_units else None)
-    device_bytes = own.gpu_memory or (memory.gpu_job if has_units else None)
+    declared = own.memory or (memory.job if is_main else None)
+    device_bytes = own.gpu_memory or (memory.gpu_job if is_main else None)
     facts: dict[str, Any] = {
         "footprint": Footprint.declared(declared) if declared else None,
-        "threads": settings.threads_per_job,
+        "threads": max(settings.threads_per_job, ranks),
         "tight_malloc": memory.tight_malloc,
         "cuda_allocator": memory.cuda_allocator,
         "device_bytes": device_bytes,
-        "num_devices": own.num_gpus or (memory.num_gpus if has_units else 0) or int(device_bytes is not None),
+        "num_devices": own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * (device_bytes is not None),
+        "ranks": ranks,
         "stage": own.like or stage.name,
         "unit": unit.value,
     }
@@ -253,7 +255,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
             phases=tuple(stage.phases),
             mapped_bytes=sum(mapped_bytes(one.manifest(run)) for units in unit.inputs.values() for one in units),
             env=order.env,
-            keeps_group=not has_units,  # the page cache that it filled stays charged to it
+            keeps_group=unit.label is None,  # the page cache that it filled stays charged to it
             **facts,
         )
     fields = unit.value if isinstance(unit.value, Mapping) else {stage.variable: unit.value}
@@ -298,7 +300,8 @@ def _known(order: Order, graph: Graph) -> Known:
             continue
         footprint = read_status(graph.run, unit.job_id).footprint
         job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
-        if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
+        now = order.settings.memory.tight_malloc, order.ranks_of(unit.stage)
+        if footprint is not None and (job.get("tight_malloc"), job.get("ranks")) == now:
             values = unit.value if isinstance(unit.value, Mapping) and order.kind == "commands" else {}
             found.append((order.topology(unit.stage.name).like or unit.stage.name, values, footprint))
     return found

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
-from memfit.rundir import phase
+from memfit.rundir import RANKS_VARIABLE, phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 
@@ -40,13 +42,16 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
             rule="all stages of a run use the code that it began with.",
             remedy="give the same command again: it runs the stages that use this code",
         )
-    context = make_context(order)
     params = only(workload.params.model_validate_json(json.dumps(order["params"])), spec)
     ended: dict[str, Any] = {}
-    try:
-        result = function(context, params)
-    except Stop as stop:
-        result, ended = stop.result, {"status": "stopped", "why": mask(str(stop)), "exit_code": stop.exit_code}
+    with _ranks() as rank:
+        context = make_context(order, rank)
+        try:
+            result = function(context, params)
+        except Stop as stop:
+            result, ended = stop.result, {"status": "stopped", "why": mask(str(stop)), "exit_code": stop.exit_code}
+    if rank:
+        return {}
     plain, package = _plain(result, spec["name"]), order["target"].partition(":")[0].partition(".")[0]
     unforeseen = {name: path for name, path in own_modules(package).items() if name not in spec["modules"]}
     write_result(
@@ -70,7 +75,16 @@ def _versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in _VERSIONS if name in sys.modules}
 
 
-def make_context(order: Mapping[str, Any]) -> Context:
+def _ranks() -> AbstractContextManager[int]:
+    """Join the group of a job of several ranks; the rank of a job of one process is 0."""
+    if RANKS_VARIABLE not in os.environ:
+        return nullcontext(0)
+    from memfit.training import joined_group
+
+    return joined_group()
+
+
+def make_context(order: Mapping[str, Any], rank: int = 0) -> Context:
     """Return the context of one unit."""
     unit, panels_dir = order["facts"]["unit"], Path(order["panels_dir"])
     try:
@@ -90,6 +104,7 @@ def make_context(order: Mapping[str, Any]) -> Context:
         previous=Output(Path(order["previous"])) if order["previous"] else None,
         needs={name: [Output(Path(path)) for path in paths] for name, paths in order["needs"].items()},
         meets=frozenset(order["meets"]),
+        rank=rank,
     )
 
 

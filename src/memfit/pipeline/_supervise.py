@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import psutil
 
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
-from memfit.files import refresh, write_json
+from memfit.files import AWAY, refresh, write_json
 from memfit.integrations import notifier_of, start_trackers
 from memfit.jobs import (
     ASK_SIGNAL,
@@ -272,6 +272,12 @@ def supervised(
                 f"the disk of {run.path} is full.",
                 rule="a run needs room for its events and results.",
                 remedy="free some space and give the same command again: it continues, and takes over running jobs",
+            ) from error
+        if isinstance(error, OSError) and error.errno in AWAY:
+            raise DataError(
+                f"{run.path} cannot be reached: {error.strerror}.",
+                rule="a run needs its directory. Jobs that run go on without memfit.",
+                remedy=f"see to the disk or the network drive, then: memfit resume {run.path}",
             ) from error
         if not (run.path / "outcome.json").exists():  # an outcome that is there says how the jobs ended
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from memfit.memory import Budget
 from memfit.reports._numbers import (
     counter_of,
     explain_memory,
+    explain_rank,
     format_number,
     is_number,
     or_dash,
@@ -63,6 +64,8 @@ _PHASE_COLUMNS = 18
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
+#: More ranks of one job are counted.
+_MOST_RANKS = 8
 #: What is read of a log at one look.
 _MOST_NEW_BYTES = 1 << 16
 
@@ -283,7 +286,7 @@ def render(state: RunState, room: Room, pressure: float | None = None, headline:
     Parameters behind a job's name give way where the terminal is narrow.
     """
     rows = [*state.jobs.values()]
-    lines = [_cells(row, state.run) for row in _shown(rows)]
+    lines = [line for row in _shown(rows) for line in (_cells(row, state.run), *_rank_cells(row))]
     shown = [
         place
         for place, name in enumerate(_HEADINGS)
@@ -358,6 +361,16 @@ def _cells(job: JobState, run: RunDir) -> list[str | Text]:
         *sizes_of(job),
         *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (job.seconds, job.eta_seconds)),
     ]
+
+
+def _rank_cells(job: JobState) -> Iterator[list[str | Text]]:
+    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
+    ranks = job.ranks if job.state == "running" else ()
+    for rank in ranks[:_MOST_RANKS]:
+        does, *sizes = explain_rank(rank, job)
+        yield [Text(f"  rank {rank['rank']}"), "-", Text(does[:_PHASE_COLUMNS], style="dim"), "-", *sizes, "", ""]
+    if len(ranks) > _MOST_RANKS:
+        yield [Text(f"  and {len(ranks) - _MOST_RANKS} more"), "-", Text(""), "-", "", "", "", "", ""]
 
 
 def _share_done(job: JobState) -> str:

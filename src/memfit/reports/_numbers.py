@@ -126,6 +126,17 @@ def sizes_of(job: JobState) -> tuple[str, str, str]:
     return used, peak, reserved
 
 
+def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:
+    """Return what a rank does, what it holds and its peak, and which part of its job's reservation that peak is."""
+    sizes = [format_bytes(rank[name]) if rank[name] else "-" for name in ("pss_bytes", "peak_bytes")]
+    if rank["device_bytes"]:
+        sizes[0] += f" + {format_bytes(rank['device_bytes'])}"
+    step = rank.get("step")
+    does = rank["place"] if step is None else f"{rank['place']} {step}"
+    share = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %" if job.reserved_bytes else "-"
+    return [does, *sizes, share]
+
+
 def what_it_does(job: JobState, run: RunDir) -> str:
     """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun

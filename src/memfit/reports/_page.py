@@ -20,7 +20,7 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._numbers import format_number, or_dash
+from memfit.reports._numbers import explain_rank, format_number, or_dash
 from memfit.reports._study_text import explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, RunState, read, show_state
@@ -315,6 +315,20 @@ def _sizes(seen: _Seen) -> Iterator[str]:
         error = seen.summary["forecast_error"]
         told = "" if error is None else f" Forecast: {explain_forecast(error)}."
         yield f'<p class="note">Peak: private memory. The bar is its share of what was reserved.{told}</p>'
+    yield from _ranks(seen)
+
+
+def _ranks(seen: _Seen) -> Iterator[str]:
+    """Yield a table of the ranks of jobs of several, and which were lost."""
+    rows = list[tuple[_Cell, ...]]()
+    for job in [job for job in seen.state.jobs.values() if job.ranks][:_MOST_TOLD]:
+        rows += [(job.name, str(rank["rank"]), *explain_rank(rank, job)) for rank in job.ranks]
+    if rows:
+        headings = ("job", "rank", "last at", "memory", "peak", "of the reservation")
+        yield "<h2>Ranks</h2>" + _table(headings, rows, num_words=3, what="ranks")
+    for job in seen.state.jobs.values():
+        for event in job.lost:
+            yield f"<p>{escape(job.name)}: {escape(job.explain_lost(event))}</p>"
 
 
 def _deaths(seen: _Seen) -> Iterator[str]:

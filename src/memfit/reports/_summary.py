@@ -39,7 +39,7 @@ from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_s
 from memfit.units import format_bytes, format_duration, list_some
 
 #: Of more commands than this, only failures and further attempts have a line.
-_MOST_LINES = 60
+_MOST_LINES, _MOST_RANKS = 60, 16
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
@@ -156,7 +156,11 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
             text += f"\n  the same: {list_some([other.name for other in others])}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    facts = [*_phases(rows), *(_epoch_memory(rows) if verbose else ())] if is_one else _totals(state, rows, verbose)
+    facts = (
+        [*_phases(rows), *_ranks(rows), *(_epoch_memory(rows) if verbose else ())]
+        if is_one
+        else _totals(state, rows, verbose)
+    )
     print_facts([*facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
 
 
@@ -252,6 +256,17 @@ def _phases(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
             yield "phases", text
 
 
+def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
+    """Yield which ranks were lost, and the peak of each rank of a job."""
+    for row in rows[:_MOST_LINES]:
+        of = "" if len(rows) == 1 else f"{row.id}: "
+        for event in row.lost:
+            yield "lost", f"{of}{row.explain_lost(event)}"
+        if any(rank["peak_bytes"] for rank in row.ranks):
+            peaks = [format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else "-" for rank in row.ranks]
+            yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (proportional sizes)"
+
+
 def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the jobs by state, the restarts and the wall clock; if verbose, also why it was not shorter."""
     wall, is_whole = state.wall_seconds, state.num_commands == 1
@@ -264,6 +279,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
     busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not state.num_restarts else ""
     last = " of the last command" if state.num_commands > 1 else ""
     yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
+    yield from _ranks(rows)
     if verbose and wall and is_whole and len(rows) > 1:
         yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
     warm = sum(row.evidence.get("start") == "warm" for row in rows)

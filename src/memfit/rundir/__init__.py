@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
+    from memfit.rundir._beats import LOST as LOST
+    from memfit.rundir._beats import RANKS_VARIABLE as RANKS_VARIABLE
+    from memfit.rundir._beats import START_PATIENCE as START_PATIENCE
+    from memfit.rundir._beats import WAITING as WAITING
+    from memfit.rundir._beats import Beat as Beat
+    from memfit.rundir._beats import launch_of as launch_of
+    from memfit.rundir._beats import open_beats as open_beats
+    from memfit.rundir._beats import read_beats as read_beats
     from memfit.rundir._events import LEVELS as LEVELS
     from memfit.rundir._events import Event as Event
     from memfit.rundir._events import EventTail as EventTail

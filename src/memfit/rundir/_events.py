@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memfit.files import REFUSED, open_own, parse_json, pass_over
+from memfit.files import REFUSED, open_own, parse_json, pass_over, until_next_look
 from memfit.masking import mask_line
 
 Event = Mapping[str, Any]
@@ -137,11 +137,12 @@ class FolderTail:
     def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
         """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
         records = []
-        for path in sorted(self._dir.glob("*.jsonl")):
-            tail, size = self._tails.get(path.name) or (EventTail(path, self._begin.get(path.name, 0)), -1)
-            if (size_now := path.lstat().st_size) != size or anew:
-                records += tail.read()
-                self._tails[path.name] = (tail, size_now)
+        with until_next_look():
+            for path in sorted(self._dir.glob("*.jsonl")):
+                tail, size = self._tails.get(path.name) or (EventTail(path, self._begin.get(path.name, 0)), -1)
+                if (size_now := path.lstat().st_size) != size or anew:
+                    records += tail.read()
+                    self._tails[path.name] = (tail, size_now)
         return sorted(records, key=event_time)
 
     @property

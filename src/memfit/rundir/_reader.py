@@ -39,6 +39,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stop": {"num_running": int},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
     "warm": {"bytes": int, "job": _NONE},
+    "rank_lost": {"job": str, "rank": int, "generation": int, "text": str},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 _GRAPH = {"stages": [{"name": str, "each": (str, _NONE)}]}
@@ -101,6 +102,7 @@ class Reader:
         self._admitted_by = 0
         self._attempts: defaultdict[str, _Attempt] = defaultdict(_Attempt)
         self._last: dict[tuple[str, str], Event] = {}
+        self._lost: defaultdict[str, list[Event]] = defaultdict(list)
         self._queued: set[str] = set()
         self._settled: dict[str, JobState] = {}
         self._stages: dict[str, StageState] = {}
@@ -203,6 +205,8 @@ class Reader:
         known = self._known
         if kind in ("epoch", "progress"):
             self._last[kind, job] = event
+        elif kind == "rank_lost":
+            self._lost[job].append(event)
         if kind in ("admit", "end", "retry"):
             self._settled.pop(job, None)
             self._attempts[job].admitted = None
@@ -285,6 +289,7 @@ class Reader:
                 "progress": self._last.get(("progress", job_id)),
                 "result": self._result(stage, job_id) if told in THERE or own == "completed" else {},
                 "params": self.params.get(job_id, {}),
+                "lost": tuple(self._lost[job_id]),
             },
         )
         if is_over and job_id in self._queued:

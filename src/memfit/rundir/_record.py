@@ -28,8 +28,8 @@ def current_run() -> tuple[RunDir, str] | None:
 def record(kind: str, **fields: Any) -> None:
     """Append an event of this job to the run directory; do nothing outside a run.
 
-    The live view shows the field ``text`` behind the job's name. A full disk loses events, says so once, and never
-    fails the job.
+    The live view shows the field ``text`` behind the job's name. An event of another rank than 0 says so in ``rank``.
+    A full disk loses events, says so once, and never fails the job.
     """
     current = current_run()
     if current is None:
@@ -41,6 +41,8 @@ def record(kind: str, **fields: Any) -> None:
                 writer.close()
             _Current.writer = None
             writer = _Current.writer = EventWriter(events_dir, job_id)
+        if (rank := os.environ.get("RANK", "0")) != "0" and rank.isdecimal():
+            fields = {"rank": int(rank), **fields}
         if "text" in fields:
             fields["text"] = f"{job_id} {fields['text']}"
         writer.write(kind, **fields)

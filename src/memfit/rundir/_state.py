@@ -70,6 +70,7 @@ class JobState:
         progress: Its last event of the kind ``progress``.
         result: What it returned.
         params: The parameters that the command line gave it.
+        lost: The events of the kind ``rank_lost``, of all attempts.
     """
 
     id: str
@@ -90,6 +91,7 @@ class JobState:
     cpu_seconds: float = 0.0
     evidence: Mapping[str, Any] = field(default_factory=dict)
     node: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
     seconds: float | None = None
     reserved_bytes: int | None = None
     forecast_bytes: int | None = None
@@ -101,6 +103,7 @@ class JobState:
     progress: Event | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
+    lost: Sequence[Event] = ()
 
     @property
     def name(self) -> str:
@@ -113,10 +116,17 @@ class JobState:
         is_told = self.told in THERE or (self.told == "failed" and self.own == "completed")
         return self.told if is_told else self.own
 
+    def explain_lost(self, event: Event) -> str:
+        """Return how a rank was lost, in words."""
+        return f"{str(event['text']).removeprefix(f'{self.id} ')} (generation {event['generation']})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
         plain = "stage params state seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
         found = {"job": self.id, **{name: getattr(self, name) for name in plain.split()}}
+        if self.ranks:
+            found["ranks"] = [dict(one) for one in self.ranks]
+            found["ranks_lost"] = [self.explain_lost(one) for one in self.lost]
         return found | {"reserved_bytes": self.reserved_bytes, "result": finite(self.result)}
 
 

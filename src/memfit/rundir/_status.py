@@ -21,6 +21,8 @@ STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset(STATES) - {"pending", "running"}
 EndedBy = Literal["", "job", "user", "platform"]
 
+#: What a status says of each rank of a job of several.
+RANK = {"rank": int, "place": str, "pss_bytes": int, "device_bytes": int, "peak_bytes": int}
 _NUMBER, _NONE = (int, float), type(None)
 _SHAPE: Mapping[str, Any] = {
     "state": frozenset(STATES),
@@ -30,6 +32,7 @@ _SHAPE: Mapping[str, Any] = {
     "footprint": (FOOTPRINT, _NONE),
     "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),
+    "ranks": ([RANK], _NONE),
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),

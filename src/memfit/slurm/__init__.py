@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.slurm._batch_script import parse_script as parse_script
     from memfit.slurm._batch_script import read_script as read_script
     from memfit.slurm._control import Element as Element
+    from memfit.slurm._control import LargestNode as LargestNode
     from memfit.slurm._control import NoAnswerError as NoAnswerError
     from memfit.slurm._control import cancel_elements as cancel_elements
     from memfit.slurm._control import check_script as check_script

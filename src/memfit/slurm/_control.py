@@ -43,6 +43,14 @@ class Element(NamedTuple):
     nodes: str = ""
 
 
+class LargestNode(NamedTuple):
+    """The most memory, and the most GPUs, that a node of a partition has."""
+
+    partition: str
+    bytes: int
+    num_gpus: int
+
+
 def submit_script(path: Path) -> str:
     """Submit a batch script; return the number of its job. Without an answer, look for its name: it may be there."""
     return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
@@ -95,27 +103,28 @@ def release_element(number: str) -> None:
     _call("scontrol", "release", number)
 
 
-def read_largest_node(partition: str = "") -> tuple[str, int]:
-    """Return the partition that is meant and the memory of its largest node in bytes."""
+def read_largest_node(partition: str = "") -> LargestNode:
+    """Return the most that a node of this partition has; of the default one without a name."""
     where = ("-p", partition) if partition else ()
-    return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m").splitlines(), partition)
+    return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m|%G").splitlines(), partition)
 
 
-def parse_nodes(lines: Sequence[str], partition: str = "") -> tuple[str, int]:
-    """Return the partition and its largest node's memory from what ``sinfo -o "%P|%m"`` printed, in MiB there.
+def parse_nodes(lines: Sequence[str], partition: str = "") -> LargestNode:
+    """Return the most that a node has, by what ``sinfo -o "%P|%m|%G"`` printed: MiB there, and generic resources.
 
-    >>> parse_nodes(["main*|2048", "main*|4096+", "big|9000"])
-    ('main', 4294967296)
+    >>> parse_nodes(["main*|2048|(null)", "main*|4096+|gpu:a100:2(S:0-1),gpu:t4:1,nic:4", "big|9000|gpu:8"])
+    LargestNode(partition='main', bytes=4294967296, num_gpus=3)
     """
-    rows = [line.strip().partition("|")[::2] for line in lines if "|" in line]
-    wanted = [(name.rstrip("*"), size) for name, size in rows if partition or name.endswith("*")]
+    rows = [line.strip().split("|") for line in lines if line.count("|") == 2]
+    wanted = [(name.rstrip("*"), size, gres) for name, size, gres in rows if partition or name.endswith("*")]
     if not wanted:
         raise UsageError(
             f"Slurm has no partition {partition}." if partition else "Slurm has no default partition.",
             rule="the largest node of the partition is the most that one job can ask for.",
             remedy="name one that sinfo shows: --set slurm.partition=NAME",
         )
-    return wanted[0][0], max(int(size.rstrip("+")) for _, size in wanted) << 20
+    gpus = [sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))) for _, _, gres in wanted]
+    return LargestNode(wanted[0][0], max(int(size.rstrip("+")) for _, size, _ in wanted) << 20, max(gpus))
 
 
 def read_accounting(given: str) -> str:

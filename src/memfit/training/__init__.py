@@ -11,6 +11,11 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of("torch", "torch", "memfit.training") from error
 
 from memfit.training._average import average_checkpoints as average_checkpoints
+from memfit.training._beat import beat as beat
+from memfit.training._beat import joined_group as joined_group
+from memfit.training._beat import keep_beats as keep_beats
+from memfit.training._beat import leave as leave
+from memfit.training._beat import peers_lost as peers_lost
 from memfit.training._checkpoint import CheckpointFolder as CheckpointFolder
 from memfit.training._checkpoint import CheckpointWarning as CheckpointWarning
 from memfit.training._checkpoint import load_checkpoint as load_checkpoint

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
+import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 
@@ -21,8 +23,17 @@ Checked = Annotated[T, _CHECKED]
 
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
+_NORM = "use GroupNorm or LayerNorm"
+
 #: Compared by name: importing torch.distributed.fsdp only to compare takes seconds.
 _RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
+
+
+def _ranked(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return the names and classes of the parts of a model that several ranks train."""
+    bases = [(name, base.__name__) for name, one in model.named_modules() for base in type(one).__mro__]
+    found = [(name, kind) for name, kind in bases if kind in _RANK_CLASSES]
+    return found + [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
 
 
 def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageError:
@@ -54,6 +65,48 @@ def _check(name: str, value: Any, kind: Any) -> None:
         raise bad_setting(name, value, text.replace("Input should be", "it is")) from None
 
 
+def alone(what: str, remedy: str) -> UsageError:
+    """Return the refusal of what would keep a rank from making its gradients alone."""
+    rule = "a rank makes its gradients alone, and again when memory runs out; then memfit sums those of all ranks."
+    return UsageError(what, rule=rule, remedy=remedy)
+
+
+def take_off_wrapper(model: Any, group: Any) -> tuple[Any, Any, Callable[[], None]]:
+    """Return the model that a ``DistributedDataParallel`` wraps, its group, and a check of the wrapper for each step.
+
+    ``group`` is ``"auto"``, or None for a model that this process trains alone.
+    """
+    if not isinstance(model, DistributedDataParallel) or group is None:
+        is_grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if is_grouped and group is not None and isinstance(model, torch.nn.Module) and not _ranked(model):
+            raise UsageError(
+                f"The model is a plain one, and a group of {dist.get_world_size()} ranks is there.",
+                rule="with several ranks, the model says by its wrapper whether they train it together.",
+                remedy="wrap it: DistributedDataParallel(model); or pass group=None if this process trains it alone",
+            )
+        return model, None, lambda: None
+    wrapper = model
+    _check_wrapper(wrapper)
+    for name, module in wrapper.module.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise alone(f"{name!r} in the model is a SyncBatchNorm: it waits for all ranks in its forward pass.", _NORM)
+    return wrapper.module, wrapper.process_group, functools.partial(_check_wrapper, wrapper)
+
+
+def _check_wrapper(wrapper: DistributedDataParallel) -> None:
+    """Refuse a wrapper that does what memfit takes over from it."""
+    if wrapper._lazy_init_ran:
+        raise alone(
+            "The DistributedDataParallel wrapper was called before.",
+            "call wrapper.module, for validation too; build a new wrapper for a model that was trained with it",
+        )
+    if not wrapper.require_backward_grad_sync:
+        raise alone("no_sync() is active.", "leave it out: pass the batches to accumulate to one step")
+    if wrapper._comm_hooks or wrapper.mixed_precision is not None:
+        what = "a communication hook" if wrapper._comm_hooks else "mixed_precision"
+        raise alone(f"The DistributedDataParallel wrapper has {what}.", "leave it out; the Trainer has precision=")
+
+
 def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
     """Refuse a model, optimizer, loss or split that is something else, arguments in another order above all."""
     if not isinstance(model, torch.nn.Module):
@@ -61,10 +114,7 @@ def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "pass for example torch.optim.AdamW(model.parameters())"
         raise bad_setting("the optimizer", optimizer, "it is made over the model's parameters", remedy)
-    ranked = [(name, base.__name__) for name, one in model.named_modules() for base in type(one).__mro__]
-    ranked = [(name, kind) for name, kind in ranked if kind in _RANK_CLASSES]
-    ranked += [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
-    if ranked:
+    if ranked := _ranked(model):
         name, kind = ranked[0]
         raise UsageError(
             f"{f'{name!r} in the model' if name else 'The model'} is a {kind}: several ranks train it.",

@@ -6,8 +6,8 @@ on the same hardware with the same number of threads.
 
 from __future__ import annotations
 
-import itertools
 import math
+import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,17 +19,29 @@ from typing import Any
 
 from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
 from memfit.rundir import record
+from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
+from memfit.training._deal import own_part
 from memfit.training._ema import Ema
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import StopSignals, check_save_seconds, seed_everything
+from memfit.training._process import StopSignals, check_save_seconds, rng_state, seed_rank
+from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
 from memfit.training._resume import Progress, Resume
 from memfit.training._setup import Plan, Setup
 from memfit.training._split import samples_in
 from memfit.training._validation import Validation, attempt_twice
+
+
+class _Unheard(Journal):
+    """The journal of a rank that tells nothing: it keeps the times alone."""
+
+    def _ignore(self, *args: Any, **fields: Any) -> None:
+        pass
+
+    phase = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
 
 
 class Fit:
@@ -39,14 +51,18 @@ class Fit:
         self.setup, self.plan, self.stop = setup, plan, stop
         self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
         self.device = next(self.step.model.parameters()).device
+        self.ranks = setup.step.ranks
+        self.is_first = self.ranks is None or self.ranks.rank == 0  # it alone writes and tells
         self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
         if self.folder is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
             refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
-        self.progress, self.journal = Progress(), Journal(plan.num_epochs)
-        self.validation = Validation(setup, plan, self._where, self._stop_or_save)
+        self.progress, self.journal = Progress(), (Journal if self.is_first else _Unheard)(plan.num_epochs)
+        if self.ranks is not None:
+            self._join(self.ranks)
+        self.validation = Validation(setup, plan, self._where, self._stop_alone)
         self.resume = Resume(setup, plan, self.data, self.validation, self.journal, self.num_steps)
         self._is_open = self._has_room = False
         self._is_saved = True  # or nothing was done yet
@@ -54,8 +70,24 @@ class Fit:
 
     def run(self) -> FitResult:
         """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
-        with nullcontext() if self.folder is None else self.folder.held():
-            return self._run()
+        try:
+            with self.folder.held() if self.folder is not None and self.is_first else nullcontext():
+                return self._run()
+        except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.fail(error)
+            raise
+        finally:
+            beat("end")  # what follows is the script's own
+
+    def _join(self, ranks: Ranks) -> None:
+        """Take this rank's part of the data, and tell in each vote what it wants."""
+        self.data.deal(self.batches_per_step, self.step.split, ranks)
+        ranks.is_over, ranks.wants = False, self._wants
+        if self.folder is not None:
+            keep_beats(self.folder.path)
+        if self.ema is not None and self.step.team is not None:
+            self.step.team.parts.append(self.ema)
 
     def _run(self) -> FitResult:
         try:
@@ -88,7 +120,7 @@ class Fit:
             self.ema.prepare(self.step.model)
         found = self.resume.newest()
         if found is None:
-            seed_everything(self.setup.seed)
+            seed_rank(self.setup.seed, 0 if self.ranks is None else self.ranks.rank)
         else:
             self._go_on_from(found)
         history = self.progress.history
@@ -100,7 +132,7 @@ class Fit:
         self.progress, self._is_saved = progress, True
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
 
-    def _prepare(self, save: Callable[[], Path] | None) -> None:
+    def _prepare(self, save: Callable[[], Path | None] | None) -> None:
         """Allocate what the first step would, and try the largest batch of each phase."""
         plan, seconds = self.plan, self.setup.first_batch_seconds
         if not plan.preflight:
@@ -109,15 +141,18 @@ class Fit:
                 save()
             return
         self.data.set_epoch(self.progress.epoch)
-        longest = find_longest(plan.train, seconds)
+        longest, num_batches = find_longest(plan.train, seconds), self.batches_per_step
+        if self.ranks is not None:
+            parts = own_part([longest.batch] * num_batches, self.step.split, 0, self.ranks.size)
+            longest, num_batches = replace(longest, batch=parts[0]), len(parts)
         validate = None
         if not (plan.valid is None or isinstance(plan.valid, Mapping) or hasattr(plan.valid, "__array__")):
             with suppress(TypeError, UsageError):  # only evaluate knows what it is
                 validate = partial(self.validation.try_one, find_longest(plan.valid, seconds).batch)
         if self.progress.step or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
-            self._stop_or_save()
-        preflight(self.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
+            self._meet()
+        preflight(self.step, longest=longest, validate=validate, save=save, num_batches=num_batches)
 
     # --- epochs and steps
 
@@ -139,7 +174,7 @@ class Fit:
         if self._is_open:
             return
         began = time.perf_counter()
-        self.data.open(self.progress.epoch, self.progress.num_batches, self._stop_or_save)
+        self.data.open(self.progress.epoch, self.progress.num_batches, self._stop_alone)
         waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
         self.journal.took(waited, waited)
         self._is_open = True
@@ -168,9 +203,10 @@ class Fit:
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
         began = time.perf_counter()
-        batches = list(itertools.islice(self.data, self.batches_per_step))
+        beat("data")
+        batches, num_batches = self.data.take(self.batches_per_step)
         waited = time.perf_counter() - began
-        if not batches:
+        if not num_batches:
             return False
         step, progress = self.step, self.progress
         step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
@@ -180,12 +216,13 @@ class Fit:
                 self.setup.schedule.step()
             if self.ema is not None:
                 self.ema.update(step.model)
-        progress.add_step(outcome, len(batches))
+        progress.add_step(outcome, num_batches)
         self._is_saved = self.folder is None  # nothing can be saved then
         self.journal.step(step.where, outcome.loss if outcome.weight else None, self.device)
-        if self.setup.on_step is not None:
+        if self.setup.on_step is not None and self.is_first:
             self.setup.on_step(outcome)
-        self.journal.took(time.perf_counter() - began, waited, sum(map(samples_in, batches)))
+        num_samples = sum(map(samples_in, batches)) * (1 if self.ranks is None else self.ranks.size)
+        self.journal.took(time.perf_counter() - began, waited, num_samples)
         return True
 
     def _where(self) -> dict[str, Any]:
@@ -195,14 +232,14 @@ class Fit:
         """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
         history, folder, plan = self.progress.history, self.folder, self.plan
         newest = history[-1]
-        if self.ema is not None and folder is not None and newest.epoch in folder.milestones:
+        if self.ema is not None and folder is not None and newest.epoch in folder.milestones and self.is_first:
             with folder.writing():
                 self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
         if plan.valid is not None and newest.metrics is None:
             self.journal.phase("validate")
             newest = history[-1] = replace(newest, metrics=self.validation.run(self.data))
         best = plan.best_epoch(history)
-        if folder is not None:
+        if folder is not None and self.is_first:
             with folder.writing():
                 if best == newest.epoch:
                     folder.mark_best()
@@ -210,7 +247,9 @@ class Fit:
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
         self.journal.epoch(newest.epoch, numbers, pace)
-        is_done = self.setup.on_epoch is not None and self.setup.on_epoch(newest) is True
+        is_done = self.setup.on_epoch is not None and self.is_first and self.setup.on_epoch(newest) is True
+        if self.ranks is not None:
+            is_done = self.ranks.gather(is_done)[0]
         self._stop_or_save()
         return is_done or plan.is_early(history)
 
@@ -218,15 +257,38 @@ class Fit:
 
     def _stop_or_save(self) -> None:
         """Stop here if a signal asked for it, with a checkpoint of this moment; or save if the last one is old."""
-        signal_name = self.stop.noted
-        is_due = signal_name is not None or time.monotonic() >= self._next_save
+        request = self._wants()
+        if self.ranks is not None:
+            request, self.ranks.request = self.ranks.request, 0
+        signal_name = signal.Signals(request).name if request > 0 else None
+        is_due = request != 0
         if is_due and not self._is_saved:
             self._save()
             if signal_name is None:
                 self.journal.phase("train")
         if signal_name is not None:
+            if self.ranks is not None:
+                self.ranks.is_over = True
             self.journal.stop(signal_name, self.progress.position)
             raise self._stopped(signal_name)
+
+    def _wants(self) -> int:
+        """Return the number of the signal that was noted, or ``SAVE`` if the last checkpoint is old; else 0."""
+        if self.stop.noted is not None:
+            return int(signal.Signals[self.stop.noted])
+        return SAVE if self.is_first and time.monotonic() >= self._next_save else 0
+
+    def _meet(self) -> None:
+        """Stop or save, at a place where all ranks come to without a step before it."""
+        self.step.settle()
+        self._stop_or_save()
+
+    def _stop_alone(self) -> None:
+        """Stop or save, at a place that ranks come to alone: nothing is to be saved there, and the others are told."""
+        if self.ranks is None:
+            self._stop_or_save()
+        elif self.stop.noted is not None:
+            raise self._stopped(self.stop.noted)
 
     def _stopped(self, signal_name: str) -> StoppedError:
         epoch, step = self.progress.position
@@ -238,15 +300,20 @@ class Fit:
             where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
-    def _save(self) -> Path:
+    def _save(self) -> Path | None:
         folder, progress, self._is_saved = self.folder, self.progress, True
         if folder is None:
-            return Path()
+            return None
         self.journal.phase("checkpoint")
         began = time.monotonic()
+        self.step.settle()
+        rngs = [rng_state()] if self.ranks is None else self.ranks.gather(rng_state())
+        if not self.is_first:
+            return None
+        beat("save")
 
         def save() -> Path:
-            state = self.resume.capture(progress)
+            state = self.resume.capture(progress, rngs)
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
@@ -255,6 +322,7 @@ class Fit:
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
+        beat("sealed")
         self.journal.checkpoint(path, progress.position)
         check_save_seconds(time.monotonic() - began)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
@@ -273,7 +341,7 @@ class Fit:
 
     def _warn_of_missed_milestones(self) -> None:
         """Warn of milestones after the last epoch: an average of these epochs will not be there to blend."""
-        if self.ema is None or self.folder is None:
+        if self.ema is None or self.folder is None or not self.is_first:
             return
         done = len(self.progress.history)
         if missed := sorted(epoch for epoch in self.folder.milestones if epoch > done):

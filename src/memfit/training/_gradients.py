@@ -15,10 +15,12 @@ import torch
 
 from memfit.errors import SampleTooLargeError, UsageError
 from memfit.rundir import record
+from memfit.training._beat import beat
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import record_oom
 from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._process import say
+from memfit.training._ranks import Ranks
 from memfit.training._records import SkipPolicy
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
@@ -63,7 +65,8 @@ class _Place:
 class Local:
     """Sums over this process's batches; the gradients of the summed loss, divided by ``divisor``, lie in the weights.
 
-    ``batches`` are those that were not skipped; ``alloc_retries`` is the devices' count before the passes began.
+    ``batches`` are those that were not skipped; ``alloc_retries`` is the devices' count before the passes began;
+    ``is_skipped``: no batch is left, on any rank. ``used`` has a bit for each parameter with a gradient, for the ranks.
     """
 
     loss_sum: float = 0.0
@@ -71,6 +74,8 @@ class Local:
     divisor: float = 1.0
     batches: Sequence[Batch] = ()
     alloc_retries: int = 0
+    is_skipped: bool = True
+    used: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Gradients:
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self.num_batches = 0
         self.never_splits = setup.microbatch_size is None
+        self.ranks: Ranks | None = None
         self.before = Snapshot(self.model, self.optimizer, self.scaler)
         self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 
@@ -155,9 +161,11 @@ class Gradients:
             at, retries = _Place(todo[0], todo[0].parts[0]), self.num_alloc_retries()
             done = attempt(functools.partial(self._sum, todo, at), functools.partial(self._note, at))
             if not isinstance(done, Failed):
-                return Local(*done, todo, retries)
+                return Local(*done, todo, retries, is_skipped=False)
             limit, how = self.sizes.limit, ""
             self.undo(todo)
+            if self.ranks is not None:
+                beat("repeat", self.ranks.step)
             if (size := self._next_size(at)) is not None:
                 record("retry", phase=at.phase, size=size, **self.where)
                 how = f" with {at.size} at once; goes on with {size}"
@@ -179,6 +187,8 @@ class Gradients:
         for batch in todo:
             for start, stop in batch.parts:
                 at.batch, at.part, at.phase = batch, (start, stop), "forward"
+                if self.ranks is not None:
+                    beat("microbatch", self.ranks.step)
                 part = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
                 loss_sum, weight = self._loss_of(rebuild(part, lambda leaf: leaf))  # the loss may take fields out of it
                 del part
@@ -278,7 +288,9 @@ class Gradients:
         counts = {"num_skipped": self.num_skipped, "num_batches": self.num_batches}
         number = f"number {self.num_skipped} of {self.num_batches}"
         record("skip", reason=error.what, **counts, **self.where, text=f"skips a batch, {number}: {error.what}")
-        if not policy.allows(self.num_skipped, self.num_batches):
+        if self.ranks is None and not policy.allows(
+            self.num_skipped, self.num_batches
+        ):  # else all are counted together
             raise SampleTooLargeError(
                 f"{error.what.rstrip('.')}; it would be skipped as {number} batches.",
                 rule=f"{policy} allows no more. {error.rule}",

@@ -57,6 +57,14 @@ class OptimizerGuard:
         """Bytes of the state that the first step will make, as far as it was measured."""
         return sum(size for _, size in self._state)
 
+    def try_memory(self) -> None:
+        """Try the memory of a step over the parameters that have a gradient now.
+
+        Raises:
+            DoesNotFitError: If there is no room; nothing was changed.
+        """
+        self._try(self._with_gradient())
+
     def step(self, call: Callable[[], Any] | None = None) -> None:
         """Step the optimizer, or make ``call``, which steps it.
 
@@ -64,7 +72,7 @@ class OptimizerGuard:
             DoesNotFitError: If its state or temporaries have no room; nothing was changed.
             HalfUpdatedError: If memory ran out inside the step all the same.
         """
-        self._try(self._with_gradient())
+        self.try_memory()
         self._reserve = []
         failed = attempt(call or self.optimizer.step)
         if not isinstance(failed, Failed):

@@ -7,10 +7,12 @@ How it gets there depends on the kind of the data, ``docs/training.md`` has the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
+from memfit.training._deal import DealtOrder, dealt_loader, own_part, refuse_distributed
 from memfit.training._process import preserved_rng
+from memfit.training._ranks import Ranks
 from memfit.training._split import Split
 from memfit.training._workers import FIRST_BATCH_SECONDS, Workers, workers_in
 
@@ -184,6 +188,19 @@ class TrainingData:
         self._key = (0, 0)
         self._state: Mapping[str, Any] | None = None
         self._is_first = False
+        self._loader: Any = batches
+        self._deal: Callable[[list[Any]], list[Any]] | None = None
+        self._order: DealtOrder | None = None
+
+    def deal(self, num: int, split: Split, ranks: Ranks) -> None:
+        """Deal each ``num`` batches to the ranks; of keyed data each rank then loads its own part alone."""
+        loader: Any = self.batches
+        refuse_distributed(loader)
+        self._deal = partial(own_part, split=split, rank=ranks.rank, size=ranks.size)
+        if self.kind == "keyed" and loader.batch_sampler is not None:
+            self._order = DealtOrder(loader, num, ranks.rank, ranks.size)
+            self._loader = dealt_loader(loader, self._order)
+            self.workers = Workers(self._loader, self.workers.seconds)
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and its resume."""
@@ -291,6 +308,17 @@ class TrainingData:
                 return self.workers.first(self._iterator, f"epoch {epoch}")
             return next(self._iterator)
 
+    def take(self, num: int) -> tuple[list[Any], int]:
+        """Return the next ``num`` batches, of several ranks the own part of them, and how many batches these are."""
+        if self._order is not None:
+            epoch, number = self._key
+            count = max(0, min(num, len(self.batches) - number))
+            own = [next(self) for _ in (self._order.pieces_at(number) if count else ())]
+            self._key = (epoch, number + count)
+            return own, count
+        batches = list(itertools.islice(self, num))
+        return batches if self._deal is None else self._deal(batches), len(batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the next ``open`` needs to come back here, beside epoch and number of batches."""
         loader: Any = self.batches
@@ -311,13 +339,13 @@ class TrainingData:
 
     def worker_pids(self) -> list[int]:
         """Return the worker processes that live on between epochs."""
-        iterator = getattr(self.batches, "_iterator", None)
+        iterator = getattr(self._loader, "_iterator", None)
         return [worker.pid for worker in workers_in(iterator) if worker.is_alive()]
 
     def close(self, *, persistent_too: bool = False) -> None:
         """End the epoch's worker processes; persistent ones only with ``persistent_too``."""
         iterator, self._iterator = self._iterator, None
-        loader: Any = self.batches
+        loader: Any = self._loader
         if getattr(loader, "persistent_workers", False):
             if not persistent_too:
                 return

@@ -203,7 +203,7 @@ def rehearse(
         >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
         'all'
     """
-    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True)
+    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True, group=None)
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
         say("no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples")
         return None

@@ -8,13 +8,14 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from memfit.errors import DamagedError, StoppedError
 from memfit.files import read_json
@@ -107,13 +108,14 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     name, keys, *others = state["numpy"]
     numpy = (name, keys.numpy().astype(np.uint32), *others)
     cuda = state["cuda"][: torch.cuda.device_count()]  # those of GPUs that are not visible any more have nowhere to go
-    write_rng(((version, tuple(internal), gauss), numpy, state["torch"], cuda))
+    # a view into a larger tensor would be a segmentation fault in torch 2.13
+    write_rng(((version, tuple(internal), gauss), numpy, state["torch"].clone(), cuda))
 
 
 def read_rng() -> tuple[Any, ...]:
     """Return the state of the global generators as ``write_rng`` wants it: cheap, and for this process only."""
     # asking a GPU that nothing has touched yet would cost this process a CUDA context
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    cuda = [torch.cuda.get_rng_state(one) for one in _devices()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
 
 
@@ -123,8 +125,19 @@ def write_rng(state: tuple[Any, ...]) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
+    for one, device in zip(cuda, _devices() if cuda else (), strict=False):
+        torch.cuda.set_rng_state(one, device)
+
+
+def _devices() -> Sequence[int]:
+    """Return the GPUs whose generators are this process's: all that are visible, or a rank's own."""
+    is_rank = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return [torch.cuda.current_device()] if is_rank else range(torch.cuda.device_count())
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed the global generators of a rank: rank 0 as a process that trains alone, each other one by itself."""
+    seed_everything(int(np.random.SeedSequence((seed, rank)).generate_state(1)[0]) if rank else seed)
 
 
 @contextmanager

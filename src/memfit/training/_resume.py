@@ -6,7 +6,7 @@ import math
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 
 from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
-from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, position_of
+from memfit.training._beat import beat
+from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, load_checkpoint, position_of
 from memfit.training._identity import environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData
 from memfit.training._oom import release
-from memfit.training._process import rng_state, set_rng_state
+from memfit.training._process import preserved_rng, rng_state, say, seed_rank, set_rng_state
 from memfit.training._records import MEASURED, EpochRecord, StepOutcome
 from memfit.training._setup import Plan, Setup
 from memfit.training._validation import Validation
@@ -92,8 +93,8 @@ class Resume:
         }
         self._rollbacks: Counter[Position] = Counter()
 
-    def capture(self, progress: Progress) -> dict[str, Any]:
-        """Return a checkpoint's content: the state of every part, the random state, and how far the fit has come."""
+    def capture(self, progress: Progress, rngs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a checkpoint's content: the state of every part, the random state of each rank, and the progress."""
         entries = asdict(progress)
         for entry in entries["history"]:  # times are in the events: two equal fits have equal checkpoints
             for name in MEASURED:
@@ -105,7 +106,8 @@ class Resume:
             "within_epoch": entries,
             **{name: part.state_dict() for name, part in self._parts.items()},
             "buffers": {path: module._buffers[name] for path, module, name in _unsaved(self._parts["model"])},
-            "rng": rng_state(),
+            "rng": rngs[0],
+            **({"rank_rngs": list(rngs[1:])} if len(rngs) > 1 else {}),
             "identity": dict(self.identity),
             "environment": environment(),
             "data": self._data.state_dict(),
@@ -114,8 +116,12 @@ class Resume:
 
     def newest(self) -> Progress | None:
         """Load the newest whole checkpoint and return its progress; None if there is none."""
-        folder = self._setup.folder
-        taken = None if folder is None else folder.newest()
+        folder, ranks = self._setup.folder, self._setup.step.ranks
+        beat("load")
+        taken = None if folder is None or (ranks and ranks.rank) else folder.newest()
+        if ranks is not None and folder is not None:
+            path = ranks.gather(str(taken[0]) if taken else "")[0]
+            taken = taken or ((Path(path), load_checkpoint(path)) if path else None)
         return None if taken is None else self._restore(*taken)
 
     def go_back(self, error: HalfUpdatedError, position: Position) -> Progress:
@@ -147,7 +153,7 @@ class Resume:
                     remedy="build the model as it was, or pass another checkpoint_dir",
                 ) from error
         _restore_buffers(self._parts["model"], state.get("buffers", {}))
-        set_rng_state(state["rng"])
+        self._restore_rng(state)
         self._data.load_state_dict(state["data"])
         if state["environment"] != environment():
             then, now = state["environment"], environment()
@@ -157,6 +163,27 @@ class Resume:
         progress = Progress(fit=state["fit"], history=history, step=state["step"], **state["within_epoch"])
         self._journal.resume(path, progress.position)
         return progress
+
+    def _restore_rng(self, state: Mapping[str, Any]) -> None:
+        """Put back the random state of this rank; say what another number of ranks means for the result."""
+        rngs, ranks, seed = [state["rng"], *state.get("rank_rngs", ())], self._setup.step.ranks, self._setup.seed
+        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        if size != len(rngs):
+            fresh = []
+            for number in range(len(rngs)):
+                with preserved_rng():
+                    seed_rank(seed, number)
+                    fresh.append(rng_state())
+            draws = any(not torch.equal(one["torch"], then["torch"]) for one, then in zip(fresh, rngs, strict=True))
+            how = "equal in distribution: the model draws random numbers" if draws else "gradient-exact"
+            text = f"goes on with {size} ranks in place of {len(rngs)}, the same global batches; {how}"
+            record("ranks_changed", before=len(rngs), ranks=size, is_gradient_exact=not draws, text=text)
+            if rank == 0:
+                say(text)
+        if rank < len(rngs):
+            set_rng_state(rngs[rank])
+        else:
+            seed_rank(seed, rank)
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lies beyond the plan, or is of another training."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.files import read_json, sync_folder
+from memfit.files import read_json, refresh, sync_folder
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
 from memfit.training._identity import environment
@@ -198,9 +198,9 @@ class SealedFolder:
         return self.path / f"{_OLD}{self.prefix}{step}"
 
     def _paths(self) -> dict[int, Path]:
-        """Return the folders by step, newest first."""
+        """Return the folders by step, newest first; another host may have sealed one."""
         entries = list(self.path.iterdir()) if self.path.is_dir() else []
-        found = {int(match[1]): one for one in entries if (match := self._name.fullmatch(one.name)) and one.is_dir()}
+        found = {int(match[1]): one for one in entries if (match := self._name.fullmatch(one.name)) and refresh(one)}
         return dict(sorted(found.items(), reverse=True))
 
     def _newest_name(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -111,6 +111,23 @@ class MicrobatchSizes:
             return has_risen
         self.shrink(cost)
         return True
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return what is known as whole numbers, -1 for None: what a rank tells the others."""
+        return tuple(-1 if value is None else value for value in asdict(self._known).values())
+
+    def agree(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Take over the smallest sizes of all ranks, from the ``numbers`` of each.
+
+        >>> sizes, others = MicrobatchSizes(), MicrobatchSizes()
+        >>> sizes.shrink(60)
+        >>> others.agree([others.numbers(), sizes.numbers()])
+        >>> others.limit
+        30
+        """
+        limits, failed, quiet, wait, retries = zip(*numbers, strict=True)
+        least, above = (min((one for one in values if one >= 0), default=None) for values in (limits, failed))
+        self._known = _Known(least, above, min(quiet), max(wait), max(retries))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

@@ -16,15 +16,18 @@ from pydantic import Field
 
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, UsageError
 from memfit.rundir import record
-from memfit.training._checks import Checked, check_parts, checked_arguments
+from memfit.training._beat import beat
+from memfit.training._checks import Checked, check_parts, checked_arguments, take_off_wrapper
 from memfit.training._exactness import Loss, place
 from memfit.training._flight import record_oom
 from memfit.training._gradients import Batch, Failure, Gradients, Local, StepSetup
 from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import Failed, attempt, memory_now
 from memfit.training._process import say
+from memfit.training._ranks import Ranks
 from memfit.training._records import SkipPolicy, StepOutcome
 from memfit.training._split import BySample, Split, held_bytes
+from memfit.training._team import Team
 
 _MOST_UPDATES = 3
 _LEAST_SCALE = 1e-4
@@ -34,8 +37,9 @@ class SafeStep(Gradients):
     """Makes optimizer steps that survive running out of memory, in any training loop.
 
     Args:
-        model: The model, of this process alone: DDP and FSDP are refused. Buffers are put back before a step is
-            repeated, plain attributes that the forward pass changes are not.
+        model: The model. One in ``DistributedDataParallel`` is trained by all ranks of its group: memfit takes the
+            wrapper's work over. Buffers are put back before a step is repeated, plain attributes that the forward pass
+            changes are not.
         optimizer: The optimizer over its parameters.
         loss: ``loss(model, batch) -> (sum, weight)``: the summed loss and the weight (number of samples, tokens) that
             it is the sum of. A step descends ``sum / weight``. It must not edit the batch's tensors.
@@ -49,6 +53,7 @@ class SafeStep(Gradients):
         allow_inexact: Split also where the result differs from the unsplit batch's (batch statistics, losses over the
             whole batch); recorded as an ``inexact`` event.
         skip: Which batches may be left out; None: none.
+        group: None trains a plain model in this process alone although a group of ranks is there.
 
     Attributes:
         where: Plain values such as epoch and step, for errors, events and records.
@@ -86,13 +91,17 @@ class SafeStep(Gradients):
         backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
         allow_inexact: bool = False,
         skip: SkipPolicy | None = None,
+        group: Literal["auto"] | None = "auto",
     ) -> None:
+        model, group_of_model, check = take_off_wrapper(model, group)
         check_parts(model, optimizer, loss, split)
         split, cost = BySample() if split is None else split, held_bytes if cost is None else cost
         setup = StepSetup(model, optimizer, loss, microbatch_size, split, cost, scaler, backward, allow_inexact, skip)
         super().__init__(setup)
         self.max_grad_norm = max_grad_norm
-        self._guard = OptimizerGuard(optimizer)
+        self.guard = OptimizerGuard(optimizer)
+        self.ranks = None if group_of_model is None else Ranks.current(group_of_model, len(self.parameters()))
+        self.team = None if self.ranks is None else Team(self, self.ranks, check)
 
     def __call__(self, *batches: Any) -> StepOutcome:
         """Make one optimizer step over the batches; several are accumulated. After an error the weights are as before.
@@ -116,13 +125,24 @@ class SafeStep(Gradients):
         Raises:
             DoesNotFitError: If there is no room; nothing was changed.
         """
-        self._take_snapshot()
-        self._guard.prepare()
+        self.take_snapshot()
+        self.guard.prepare()
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of the state that the optimizer's first step will make; known once ``prepare`` was called."""
-        return self._guard.pending_bytes
+        return self.guard.pending_bytes
+
+    def settle(self) -> None:
+        """Meet all ranks before a checkpoint or a validation: an update that some left half-way is healed.
+
+        Every rank calls it at the same place; it does nothing in a process that trains alone.
+
+        Raises:
+            PeerFailedError: If another rank has failed.
+        """
+        if self.team is not None:
+            self.team.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resume needs beside model, optimizer and random state."""
@@ -141,15 +161,20 @@ class SafeStep(Gradients):
             self.scaler.load_state_dict(state["scaler"])
         self.num_ooms, self.num_skipped = state["num_ooms"], state["num_skipped"]
         self.num_batches = state["num_batches"]
+        if self.team is not None:
+            self.team.counts = self.num_skipped, self.num_batches
 
     def _run(self, contents: Sequence[Any], *, update: bool) -> StepOutcome:
-        if not contents:
+        if not contents and self.ranks is None:  # of several ranks some may have none
             raise UsageError("A step was given no batch.", rule="a step is over one or more.", remedy="pass a batch")
-        self.exactness.allow_step()
-        batches = [self.batch(content) for content in contents]
-        self.num_batches += len(batches) if update else 0
         ooms_before, is_done = self.num_ooms, False
-        self._take_snapshot()
+        try:
+            batches = self._begin(contents)
+        except Exception as error:
+            if self.team is None:
+                raise
+            self.team.refuse(error)
+        self.num_batches += len(batches) if update else 0
         try:
             outcome = self._commit(batches, ooms_before, update=update)
             is_done = update
@@ -157,16 +182,29 @@ class SafeStep(Gradients):
         finally:
             if not is_done:
                 self.before.reset_scaler()
+            if self.ranks is not None:
+                beat("end")  # what follows is the loop's own
+
+    def _begin(self, contents: Sequence[Any]) -> list[Batch]:
+        if self.ranks is not None:
+            self.ranks.step += 1
+        self.exactness.allow_step()
+        batches = [self.batch(content) for content in contents]
+        self.take_snapshot()
+        return batches
 
     def _commit(self, batches: Sequence[Batch], ooms_before: int, *, update: bool) -> StepOutcome:
         """Make the gradients and step, again from the first state while the update finds no memory."""
         tries_left = _MOST_UPDATES
         note = functools.partial(self.note_failure, at={"phase": "update", "microbatch_size": None})
         while True:
-            local = self._agree(self.local(batches))
-            if not local.batches:
+            local = self._agree(batches)
+            if local is None:
+                continue
+            if local.is_skipped:
                 return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
-            done = attempt(functools.partial(self._finish, local, update=update), note)
+            finish = functools.partial(self._finish, local, update=update)
+            done = attempt(finish, note) if self.team is None else self.team.finish(finish, note, update)
             if not isinstance(done, Failed):
                 break
             batches, tries_left = local.batches, tries_left - 1
@@ -176,18 +214,26 @@ class SafeStep(Gradients):
             record("retry", phase="update", size=None, **self.where)
             say(f"out of {done.kind} memory in update: {done.first_line}")
         norm, skipped = done
-        num, size = sum(len(batch.parts) for batch in local.batches), max(batch.size for batch in local.batches)
+        num = sum(len(batch.parts) for batch in local.batches)
+        size = max((batch.size for batch in local.batches), default=0)
         self._remember(local)
         return StepOutcome(local.loss_sum, local.weight, norm, num, size, self.num_ooms - ooms_before, skipped)
 
-    def _agree(self, local: Local | Failure) -> Local:
-        """Return what the step goes on with, or raise. One process asks only itself; ranks would vote here."""
+    def _agree(self, batches: Sequence[Batch]) -> Local | None:
+        """Return what the step goes on with, None for once more, or raise. One process asks only itself; ranks vote."""
+        if self.team is not None:
+            return self.team.agree(self.team.local(batches))
+        local = self.local(batches)
         try:
             if isinstance(local, Failure):
-                raise self._given_up(local) if local.kind is not None else local.error
+                raise self.error_of(local)
             return local
         finally:
             del local  # the error's frames hold it, and it the error
+
+    def error_of(self, failure: Failure) -> Exception:
+        """Return the error of a failed step; one after an out-of-memory is recorded."""
+        return failure.error if failure.kind is None else self._given_up(failure)
 
     def _given_up(self, failure: Failure) -> Exception:
         told = failure.error.what if isinstance(failure.error, MemfitError) else str(failure.error)
@@ -207,7 +253,7 @@ class SafeStep(Gradients):
             raise self._not_finite(f"the gradient's norm is {norm}; the loss is {local.loss_sum / local.weight}.")
         return norm, update and self._update()
 
-    def _take_snapshot(self) -> None:
+    def take_snapshot(self) -> None:
         """Note how things are; when the copies have no room, once more with empty caches."""
         where = {**self.where, "phase": "snapshot"}
         note = functools.partial(record_oom, model=self.model, optimizer=self.optimizer, where=where)
@@ -225,6 +271,9 @@ class SafeStep(Gradients):
 
     def _scale(self, factor: float) -> float:
         """Bring the gradients to the true divisor, out of the scaler's scale and under the norm."""
+        if self.team is not None:  # before the scale is taken out: what is not finite on one rank is so on all
+            self.team.reduce(factor)
+            factor = 1.0
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = self.parameters()
@@ -250,7 +299,7 @@ class SafeStep(Gradients):
         """Step the optimizer; return whether the scaler skipped that."""
         scaler = self.scaler
         if scaler is None:
-            self._guard.step()
+            self.guard.step()
             return False
         found_inf = scaler._found_inf_per_device(self.optimizer).values()
         if any(found.item() for found in found_inf):  # the optimizer stays as it is, with the room kept for its state
@@ -266,10 +315,14 @@ class SafeStep(Gradients):
             scaler.step(self.optimizer)
             scaler.update()
 
-        self._guard.step(step_and_adapt)  # last: what failed after it would be done twice
+        self.guard.step(step_and_adapt)  # last: what failed after it would be done twice
         return False
 
     def _remember(self, local: Local) -> None:
+        if self.team is not None:
+            if self.team.remember() and local.batches:
+                self.cut_anew(max(local.batches, key=lambda batch: batch.largest_cost))
+            return
         num_retries = self.num_alloc_retries() - local.alloc_retries
         if self.never_splits or (self.sizes.limit is None and num_retries == 0):
             self.sizes.succeeded(1)

@@ -13,7 +13,7 @@ from pydantic import Field
 from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import Checked, check_parts, checked_arguments
+from memfit.training._checks import Checked, check_parts, checked_arguments, take_off_wrapper
 from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
@@ -38,13 +38,16 @@ class StepSettings(TypedDict, total=False):
     backward: Callable[[torch.Tensor], object]
     allow_inexact: bool
     skip: SkipPolicy | None
+    group: Literal["auto"] | None
 
 
 class Trainer:
     """Trains a model, survives running out of memory, and resumes bit-exact after a kill at any moment.
 
     Args:
-        model: The model. It is changed in place.
+        model: The model. It is changed in place. One in ``DistributedDataParallel`` is trained by all ranks of its
+            group: each is given the same data, whose batches are dealt out; rank 0 writes, prints and calls
+            ``on_step`` and ``on_epoch``.
         loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch, and the weight (number of samples,
             tokens, lists) that it is the sum of. A step descends ``sum / weight``.
         optimizer: Made over the model's parameters; by default ``torch.optim.AdamW(model.parameters())``.
@@ -70,7 +73,7 @@ class Trainer:
         provenance: Plain values that say where this training belongs, such as its run and fold; kept in every
             checkpoint and snapshot. A resume does not compare them.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``max_grad_norm``, ``scaler``,
-            ``backward``, ``allow_inexact``, ``skip``.
+            ``backward``, ``allow_inexact``, ``skip``, ``group``.
 
     Example:
         >>> import torch
@@ -117,7 +120,9 @@ class Trainer:
                 remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
             )
         given: Any = model
-        if optimizer is None and isinstance(given, torch.nn.Module):
+        model = take_off_wrapper(model, step.get("group", "auto"))[0]
+        bare: Any = model
+        if optimizer is None and isinstance(bare, torch.nn.Module):
             optimizer = torch.optim.AdamW(model.parameters())
         check_parts(model, optimizer, loss, step.get("split"))
         assert optimizer is not None
@@ -126,7 +131,7 @@ class Trainer:
             step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
         scaler = step.get("scaler")
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.step = SafeStep(model, optimizer, loss, **step)
+        self.step = SafeStep(given, optimizer, loss, **step)
         self.identity = {  # read now: some schedules change what they are made of
             "seed": seed,
             "max_grad_norm": step.get("max_grad_norm"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from memfit.errors import JobFailedError, MemfitError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import record
+from memfit.training._beat import beat
 from memfit.training._compute import autocast
 from memfit.training._flight import record_oom
 from memfit.training._keyed import TrainingData, preserved_generators
@@ -30,6 +32,11 @@ T = TypeVar("T")
 _RESERVED_NAMES = frozenset(
     {"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *MEASURED, "num_threads"}
 )
+
+
+def _mean_of(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total, weight = sum(one["loss_sum"] for one in sums), sum(one["weight"] for one in sums)
+    return {"valid_loss": total / weight if weight else math.nan}
 
 
 def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: Callable[[], T]) -> T | Failed:
@@ -78,16 +85,29 @@ class Validation:
         if not self._has_room_beside(training):
             training.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
+        ranks, evaluate = self._step.ranks, self._plan.evaluate
+        self._step.settle()
+        metrics: dict[str, float] = {}
         try:
-            return attempt_twice(self._step, "validate", self._where(), self._run_once, remedy)
+            if ranks is None or ranks.rank == 0 or evaluate is None:
+                metrics = attempt_twice(self._step, "validate", self._where(), self._run_once, remedy)
         except RuntimeError:
             self._check_stop()  # a signal that stops the fit went to the workers of validation too, and they have gone
             raise
+        found = [metrics] if ranks is None else ranks.gather(metrics)
+        metrics = found[0] if evaluate is not None else _mean_of(found)
+        if self._plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
+            raise UsageError(
+                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self._plan.best_metric}'.",
+                rule=f"the chosen name is among the metrics; none is named {sorted(_RESERVED_NAMES)}.",
+                remedy="pass best_metric=... with one of the names, or return it from evaluate",
+            )
+        return metrics
 
     def try_one(self, batch: Any) -> None:
         """Compute the loss of one batch; the user's ``evaluate`` sees whole validations only."""
         try:
-            self._evaluated(self._mean_loss, [batch])
+            self._evaluated(self._sums, [batch])
         except Exception as error:  # batches that only evaluate understands
             if self._plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
@@ -113,15 +133,10 @@ class Validation:
         if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
             set_epoch(0)
         precision = None if plan.evaluate is None else self._setup.precision  # the mean loss has its own
+        ranks = self._step.ranks
+        sums = self._sums if ranks is None else partial(self._sums, rank=ranks.rank, size=ranks.size)
         with preserved_generators(plan.valid), autocast(self._step.model, precision):
-            metrics = self._evaluated(plan.evaluate or self._mean_loss, plan.valid)
-        if plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
-            raise UsageError(
-                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{plan.best_metric}'.",
-                rule=f"the chosen name is among the metrics; none is named {sorted(_RESERVED_NAMES)}.",
-                remedy="pass best_metric=... with one of the names, or return it from evaluate",
-            )
-        return metrics
+            return self._evaluated(plan.evaluate or sums, plan.valid)
 
     def _evaluated(self, evaluate: Evaluate, batches: Any) -> dict[str, float]:
         """Return the metrics in evaluation mode without gradients; the random state is afterwards as it was."""
@@ -136,15 +151,18 @@ class Validation:
                 )
             return {name: float(value) for name, value in metrics.items()}
 
-    def _mean_loss(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    def _sums(self, model: torch.nn.Module, batches: Iterable[Any], rank: int = 0, size: int = 1) -> dict[str, float]:
+        """Return the sums of losses and weights over the batches, of several ranks over each ``size``-th."""
         total = weight_total = 0.0
         with watched(batches, self._setup.first_batch_seconds, "validation") as each:
-            for batch in each:
+            for batch in itertools.islice(each, rank, None, size):
                 self._check_stop()
+                if size > 1:
+                    beat("validate")
                 loss_sum, weight = self._sum(model, batch)
                 total += loss_sum
                 weight_total += weight
-        return {"valid_loss": total / weight_total if weight_total else math.nan}
+        return {"loss_sum": total, "weight": weight_total}
 
     def _sum(self, model: torch.nn.Module, batch: Any) -> tuple[float, float]:
         step, failures = self._step, 0

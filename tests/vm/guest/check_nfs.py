@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,15 @@ import pytest
 
 TOOLS = ("modprobe", "exportfs", "rpc.mountd", "rpc.nfsd", "mount.nfs4")
 EXPORT = Path("/srv/nfs")
-MEMFIT = [sys.executable, "-m", "memfit", "run", "--quiet", "--name", "once", "--", "sh", "job.sh"]
+MEMFIT = [sys.executable, "-m", "memfit"]
+RUN = ["run", "--quiet", "--name", "once", "--", "sh", "job.sh"]
 #: The job's notes and its sign to end lie outside NFS, so that the test sees them at once.
-JOB = "echo begin $(hostname) >> {0}/hits; until [ -e {0}/go ]; do sleep 0.1; done; echo end $(hostname) >> {0}/hits"
+JOB = """
+echo begin $(hostname) >> {0}/hits
+trap 'echo saved $(hostname) >> {0}/hits; exit 75' TERM
+until [ -e {0}/go ]; do sleep 0.1; done
+echo end $(hostname) >> {0}/hits
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +47,15 @@ def server():
     for knob in ("nfsv4leasetime", "nfsv4gracetime"):
         Path("/proc/fs/nfsd", knob).write_text("10")  # else the first lock waits for 90 s
     daemon = subprocess.Popen(["rpc.mountd", "--foreground", "--no-nfs-version", "3"])
-    call("rpc.nfsd", "-N", "3", "4")
+    serve(threads=4)
     yield
     daemon.kill()
     daemon.wait()
+
+
+def serve(*, threads):
+    """Start the server, or end it with 0 threads. One that starts again here has forgotten every lock."""
+    call("rpc.nfsd", "-N", "3", threads)
 
 
 def call(*words):
@@ -59,31 +71,24 @@ class Hosts:
             path.mkdir()
             how = ",".join(filter(None, ("nosharecache", "vers=4.2", options)))
             call("mount", "-t", "nfs4", "-o", how, "127.0.0.1:/", path)
+        other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
+        #: What a command begins with that runs on the other host.
+        own = ["unshare", "-m", "-u", "-p", "--fork", "--kill-child", "--mount-proc"]
+        self.elsewhere = shlex.join([*own, "sh", "-c", other, "sh"])
         self.notes.mkdir()
         (self.own / "job.sh").write_text(JOB.format(self.notes))
         self.started = []
 
-    def start(self, *, elsewhere):
+    def start(self, *words, elsewhere):
         """Start memfit on one of the hosts."""
         claims, log = self.notes / f"claims-{elsewhere}", self.notes / f"log-{elsewhere}"
-        claims.mkdir(mode=0o700)
-        other = f'hostname other && mount --bind "{self.foreign}" "{self.own}" && cd "{self.own}" && exec "$@"'
-        words = [
-            "unshare",
-            "-m",
-            "-u",
-            "-p",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            other,
-            "sh",
-        ] * elsewhere
+        claims.mkdir(mode=0o700, exist_ok=True)
+        prefix = shlex.split(self.elsewhere) * elsewhere
         with log.open("wb") as file:
             env = {**os.environ, "MEMFIT_CLAIMS_DIR": str(claims)}
-            process = subprocess.Popen([*words, *MEMFIT], cwd=self.own, env=env, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                [*prefix, *MEMFIT, *(words or RUN)], cwd=self.own, env=env, stdout=file, stderr=file
+            )
         self.started.append(process)
         return process
 
@@ -150,3 +155,98 @@ def test_a_job_whose_end_another_host_has_not_seen_yet_does_not_run_again(hosts)
     second = hosts.start(elsewhere=True)
     assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
     assert hosts.hits() == ["begin guest", "end guest"]
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_a_job_that_another_host_stops_saves_and_does_not_run_again(hosts):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    (run,) = EXPORT.glob("runs/*/*")
+    (job,) = run.glob("jobs/*")
+    second = hosts.start("stop", f"{hosts.own / run.relative_to(EXPORT)}/{job.name}", elsewhere=True)
+    assert second.wait(200) == 0, (hosts.notes / "log-True").read_text()
+    assert first.wait(200) == 75, (hosts.notes / "log-False").read_text()
+    assert hosts.hits() == ["begin guest", "saved guest"]
+
+
+# Its jobs end meanwhile; the server has forgotten their locks when it is back.
+@pytest.mark.parametrize("hosts", ["soft,timeo=20,retrans=2,actimeo=60"], indirect=True)
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_server_that_goes_away_for_20_s_costs_nothing(hosts, takes_over):
+    first = hosts.start(elsewhere=False)
+    wait_until(hosts.hits, hosts.notes / "log-False")
+    serve(threads=0)
+    if takes_over:
+        first.kill()
+        first.wait()
+    else:
+        time.sleep(5)
+        (hosts.notes / "go").touch()
+    time.sleep(15 + 5 * takes_over)
+    serve(threads=4)
+    if takes_over:
+        first = hosts.start(elsewhere=True)
+        wait_until(lambda: any("taken over" in text for text in hosts.said()), hosts.notes / "log-True")
+        (hosts.notes / "go").touch()
+    assert first.wait(200) == 0, (hosts.notes / f"log-{takes_over}").read_text()
+    assert hosts.hits() == ["begin guest", "end guest"]
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_a_checkpoint_that_another_host_has_sealed_is_taken_and_not_cleared_away(hosts):
+    from memfit.training import SealedFolder  # loads torch
+
+    own, foreign = SealedFolder(hosts.own / "kept"), SealedFolder(hosts.foreign / "kept")
+    (own.begin(10) / "weights").write_bytes(b"whole")
+    assert [path.name for path in foreign.folder_of(10).glob(".unsealed")] == [".unsealed"]
+    assert not (foreign.folder_of(10) / "SEAL.json").exists()  # both of which the other host remembers from now on
+    own.seal(10, {})
+    assert foreign.newest().step == 10
+
+
+#: Starts what follows its options on both hosts, as Slurm does on two nodes.
+SRUN = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+SLURM_NODEID=0 "$@" & here=$!
+SLURM_NODEID=1 {} "$@" & there=$!
+wait $here; code=$?
+wait $there || code=$?
+exit $code
+"""
+#: A rank that gives a beat. In the first generation rank 1 fails, and rank 0 notices that.
+RANK = """
+import os, socket, sys
+from pathlib import Path
+from memfit.rundir import Beat, open_beats
+rank, generation = int(os.environ["RANK"]), int(os.environ["MEMFIT_GENERATION"])
+beat = Beat(rank, os.getpid(), socket.gethostname(), "", "microbatch", step=3, count=1)
+os.pwrite(open_beats(Path(os.environ["MEMFIT_RANKS"]), rank), beat.to_line(), 0)
+with open({!r}, "a") as file:
+    file.write(f"{{socket.gethostname()}} {{rank}} in {{generation}}\\n")
+sys.exit(0 if generation else 5 if rank else 79)
+"""
+
+
+@pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
+def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts, monkeypatch):
+    from memfit.files import read_json
+    from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission
+    from memfit.rundir import RunDir
+
+    (hosts.notes / "bin").mkdir()
+    for name, text in {"srun": SRUN.format(hosts.elsewhere), "sbatch": "#!/bin/sh\necho 7\n"}.items():
+        (hosts.notes / "bin" / name).write_text(text)
+        (hosts.notes / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hosts.notes}/bin:{os.environ['PATH']}")
+    run = RunDir.create(hosts.own / "runs", "nodes", "0" * 64)
+    (hosts.own / "rank.py").write_text(RANK.format(f"{hosts.notes}/hits"))
+    job = Job("job", command=(sys.executable, "rank.py"), cwd=str(hosts.own), ranks=2, threads=2)
+    SlurmBackend(run, SlurmOptions(nodes=2)).submit([Submission(job)])
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
+    words = [sys.executable, "-m", "memfit.jobs", "shim", str(run.path), "--job", "job"]
+    done = subprocess.run(words, cwd=hosts.own, env=env, timeout=250, capture_output=True, text=True)
+    found = read_json(run.job_dir("job") / "outcome.json")
+    assert (done.returncode, found["state"]) == (0, "completed"), (found, done.stderr)
+    assert sorted(hosts.hits()) == ["guest 0 in 0", "guest 0 in 1", "other 1 in 0", "other 1 in 1"]
+    (again,) = [event for event in run.events() if event["kind"] == "ranks_again"]
+    assert "rank 1 ended with exit code 5" in again["text"]

@@ -1,0 +1,402 @@
+"""The agent of a job of several ranks: it starts them, and all of them again when one is lost.
+
+It has the place of the job's process: the shim watches it, and its ranks are its children. It imports the standard
+library only. A rank gets the variables that torchrun sets; each generation has a port, and so a store, of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DamagedError, DoesNotFitError, InterruptedRunError, PeerFailedError, StoppedError, UsageError
+from memfit.files import read_json, read_whole, write_json
+from memfit.jobs._child import ERROR, RESULT, die_with, main
+from memfit.jobs._death import Counters
+from memfit.jobs._folder import JOB
+from memfit.jobs._fork import begin_anew, fork_job, stop_targets, thread_env
+from memfit.memory import JobGroup
+from memfit.rundir import (
+    LOST,
+    RANKS_VARIABLE,
+    START_PATIENCE,
+    WAITING,
+    Beat,
+    launch_of,
+    open_beats,
+    read_beats,
+    record,
+)
+
+#: The folder of the ranks in the job's folder, and what it holds at the end of the job if a rank was lost.
+RANKS, END = "ranks", "end.json"
+LEAVING_SECONDS, _SOON_SECONDS = 10.0, 2.0
+#: Where a rank has nothing to save yet, and does not notice that another is gone.
+_BEGINS = frozenset({"begin", "load"})
+_LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
+#: Ends that another start would repeat, or that somebody asked for. 10 and 11 are a gate's.
+FINAL = {
+    UsageError.exit_code,
+    DoesNotFitError.exit_code,
+    10,
+    11,
+    InterruptedRunError.exit_code,
+    -signal.SIGINT,
+    -signal.SIGTERM,
+}
+#: So many generations in a row may end without a new checkpoint.
+_MOST_WITHOUT_CHECKPOINT = 2
+#: Below those that the kernel gives to clients by itself: nobody takes it before rank 0 does.
+_PORTS = range(20000, 32000)
+_TAIL_BYTES, _TICK_SECONDS = 4096, 0.2
+
+
+@dataclass
+class _Rank:
+    """A rank of this generation; ``said`` is the end of its standard error."""
+
+    number: int
+    pid: int
+    pipes: dict[int, int] = field(default_factory=dict)
+    code: int | None = None
+    was_killed: bool = False
+    said: bytes = b""
+    _begun: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def is_consequence(self) -> bool:
+        """True if its own last words are of a peer that was lost."""
+        return LOST.search(self.said.decode(errors="replace")) is not None
+
+    def pass_on(self, pipe: int) -> bool:
+        """Pass on the lines that it wrote, those of others than rank 0 with their number; False at the end."""
+        try:
+            new = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        if self.pipes[pipe] == 2:
+            self.said = (self.said + new)[-_TAIL_BYTES:]
+        content = self._begun.pop(pipe, b"") + new
+        end = max(content.rfind(b"\n"), content.rfind(b"\r")) + 1 if new else len(content)
+        self._begun[pipe] = content[end:]
+        self._write(pipe, content[:end])
+        return bool(new)
+
+    def flush(self) -> None:
+        """Pass on a line of rank 0 that has no end yet, such as a question or a bar."""
+        for pipe in [*self._begun] if not self.number else []:
+            self._write(pipe, self._begun.pop(pipe))
+
+    def _write(self, pipe: int, content: bytes) -> None:
+        if self.number:
+            mark = b"[rank%d]: " % self.number
+            lines = [line.removeprefix(mark) for line in re.split(rb"[\n\r]+", content) if line]
+            content = b"".join(mark + line + b"\n" for line in lines)
+        with suppress(OSError):  # a full disk costs the log, not the job
+            os.write(self.pipes[pipe], content)
+
+    def has_ended(self) -> bool:
+        """Reap it if it has ended, and end what it left running."""
+        if (end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+            return False
+        if end.si_status:
+            with suppress(ProcessLookupError, PermissionError):  # its loader workers; its number is still its own
+                os.killpg(self.pid, signal.SIGKILL)
+        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return True
+
+
+class Agent:
+    """The ranks of one job on this host, generation after generation.
+
+    Of a job on several nodes (``_shim.make_nodes``) the ranks of this node run here, for one generation: who started it
+    on all nodes begins the next.
+    """
+
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, *, forks: bool = False) -> None:
+        self.job, self.job_dir, self.forks = job, job_dir, forks
+        self.size, self.num_nodes = int(job["ranks"]), int(job["env"].get("PET_NNODES", "1"))
+        self.shared_dir = job_dir if self.num_nodes == 1 else job_dir.parents[1]  # where ranks of all nodes beat
+        self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
+        self.is_stopping = False
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _stop(self, *_: object) -> None:
+        self.is_stopping = True
+
+    def run(self) -> int:
+        """Run generations until one is the last; return the exit code, negative for a signal."""
+        generation = int(os.environ.get("MEMFIT_GENERATION", "0")) if self.num_nodes > 1 else 0
+        (self.job_dir / RANKS / END).unlink(missing_ok=True)
+        without_checkpoint = 0
+        while True:
+            counters = Counters.read(self.group)
+            folder = self.shared_dir / RANKS / f"{self.job['attempt']}_{generation}"
+            folder.mkdir(parents=True, exist_ok=True)
+            ranks = self._start(generation, folder)
+            ended = self._follow(ranks, folder)
+            beats = read_beats(folder)
+            code = self._code(ended)
+            if code in (0, _STOPPED):
+                if code == 0 and self.job["target"] is not None:
+                    os.replace(folder / f"{ranks[0].number}_{RESULT}", self.job_dir / RESULT)
+                return code
+            cause = self._cause(ended, beats)
+            told = self._tell(cause, generation, beats, folder)
+            without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
+            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
+            oom = Counters.read(self.group).rise_since(counters)
+            if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
+                if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
+                    told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"
+                self._close(cause, generation, folder, told)
+                return code
+            generation += 1
+            text = f"all {self.size} ranks begin again from the last checkpoint (generation {generation})"
+            record("ranks_again", generation=generation, text=text)
+
+    def _start(self, generation: int, folder: Path) -> list[_Rank]:
+        """Start all ranks of a generation that are on this host."""
+        here, node, address, port = self.size // self.num_nodes, 0, "127.0.0.1", free_port()
+        if self.num_nodes > 1:
+            node = int(os.environ["SLURM_NODEID"])
+            address, _, text = self.job["env"]["PET_RDZV_ENDPOINT"].rpartition(":")
+            port = int(text)
+        common = {
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(here),
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self.job["id"],
+            "TORCHELASTIC_RESTART_COUNT": str(generation),
+            "MEMFIT_GENERATION": str(generation),
+            RANKS_VARIABLE: str(folder),
+            **thread_env(max(1, int(self.job["threads"]) // here)),
+        }
+        ranks = []
+        for local in range(here):
+            env = common | {"RANK": str(node * here + local), "LOCAL_RANK": str(local)}
+            ranks.append(self._start_one(node * here + local, env, folder))
+        pids = {str(one.number): one.pid for one in ranks}
+        text = f"{self.size} ranks, port {port}"
+        record("ranks", level="verbose", generation=generation, port=port, pids=pids, text=text)
+        return ranks
+
+    def _start_one(self, number: int, env: Mapping[str, str], folder: Path) -> _Rank:
+        job, agent = self.job, os.getpid()
+        command = list(job["command"])
+        if is_function := job["target"] is not None:
+            command = [sys.executable, "-m", "memfit.jobs", "child", str(self.job_dir), f"{folder}/{number}_"]
+
+        def become_rank() -> None:
+            die_with(agent)
+            launch = f"{launch_of({**os.environ, **env})}:{env['WORLD_SIZE']}"
+            first = Beat(number, os.getpid(), socket.gethostname(), launch, "start", patience=START_PATIENCE)
+            descriptor = open_beats(folder, number)
+            os.pwrite(descriptor, first.to_line(), 0)
+            os.close(descriptor)
+
+        def become_function() -> None:
+            become_rank()
+            begin_anew(job["id"], env)
+
+        def become_program() -> None:
+            become_rank()
+            for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(one, signal.SIG_DFL)
+            try:
+                os.execvpe(command[0], command, {**os.environ, **env})
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, command[0]) from None
+
+        streams, pipes, closed = [0, 1, 2], {}, []
+        if number:
+            streams[0] = os.open(os.devnull, os.O_RDONLY)
+            closed.append(streams[0])
+        for stream in (1, 2) if number else (2,):
+            reading, streams[stream] = os.pipe()
+            os.set_blocking(reading, False)
+            pipes[reading] = stream
+            closed.append(streams[stream])
+        try:
+            if self.forks and is_function:
+                call = partial(main, self.job_dir, f"{folder}/{number}_")
+                return _Rank(number, fork_job(become_function, call, streams)[0], pipes)
+            return _Rank(number, fork_job(become_program, lambda: 127, streams)[0], pipes)
+        finally:
+            for one in closed:
+                os.close(one)
+
+    def _follow(self, ranks: Sequence[_Rank], folder: Path) -> list[_Rank]:
+        """Wait until all ranks have ended; return them in the order of their ends."""
+        ended: list[_Rank] = []
+        poll, failed, was_asked = select.poll(), float("inf"), False
+        of_pipe = {pipe: one for one in ranks for pipe in one.pipes}
+        for descriptor in [*of_pipe, *(end for one in ranks for end in _pidfd(one.pid))]:
+            poll.register(descriptor, select.POLLIN)
+        while live := [one for one in ranks if one.code is None]:
+            ready = poll.poll(1000 * _TICK_SECONDS)
+            for descriptor, _ in ready:
+                is_pipe = descriptor in of_pipe
+                if not (is_pipe and of_pipe[descriptor].pass_on(descriptor)):
+                    poll.unregister(descriptor)
+                    os.close(descriptor)
+                    of_pipe.pop(descriptor, None)
+            if not ready:
+                ranks[0].flush()
+            ended += (new := [one for one in live if one.has_ended()])
+            if any(one.code not in (0, _STOPPED) for one in new):
+                failed = min(failed, time.monotonic())
+            if self.is_stopping and not was_asked:
+                was_asked = True
+                _send([one for one in live if one.code is None], signal.SIGTERM)
+            late = [one for one in live if one.code is None]
+            if late and time.monotonic() > failed + _leaving_seconds(late, ended, folder):
+                for one in late:
+                    one.was_killed = True
+                _send(late, signal.SIGKILL)
+        for pipe, one in of_pipe.items():  # a process that it left behind may hold the other end for ever
+            while select.select([pipe], [], [], 0)[0] and one.pass_on(pipe):
+                pass
+            os.close(pipe)
+        ranks[0].flush()
+        return ended
+
+    def _code(self, ended: Sequence[_Rank]) -> int:
+        """Return the exit code of a generation: that of its cause, negative for a signal."""
+        codes = {one.code or 0 for one in ended}
+        if codes <= {0, _STOPPED}:
+            return max(codes)
+        if self.is_stopping and _STOPPED in codes and codes <= {0, _STOPPED, _LEFT, -signal.SIGTERM}:
+            return _STOPPED
+        return first.code or _LEFT if (first := _first_failure(ended)) else _LEFT
+
+    def _cause(self, ended: Sequence[_Rank], beats: Mapping[int, Beat]) -> _Rank:
+        """Return the rank that was lost first: the first end that is not 79, else the rank that hung."""
+        if first := _first_failure(ended):
+            return first
+        at_work = [one for one in ended if one.number in beats and beats[one.number].place not in (*WAITING, "end")]
+        stuck = [one for one in ended if one.was_killed] or at_work or ended
+        return min(stuck, key=lambda one: beats[one.number].time if one.number in beats else 0.0)
+
+    def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
+        """Record which rank was lost, where it was, and how; return it as a sentence."""
+        last, has_hung = beats.get(cause.number), cause.was_killed or cause.code == _LEFT
+        at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
+        if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
+            return f"rank {cause.number} left: a rank of another node was lost"
+        seconds = round(time.time() - last.time, 1) if last and last.count else None
+        where = f" in {last.where}" if last and last.count else ""
+        how = "hung" if has_hung else f"ended with exit code {cause.code}"
+        if not has_hung and (cause.code or 0) < 0:
+            how = f"was ended by {_signal_name(-(cause.code or 0))}"
+        text = f"rank {cause.number} {how}{where}"
+        record(
+            "rank_lost",
+            rank=cause.number,
+            generation=generation,
+            code=cause.code,
+            place=last.place if last else None,
+            step=last.step if last else None,
+            seconds=seconds,
+            text=text,
+        )
+        return text
+
+    def _close(self, cause: _Rank, generation: int, folder: Path, told: str) -> None:
+        """Leave the cause where the shim and a reader of the log find it."""
+        (self.job_dir / RANKS).mkdir(exist_ok=True)
+        end = {"rank": cause.number, "generation": generation, "text": told}
+        write_json(self.job_dir / RANKS / END, end, durable=False)
+        with suppress(OSError):
+            os.replace(folder / f"{cause.number}_{ERROR}", self.job_dir / ERROR)
+        lines = [line for line in cause.said.decode(errors="replace").splitlines() if line.strip()]
+        mark = f"[rank{cause.number}]: "
+        print(f"memfit: {told}", *(line.removeprefix(mark) for line in lines[-1:]), sep="\n", file=sys.stderr)
+
+
+def may_begin_again(beats: Iterable[Beat], without_checkpoint: int) -> bool:
+    """Return whether another generation is worth a try: it beats, so it has checkpoints, and new ones come."""
+    return any(one.count for one in beats) and without_checkpoint < _MOST_WITHOUT_CHECKPOINT
+
+
+def read_lost(job_dir: Path) -> dict[str, Any] | None:
+    """Return which rank of a job that failed was lost first: ``rank``, ``generation`` and ``text``."""
+    with suppress(DamagedError):
+        return read_json(job_dir / RANKS / END, {"rank": int, "generation": int, "text": str})
+    return None
+
+
+def _first_failure(ended: Sequence[_Rank]) -> _Rank | None:
+    """Return the first rank that failed by itself, or at least was the first to notice that another was lost."""
+    failed = [one for one in ended if one.code not in (0, _STOPPED, _LEFT) and not one.was_killed]
+    return next((one for one in failed if not one.is_consequence), failed[0] if failed else None)
+
+
+def _leaving_seconds(late: Sequence[_Rank], ended: Sequence[_Rank], folder: Path) -> float:
+    """Return how long ranks may take to leave once another has: not long where they have nothing to save."""
+    beats = read_beats(folder)
+    begins = all(one.number in beats and beats[one.number].place in _BEGINS for one in late)
+    hangs = all(one.code == _LEFT for one in ended)  # whoever can leave has left
+    return _SOON_SECONDS if begins or hangs else LEAVING_SECONDS
+
+
+def _send(ranks: Sequence[_Rank], number: signal.Signals) -> None:
+    for one in ranks:
+        for pid in stop_targets(one.pid) if number == signal.SIGTERM else [one.pid]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def _pidfd(pid: int) -> list[int]:
+    with suppress(AttributeError, OSError):  # before Linux 5.3
+        return [os.pidfd_open(pid)]
+    return []
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            return port
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def run_ranks(job_dir: Path, *, forks: bool = False) -> int:
+    """Be the agent of a job's ranks; end as their cause did: with its exit code, or by its signal."""
+    job = read_whole(job_dir / JOB)
+    assert job is not None, f"{job_dir / JOB} is missing"
+    code = Agent(job, job_dir, forks=forks).run()
+    if code < 0:
+        sys.stderr.flush()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code

@@ -1,0 +1,92 @@
+"""Beats of a group's ranks: the last sign of life of each, in a file of its own that others read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from memfit.errors import DamagedError
+from memfit.files import read_json
+
+#: The folder of this generation's beats, in the environment of a rank.
+RANKS_VARIABLE = "MEMFIT_RANKS"
+#: Where a rank waits for its peers: it does not hang there, one of them does.
+WAITING = frozenset({"vote", "reduce"})
+#: How long a rank may take from its start to its first beat, in seconds.
+START_PATIENCE = 1800.0
+#: A collective's error that means: another rank is gone or silent. Sources: gloo/transport/tcp/pair.cc and
+#: unbound_buffer.cc, torch/csrc/distributed/c10d; seen with torch 2.13.
+LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ ?ms"
+    r"|Socket Timeout|Broken pipe|Connection refused|ncclRemoteError|NCCL communicator was aborted"
+)
+_BYTES = 512
+_SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": int}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last sign of life of a rank.
+
+    Attributes:
+        rank, pid, host: Who gave it.
+        launch: What tells the ranks of one launch from those of an earlier one that left files here.
+        place: What it began to do then, such as ``microbatch``.
+        step: The optimizer step that it was in; None outside of one.
+        count: How many beats it has given; two beats differ in it.
+        sealed: How many checkpoints it has sealed.
+        time: Unix seconds.
+        patience: How many seconds it may take until the next one; None if nobody looks for a next one.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    launch: str
+    place: str
+    step: int | None = None
+    count: int = 0
+    sealed: int = 0
+    time: float = 0.0
+    patience: float | None = None
+
+    def to_line(self) -> bytes:
+        """Return one line of JSON, as long as every other."""
+        return json.dumps(vars(self), separators=(",", ":")).encode().ljust(_BYTES - 1) + b"\n"
+
+    @property
+    def where(self) -> str:
+        """Its place in words.
+
+        >>> Beat(1, 77, "a", "", "vote", step=12).where, Beat(1, 77, "a", "", "load").where
+        ('vote of step 12', 'load')
+        """
+        return self.place if self.step is None else f"{self.place} of step {self.step}"
+
+
+def launch_of(env: Mapping[str, str]) -> str:
+    """Return what the ranks of one launch have in common, and no other launch has."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MEMFIT_GENERATION")
+    return ":".join(env.get(name, "") for name in (*names, "SLURM_JOB_ID", "SLURM_STEP_ID"))[:200]
+
+
+def open_beats(folder: Path, rank: int) -> int:
+    """Return a descriptor for a rank's beats, of which each overwrites the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.open(folder / f"rank_{rank}", os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def read_beats(folder: Path) -> dict[int, Beat]:
+    """Return the last beat of each rank; a file that is torn or of another kind is passed over."""
+    found: dict[int, Beat] = {}
+    for path in folder.glob("rank_*"):
+        with suppress(DamagedError, OSError):
+            content = read_json(path, _SHAPE)
+            if content is not None and content.keys() == {one.name for one in fields(Beat)}:
+                found[content["rank"]] = Beat(**content)
+    return found

@@ -1,0 +1,96 @@
+"""Deal each global batch to the ranks: one contiguous part for each, however many ranks there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from memfit.errors import UsageError
+from memfit.training._split import Split
+
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor", "persistent_workers")
+
+
+def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where the part of a rank begins and ends; parts differ by one unit at most.
+
+    >>> [part_of(10, rank, 4) for rank in range(4)], part_of(2, 3, 4)
+    ([(0, 3), (3, 6), (6, 8), (8, 10)], (2, 2))
+    """
+    least, more = divmod(total, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
+def own_part(batches: Sequence[Any], split: Split, rank: int, size: int) -> list[Any]:
+    """Return a rank's part of a global batch, which is made of ``batches`` one after the other.
+
+    >>> import torch
+    >>> from memfit.training import BySample
+    >>> [one.tolist() for one in own_part([torch.arange(4), torch.arange(4, 8)], BySample(), 1, 3)]
+    [[3], [4, 5]]
+    """
+    counts = [split.count(batch) for batch in batches]
+    start, stop = part_of(sum(counts), rank, size)
+    own, begins = [], 0
+    for batch, count in zip(batches, counts, strict=True):
+        first, last = max(start - begins, 0), min(stop - begins, count)
+        if first < last:
+            own.append(batch if last - first == count else split.take(batch, first, last))
+        begins += count
+    return own
+
+
+class DealtOrder(Sampler[list[Any]]):
+    """A rank's part of each global batch of a keyed loader, in lists as long as the loader's batches at most.
+
+    Args:
+        loader: A loader over a ``KeyedSampler``.
+        num: How many of its batches make a global batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num: int, rank: int, size: int) -> None:
+        self.loader, self.num, self.rank, self.size = loader, num, rank, size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        length = self.loader.batch_size or 1
+        keys = iter(self.loader.sampler)
+        while chunk := list(itertools.islice(keys, length * self.num)):
+            for start, stop in self.pieces(len(chunk)):
+                yield chunk[start:stop]
+
+    def pieces(self, num_samples: int) -> list[tuple[int, int]]:
+        """Return the own parts of a global batch of so many samples."""
+        length = self.loader.batch_size or 1
+        start, stop = part_of(
+            num_samples - (num_samples % length if self.loader.drop_last else 0), self.rank, self.size
+        )
+        return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+    def pieces_at(self, number: int) -> list[tuple[int, int]]:
+        """Return the own parts of the global batch that begins at the loader's batch ``number``."""
+        length, num_samples = self.loader.batch_size or 1, len(self.loader.sampler)  # type: ignore[arg-type]
+        return self.pieces(min(length * self.num, num_samples - number * length))
+
+
+def dealt_loader(loader: DataLoader[Any], order: DealtOrder) -> DataLoader[Any]:
+    """Return a loader that loads a rank's own part alone."""
+    options = {name: getattr(loader, name) for name in _KEPT}
+    if loader.num_workers:
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    return DataLoader(loader.dataset, batch_sampler=order, collate_fn=loader.collate_fn, **options)
+
+
+def refuse_distributed(batches: Any) -> None:
+    """Refuse a loader that deals samples to ranks itself."""
+    samplers = [getattr(batches, "sampler", None), getattr(getattr(batches, "batch_sampler", None), "sampler", None)]
+    if any(isinstance(one, DistributedSampler) for one in samplers):
+        raise UsageError(
+            "The training loader has a DistributedSampler.",
+            rule="each rank gets the same loader, whose batches are those of all ranks; the Trainer deals them out, so "
+            "that another number of ranks trains the same batches.",
+            remedy="leave it out: DataLoader(KeyedDataset(data), batch_size=..., sampler=KeyedSampler(data))",
+        )

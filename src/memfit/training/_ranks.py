@@ -1,0 +1,362 @@
+"""Keep the ranks of one training together: a vote before each update, then a sum that nobody enters alone.
+
+A rank that fails says so in the next vote, and all raise together. Between a vote and the end of its update no rank can
+fail alone any more: it leaves with exit code 79, and the group begins again from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from memfit.errors import MemfitError, PeerFailedError, StoppedError
+from memfit.training._beat import beat, leave, peers_lost
+
+OK, FATAL, STOPPED = range(3)
+#: What a rank may ask for in a vote, beside a stop by the number of a signal.
+SAVE = -1
+
+_NUMBERS = struct.Struct("<15q2d256s")
+_TEXT_BYTES = 256
+_LARGE_BYTES, _BUCKET_BYTES = 1 << 20, 4 << 20
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank says of a step before its update.
+
+    ``sizes`` are its microbatch sizes with -1 for None, ``cost`` that of its largest microbatch. ``used`` has a bit for
+    each parameter with a gradient. ``request`` is ``SAVE``, or the number of a signal to stop. ``is_half``: it ran out
+    of memory inside its last update.
+    """
+
+    rank: int = 0
+    step: int = 0
+    status: int = OK
+    is_half: bool = False
+    request: int = 0
+    num_batches: int = 0
+    num_skipped: int = 0
+    num_left: int = 0
+    sizes: tuple[int, ...] = (-1, -1, 0, 0, 0)
+    cost: int = 1
+    num_retries: int = 0
+    has_new_buffers: bool = False
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    text: str = ""
+    used: bytes = b""
+
+    def pack(self, num_bytes: int) -> bytes:
+        """Return it in bytes, of which ``num_bytes`` are for ``used``."""
+        text = self.text.encode()[:_TEXT_BYTES]
+        numbers = (self.step, self.status, self.is_half, self.request, self.num_batches, self.num_skipped)
+        more = (self.num_left, *self.sizes, self.cost, self.num_retries, self.has_new_buffers)
+        packed = _NUMBERS.pack(*map(int, (*numbers, *more)), self.loss_sum, self.weight, text)
+        return packed + self.used.ljust(num_bytes, b"\0")
+
+    @classmethod
+    def unpack(cls, rank: int, data: bytes) -> Vote:
+        step, status, half, request, batches, skipped, left, *rest = _NUMBERS.unpack_from(data)
+        *sizes, cost, retries, buffers, loss_sum, weight, text = rest
+        said = text.rstrip(b"\0").decode(errors="ignore")
+        counts = (batches, skipped, left, tuple(sizes), cost, retries, bool(buffers), loss_sum, weight, said)
+        return cls(rank, step, status, bool(half), request, *counts, data[_NUMBERS.size :])
+
+
+class Ranks:
+    """The group of ranks that train one model; every rank calls each of its methods at the same place.
+
+    Args:
+        group: The group in which gradients are summed.
+        num_parameters: How many parameters a vote tells of.
+
+    Attributes:
+        rank: The own number in the group.
+        size: How many ranks there are.
+        request: What was asked for in the last vote, ``SAVE`` or the number of a signal; 0 for nothing.
+        wants: Returns what this rank asks for.
+        is_over: Whether all ranks raise what this one raises.
+    """
+
+    def __init__(self, group: Any, num_parameters: int = 0) -> None:
+        self.group, self._votes = group, _side_group(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._num_bytes = (num_parameters + 7) // 8
+        self.step = self.request = 0
+        self.wants: Callable[[], int] = int
+        self.is_over = False
+
+    @classmethod
+    def current(cls, group: Any = None, num_parameters: int = 0) -> Ranks | None:
+        """Return the ranks of a group, by default of the main one; None in a process that trains alone."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD if group is None else group
+        return cls(group, num_parameters) if dist.get_world_size(group) > 1 else None
+
+    def vote(self, mine: Vote) -> list[Vote]:
+        """Return the votes of all ranks in order; leave if one is lost or at another step."""
+        beat("vote", self.step)
+        with or_leave("the vote failed"):
+            votes = self._exchange(mine)
+        self.request = max((vote.request for vote in votes), key=lambda value: (value > 0, abs(value)))
+        steps = [vote.step for vote in votes]
+        if len(set(steps)) > 1 and not any(vote.status for vote in votes):
+            leave(f"the ranks are at steps {steps}")
+        return votes
+
+    def raise_failed(self, votes: Sequence[Vote], own: Exception | None = None) -> None:
+        """Raise the own error, or one that names the rank which failed or stops."""
+        failed = next((vote for vote in votes if vote.status), None)
+        if failed is None:
+            return
+        self.is_over = True
+        try:
+            if own is not None:
+                raise own
+        finally:
+            del own  # the error's frames hold it
+        if failed.status == STOPPED:
+            remedy = "run the same command again"
+            raise StoppedError(f"Stopped with rank {failed.rank}.", rule=failed.text, remedy=remedy)
+        raise PeerFailedError(
+            f"Rank {failed.rank} failed: {failed.text}",
+            rule="all ranks of a group end together; the weights here are as they were before the step.",
+            remedy=f"see the error of rank {failed.rank}",
+        )
+
+    def settle(self) -> None:
+        """Meet all ranks between two steps, and raise if one has failed or stops."""
+        self.raise_failed(self.vote(self.ballot()))
+
+    def ballot(self, **fields: Any) -> Vote:
+        """Return a vote of this rank, with what it asks for."""
+        return Vote(self.rank, self.step, request=self.wants(), **fields)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of each rank in order; plain values and tensors."""
+        self.settle()
+        found: list[Any] = [None] * self.size
+        with or_leave("gathering failed"):
+            dist.all_gather_object(found, value, group=self._votes)
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers in their next vote that this rank ends, unless they end as well."""
+        if not self.is_over:
+            status = STOPPED if isinstance(error, StoppedError) else FATAL
+            with suppress(Exception):
+                self._exchange(replace(self.ballot(status=status, text=first_line(error)), request=0))
+
+    def sequence(self) -> int:
+        """Return how many collectives the group began."""
+        return int(self.group._get_sequence_number_for_group())
+
+    def copy(self, source: int, is_half: bool, parts: Sequence[Any]) -> None:
+        """Copy the state of parts from one rank to those that are ``is_half``; leave if that fails.
+
+        Args:
+            source: The rank to copy from.
+            is_half: Whether this rank takes the state over.
+            parts: Each with ``state_dict`` and ``load_state_dict``.
+        """
+        with or_leave("the copy of a whole rank's state failed"), torch.no_grad():
+            for part in parts:
+                self._copy(dist.get_global_rank(self.group, source), is_half, part)
+
+    def _copy(self, source: int, is_half: bool, part: Any) -> None:
+        state = part.state_dict()
+        box = [torch.utils._pytree.tree_map(_shape_of, state)]
+        mine = box[0]
+        dist.broadcast_object_list(box, src=source, group=self._votes)
+        if is_half and _shapes(mine) != _shapes(box[0]):
+            state = None
+            if isinstance(part, torch.optim.Optimizer):
+                part.state.clear()  # its memory is needed for the copy
+            state = torch.utils._pytree.tree_map(lambda one: one.empty() if isinstance(one, _Shape) else one, box[0])
+        leaves, structure = torch.utils._pytree.tree_flatten(state)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                group = self._votes if leaf.device.type == "cpu" else self.group
+                whole = leaf.contiguous()
+                dist.broadcast(whole, src=source, group=group)
+                if whole is not leaf:
+                    leaf.copy_(whole)
+        if is_half:
+            plain = torch.utils._pytree.tree_leaves(box[0])
+            pairs = zip(leaves, plain, strict=True)
+            leaves = [leaf if isinstance(leaf, torch.Tensor) else value for leaf, value in pairs]
+            part.load_state_dict(torch.utils._pytree.tree_unflatten(leaves, structure))
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks the values of rank 0, in one broadcast for each device and dtype."""
+        source = dist.get_global_rank(self.group, 0)
+        for one in _alike(tensors):
+            alike = [tensors[index] for index in one]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.broadcast(flat, src=source, group=self.group)
+            for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def _exchange(self, mine: Vote) -> list[Vote]:
+        data = torch.frombuffer(bytearray(mine.pack(self._num_bytes)), dtype=torch.uint8)
+        found = [torch.empty_like(data) for _ in range(self.size)]
+        dist.all_gather(found, data, group=self._votes)
+        return [Vote.unpack(rank, one.numpy().tobytes()) for rank, one in enumerate(found)]
+
+
+class GradientSum:
+    """Sums the gradients of all ranks in place: large ones as they are, small ones in buckets, two at a time."""
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor]) -> None:
+        self._ranks, self.parameters = ranks, parameters
+        self._pieces = _pieces(parameters)
+        self._expected = [parameter.requires_grad for parameter in parameters]
+        self._buffers: list[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = []
+
+    def used(self) -> bytes:
+        """Return a bit for each parameter, set if it has a gradient."""
+        return np.packbits([parameter.grad is not None for parameter in self.parameters]).tobytes()
+
+    def reserve(self) -> None:
+        """Allocate all that ``sum`` needs, zeros in place of missing gradients too."""
+        while len(self._buffers) < _IN_FLIGHT:
+            sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+            for piece in self._pieces:
+                if self._goes_alone(piece):
+                    continue
+                key = (self.parameters[piece[0]].device, self.parameters[piece[0]].dtype)
+                sizes[key] = max(sizes.get(key, 0), sum(self.parameters[index].numel() for index in piece))
+            self._buffers.append(
+                {key: torch.empty(size, device=key[0], dtype=key[1]) for key, size in sizes.items()},
+            )
+        for parameter, is_expected in zip(self.parameters, self._expected, strict=True):
+            if parameter.grad is None and is_expected:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None and not parameter.grad.is_contiguous() and parameter.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+
+    def fit(self, votes: Sequence[Vote]) -> None:
+        """Give a gradient to the parameters that some rank has one of, and to no other: an optimizer leaves these."""
+        used = np.bitwise_or.reduce([np.frombuffer(vote.used, np.uint8) for vote in votes])
+        self._expected = np.unpackbits(used, count=len(self.parameters)).astype(bool).tolist()
+        for parameter, is_used in zip(self.parameters, self._expected, strict=True):
+            if not is_used:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def sum(self, factor: float) -> None:
+        """Replace each gradient by the sum over all ranks of gradient x ``factor``; each rank has its own factor."""
+        in_flight: deque[Any] = deque()
+        for number, piece in enumerate(self._pieces):
+            grads = [grad for index in piece if (grad := self.parameters[index].grad) is not None]
+            if not grads:
+                continue
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
+            flat, views = grads[0], []
+            if not self._goes_alone(piece):
+                flat = self._buffers[number % _IN_FLIGHT][flat.device, flat.dtype]
+                flat = flat[: sum(grad.numel() for grad in grads)]
+                parts = torch.split(flat, [grad.numel() for grad in grads])
+                views = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+                torch._foreach_copy_(views, grads)
+            work = dist.all_reduce(flat, group=self._ranks.group, async_op=True)
+            in_flight.append((work, grads, views))
+            if len(in_flight) == _IN_FLIGHT:
+                _land(*in_flight.popleft())
+        while in_flight:
+            _land(*in_flight.popleft())
+
+    def _goes_alone(self, piece: Sequence[int]) -> bool:
+        first = self.parameters[piece[0]]
+        return len(piece) == 1 and first.nbytes >= _LARGE_BYTES and first.is_contiguous()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@contextmanager
+def or_leave(what: str) -> Iterator[None]:
+    """Leave with exit code 79 after any error inside: the peers wait for this rank in a collective."""
+    try:
+        yield
+    except Exception as error:
+        leave(f"{'a peer is lost' if peers_lost(error) else what}: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    text = error.what if isinstance(error, MemfitError) else str(error).partition("\n")[0]
+    return text if isinstance(error, MemfitError) else f"{type(error).__name__}: {text}"
+
+
+@functools.cache
+def _side_group(group: Any) -> Any:
+    """Return a group for votes and plain values: itself if it takes tensors on the CPU, else one of gloo."""
+    if "cpu:gloo" in dist.get_backend_config(group):
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of tensors of one device and dtype, in order."""
+    found: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault((tensor.device, tensor.dtype), []).append(index)
+    return list(found.values())
+
+
+def _pieces(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of the parameters whose gradients travel together; a large one travels alone."""
+    pieces: list[list[int]] = []
+    for alike in _alike(parameters):
+        bucket: list[int] = []
+        size = 0
+        for index in alike:
+            num_bytes = parameters[index].nbytes
+            if num_bytes >= _LARGE_BYTES:
+                pieces.append([index])
+                continue
+            if size + num_bytes > _BUCKET_BYTES:
+                pieces.append(bucket)
+                bucket, size = [], 0
+            bucket.append(index)
+            size += num_bytes
+        pieces += [bucket] if bucket else []
+    return pieces
+
+
+def _land(work: Any, grads: list[torch.Tensor], views: list[torch.Tensor]) -> None:
+    work.wait()
+    if views:
+        torch._foreach_copy_(grads, views)
+
+
+def _shape_of(leaf: Any) -> Any:
+    return _Shape(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shapes(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _Shape) else None, state)

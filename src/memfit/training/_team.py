@@ -1,0 +1,215 @@
+"""Make one step on all ranks: each makes its gradients alone, all vote, then the sum of all is applied on each.
+
+What runs out of memory before the vote is repeated by that rank alone, while its peers wait there. An update that runs
+out of memory on some ranks is healed after the next vote, by a copy of a whole rank's weights and optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from memfit.errors import DoesNotFitError, HalfUpdatedError, JobFailedError, SampleTooLargeError, UsageError
+from memfit.rundir import record
+from memfit.training._beat import beat, leave
+from memfit.training._checks import alone
+from memfit.training._exactness import place
+from memfit.training._gradients import Batch, Failure, Local
+from memfit.training._oom import Failed, OomKind, attempt, memory_now
+from memfit.training._process import say
+from memfit.training._ranks import FATAL, OK, GradientSum, Ranks, Vote, first_line, or_leave
+
+if TYPE_CHECKING:
+    from memfit.training._step import SafeStep
+
+_MOST_TRIALS = 3
+_REDUCE_LATER = "reduce metrics after the step, and call the model that the loss is given, not its wrapper"
+
+
+class Team:
+    """The part of a ``SafeStep`` that all ranks make together.
+
+    Attributes:
+        ranks: The group.
+        parts: What is copied from a whole rank when an update was left half-way.
+        counts: The skipped batches and all batches, of all ranks, that the last vote knew.
+    """
+
+    def __init__(self, step: SafeStep, ranks: Ranks, check: Callable[[], None]) -> None:
+        self.ranks, self._step, self._check = ranks, step, check
+        self._sum = GradientSum(ranks, step.parameters())
+        self.parts: list[Any] = [one for one in (step.model, step.optimizer, step.scaler) if one is not None]
+        self._buffers = [one for one in step.model.buffers() if not one.is_inference()]
+        self._versions = [one._version for one in self._buffers]
+        self._is_half = self._has_new_buffers = False
+        self.counts = (step.num_skipped, step.num_batches)
+        self._cost = (1, 0)
+
+    def local(self, batches: Sequence[Batch]) -> Local | Failure:
+        """Make this rank's gradients, and allocate what the rest of the step will need while it may still fail."""
+        step, ranks = self._step, self.ranks
+        try:
+            self._check()
+            before = ranks.sequence()
+            local = step.local(batches)
+            if ranks.sequence() != before:
+                raise alone("The loss called a collective of its group.", _REDUCE_LATER)
+        except UsageError as error:
+            return Failure(error)
+        if isinstance(local, Failure):
+            return local
+        local = replace(local, used=self._sum.used())
+        for _ in range(_MOST_TRIALS):
+            try:
+                failed = attempt(self._reserve)
+            except Exception as error:
+                return Failure(error)
+            if failed is None:
+                return local
+        assert failed is not None
+        no_room = DoesNotFitError(
+            f"In {place(step.where)} the buffers for the sum over the ranks have no room: {failed.first_line}",
+            rule=memory_now(failed.kind),
+            remedy="give more memory, or train fewer weights",
+        )
+        return Failure(no_room, failed.kind, "reduce", step.sizes.limit)
+
+    def agree(self, local: Local | Failure) -> Local | None:
+        """Return the sums of all ranks; None when a copy healed some, and the step is to be made again.
+
+        Raises:
+            PeerFailedError: Another rank has failed; the own error if this one has.
+        """
+        step, ranks = self._step, self.ranks
+        votes = ranks.vote(self._vote(local))
+        whole = [vote.rank for vote in votes if not vote.is_half]
+        if len(whole) < len(votes) and not any(votes[rank].status for rank in whole):
+            self._heal(whole, first=True)
+            return None
+        own = local if isinstance(local, Failure) else None
+        ranks.raise_failed(votes, None if own is None else step.error_of(own))
+        assert isinstance(local, Local)
+        step.sizes.agree([vote.sizes for vote in votes])
+        self._count(votes)
+        with or_leave("the step failed after the vote"):
+            self._sum.fit(votes)
+        self._cost = (max(vote.cost for vote in votes), max(vote.num_retries for vote in votes))
+        self._has_new_buffers = any(vote.has_new_buffers for vote in votes)
+        sums = (sum(vote.loss_sum for vote in votes), sum(vote.weight for vote in votes))
+        return replace(local, loss_sum=sums[0], weight=sums[1], is_skipped=not any(vote.num_left for vote in votes))
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Tell all ranks that this one has no gradients, and raise why."""
+        while True:
+            self.agree(Failure(error))
+
+    def reduce(self, factor: float) -> None:
+        """Sum gradients x ``factor`` over the ranks; give all of them the buffers of rank 0, as DDP does."""
+        beat("reduce", self.ranks.step)
+        with or_leave("the sum over the ranks failed"):
+            self._sum.sum(factor)
+            if self._has_new_buffers:
+                self.ranks.share(self._buffers)
+                self._versions = [one._version for one in self._buffers]
+        beat("update", self.ranks.step)
+
+    def finish(
+        self, action: Callable[[], tuple[float, bool]], note: Callable[[str, OomKind], object], update: bool
+    ) -> Any:
+        """Return what the update returned; an out-of-memory in it is told in the next vote."""
+        try:
+            done = attempt(action, note)
+            if not isinstance(done, Failed):
+                return done
+            why = done.first_line
+        except (HalfUpdatedError, DoesNotFitError) as error:
+            why = error.what
+        except (JobFailedError, UsageError):  # follows from what all have: they raise it too
+            self.ranks.is_over = True
+            raise
+        except Exception as error:
+            leave(f"the update failed: {first_line(error)}")
+        if not update:
+            leave(f"out of memory after the vote: {why}")
+        self._is_half = True
+        record("half_updated", rank=self.ranks.rank, error=why, **self._step.where)
+        say(f"out of memory in the update: {why}")
+        return math.nan, False
+
+    def settle(self) -> None:
+        """Heal what the last update left half-way on some ranks, and raise if one has failed or stops."""
+        votes = self.ranks.vote(self.ranks.ballot(is_half=self._is_half))
+        self.ranks.raise_failed(votes)
+        if any(vote.is_half for vote in votes):
+            self._heal([vote.rank for vote in votes if not vote.is_half], first=False)
+
+    def remember(self) -> bool:
+        """Tell the sizes how the step went on all ranks; return whether the limit changed."""
+        return self._step.sizes.succeeded(*self._cost)
+
+    def _reserve(self) -> None:
+        for parameter in self._sum.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise alone("A gradient is sparse.", "make the embedding with sparse=False")
+        self._sum.reserve()
+        self._step.guard.try_memory()
+
+    def _vote(self, local: Local | Failure) -> Vote:
+        step, ranks = self._step, self.ranks
+        own = {"is_half": self._is_half, "sizes": step.sizes.numbers()}
+        if isinstance(local, Failure):
+            return ranks.ballot(status=FATAL, text=first_line(local.error), **own)
+        num_retries = step.num_alloc_retries() - local.alloc_retries
+        largest = 1
+        if local.batches and not step.never_splits and (step.sizes.limit is not None or num_retries):
+            largest = max(batch.largest_cost for batch in local.batches)
+            num_retries *= max(batch.size for batch in local.batches) > 1
+        return ranks.ballot(
+            status=OK,
+            num_batches=step.num_batches - self.counts[1],
+            num_skipped=step.num_skipped - self.counts[0],
+            num_left=len(local.batches),
+            cost=largest,
+            num_retries=0 if largest == 1 else num_retries,
+            has_new_buffers=[one._version for one in self._buffers] != self._versions,
+            loss_sum=local.loss_sum,
+            weight=local.weight,
+            used=local.used,
+            **own,
+        )
+
+    def _count(self, votes: Sequence[Vote]) -> None:
+        """Count the batches of all ranks, and those that were skipped; refuse too many on all of them."""
+        step, (skipped, batches) = self._step, self.counts
+        step.num_skipped = skipped + sum(vote.num_skipped for vote in votes)
+        step.num_batches = batches + sum(vote.num_batches for vote in votes)
+        self.counts = step.num_skipped, step.num_batches
+        if step.num_skipped > skipped and step.skip and not step.skip.allows(step.num_skipped, step.num_batches):
+            self.ranks.is_over = True
+            raise SampleTooLargeError(
+                f"In {place(step.where)} {step.num_skipped} of {step.num_batches} batches of all ranks were skipped.",
+                rule=f"{step.skip} allows no more.",
+                remedy="the events 'skip' of each rank say what did not fit; make it smaller, or allow more",
+            )
+
+    def _heal(self, whole: Sequence[int], *, first: bool) -> None:
+        """Copy the state of the first whole rank to those that are not; ``first``: to the beginning of this step."""
+        step, is_half = self._step, self._is_half
+        self._is_half = False
+        if not whole:
+            raise HalfUpdatedError(
+                f"Memory ran out inside {type(step.optimizer).__name__}.step on all {self.ranks.size} ranks.",
+                rule="no rank has whole weights that the others could copy.",
+                remedy="go back to the last checkpoint, as Trainer does by itself; fused=True allocates nothing",
+            )
+        if first:
+            step.before.restore()
+            step.num_skipped = self.counts[0]
+        self.ranks.copy(whole[0], is_half, self.parts)
+        if first:
+            step.take_snapshot()
+        if is_half:
+            record("healed", source=whole[0], rank=self.ranks.rank, **step.where)
+            say(f"weights and optimizer copied from rank {whole[0]}")
