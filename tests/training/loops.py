@@ -38,6 +38,19 @@ class Stream(IterableDataset):
         self.position = 0
 
 
+class Sized(Stream):
+    """Has a length, and exports its position by arguments alone, as litData does."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def state_dict(self, num_samples):
+        return {"position": num_samples}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
 class Resumable(Stream):
     """Each of its passes begins at what it was given last, as with Hugging Face's ``datasets``."""
 
