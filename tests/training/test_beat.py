@@ -13,7 +13,17 @@ import torch
 from tests.forked import call
 
 from memfit.errors import ConfigError, PeerFailedError
-from memfit.rundir import Beat, launch_of, open_beats, read_beats
+from memfit.files import write_json
+from memfit.rundir import (
+    JOB_ID_VARIABLE,
+    RUN_DIR_VARIABLE,
+    STATUS,
+    Beat,
+    RunDir,
+    launch_of,
+    open_beats,
+    read_beats,
+)
 from memfit.training import beat, keep_beats, leave, peers_lost
 
 pytestmark = pytest.mark.slow
@@ -103,6 +113,34 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
 
     # the step that saved is not as long as others
     assert call(run) == [150, 70, 150, 70]
+
+
+def test_ranks_that_wait_for_memory_at_their_limit_do_not_hang(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    run.job_dir("j").mkdir()
+    status = {"state": "running", "stalled": True}
+    write_json(run.job_dir("j") / STATUS, status)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_DIR_VARIABLE, str(run.path))
+        patch.setenv(JOB_ID_VARIABLE, "j")
+        ranks = _group(tmp_path, [hangs])
+    ranks[0].join(5 * HANG)
+    assert ranks[0].exitcode is None
+    write_json(run.job_dir("j") / STATUS, status | {"stalled": False})
+    assert _codes(ranks) == [LEFT]
+
+
+def test_where_an_error_was_raised_is_kept_and_nobody_waits_for_a_next_beat(tmp_path: Path) -> None:
+    def fails() -> None:
+        try:
+            beat("microbatch", 3)
+            raise ValueError
+        finally:
+            beat("end")
+
+    assert _codes(_group(tmp_path, [fails])) == [1]
+    last = read_beats(tmp_path / "ranks")[0]
+    assert (last.where, last.patience) == ("microbatch of step 3", None)
 
 
 def test_files_of_an_earlier_launch_are_no_ranks_of_this_one(tmp_path: Path) -> None:

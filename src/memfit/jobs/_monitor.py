@@ -224,8 +224,9 @@ class Monitor:
         found, job_dir = [], self.run.job_dir(self.known.job_id)
         folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
         beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
-        for rank, one in sorted(beats.items()):
-            pids = self.meter.below(one.pid) if one.host == socket.gethostname() else set()
+        own = {rank: one for rank, one in sorted(beats.items()) if one.host == socket.gethostname()}
+        for rank, one in own.items():
+            pids = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
             held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
             self._rank_peaks |= {f"rank {rank}": pss}

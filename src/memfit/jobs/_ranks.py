@@ -161,7 +161,8 @@ class Agent:
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
             may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
-            oom = Counters.read(self.group).rise_since(counters)
+            now = Counters.read(self.group)
+            oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
             if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
                 if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
                     told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"

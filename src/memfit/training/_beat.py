@@ -13,14 +13,26 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed
 
-from memfit.errors import ConfigError, PeerFailedError, UsageError
-from memfit.rundir import LOST, RANKS_VARIABLE, WAITING, Beat, current_run, launch_of, open_beats, read_beats, record
+from memfit.errors import ConfigError, DamagedError, PeerFailedError, UsageError
+from memfit.rundir import (
+    LOST,
+    RANKS_VARIABLE,
+    STATUS,
+    WAITING,
+    Beat,
+    current_run,
+    launch_of,
+    open_beats,
+    read_beats,
+    read_status_file,
+    record,
+)
 
 HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
@@ -222,8 +234,9 @@ class _Pulse:
                 self._note_step(now)
                 self._has_stepped = self._has_stepped or last.step is not None
                 self._step_began, self._repeats = now, place == "repeat"
+            has_failed = place == "end" and sys.exc_info()[0] is not None  # then it is told where
             self._write(
-                place=place,
+                place=last.place if has_failed else place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
                 sealed=last.sealed + (place == "sealed"),
@@ -248,7 +261,7 @@ class _Pulse:
             self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
 
     def _write(self, **changed: Any) -> None:
-        self.last = replace(self.last, time=time.time(), **changed)
+        vars(self.last).update(time=time.time(), **changed)
         if self._file is not None:
             with suppress(OSError):  # a full disk costs the watch, not the training
                 os.pwrite(self._file, self.last.to_line(), 0)
@@ -269,6 +282,9 @@ class _Pulse:
                 with suppress(OSError):
                     os.fdatasync(self._file)
             if found := quiet.hung({**beats, self.last.rank: self.last}, time.monotonic(), 3 * tick):
+                if _waits_for_memory():
+                    quiet.seconds.clear()
+                    continue
                 if found.rank == self.last.rank:
                     with suppress(Exception):
                         faulthandler.dump_traceback(all_threads=True)
@@ -311,6 +327,14 @@ class _Quiet:
             if one.patience is not None and self.seconds[one.rank] > factor * one.patience and _lives(one)
         ]
         return max(late, key=lambda one: self.seconds[one.rank], default=None)
+
+
+def _waits_for_memory() -> bool:
+    """Return True if the kernel lets this job wait at its limit, until memfit raises that: then no rank hangs."""
+    run = current_run()
+    with suppress(DamagedError, OSError):
+        return run is not None and bool((read_status_file(run[0].job_dir(run[1]) / STATUS) or {}).get("stalled"))
+    return False
 
 
 def _lives(one: Beat) -> bool:

@@ -84,13 +84,14 @@ class Ranks:
     Attributes:
         rank: The own number in the group.
         size: How many ranks there are.
+        side: The group for votes and plain values.
         request: What was asked for in the last vote, ``SAVE`` or the number of a signal; 0 for nothing.
         wants: Returns what this rank asks for.
         is_over: Whether all ranks raise what this one raises.
     """
 
     def __init__(self, group: Any, num_parameters: int = 0) -> None:
-        self.group, self._votes = group, _side_group(group)
+        self.group, self.side = group, _side_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._num_bytes = (num_parameters + 7) // 8
         self.step = self.request = 0
@@ -149,7 +150,7 @@ class Ranks:
         self.settle()
         found: list[Any] = [None] * self.size
         with or_leave("gathering failed"):
-            dist.all_gather_object(found, value, group=self._votes)
+            dist.all_gather_object(found, value, group=self.side)
         return found
 
     def fail(self, error: BaseException) -> None:
@@ -179,7 +180,7 @@ class Ranks:
         state = part.state_dict()
         box = [torch.utils._pytree.tree_map(_shape_of, state)]
         mine = box[0]
-        dist.broadcast_object_list(box, src=source, group=self._votes)
+        dist.broadcast_object_list(box, src=source, group=self.side)
         if is_half and _shapes(mine) != _shapes(box[0]):
             state = None
             if isinstance(part, torch.optim.Optimizer):
@@ -188,7 +189,7 @@ class Ranks:
         leaves, structure = torch.utils._pytree.tree_flatten(state)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                group = self._votes if leaf.device.type == "cpu" else self.group
+                group = self.side if leaf.device.type == "cpu" else self.group
                 whole = leaf.contiguous()
                 dist.broadcast(whole, src=source, group=group)
                 if whole is not leaf:
@@ -212,7 +213,7 @@ class Ranks:
     def _exchange(self, mine: Vote) -> list[Vote]:
         data = torch.frombuffer(bytearray(mine.pack(self._num_bytes)), dtype=torch.uint8)
         found = [torch.empty_like(data) for _ in range(self.size)]
-        dist.all_gather(found, data, group=self._votes)
+        dist.all_gather(found, data, group=self.side)
         return [Vote.unpack(rank, one.numpy().tobytes()) for rank, one in enumerate(found)]
 
 
