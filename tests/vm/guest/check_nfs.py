@@ -158,6 +158,7 @@ def test_a_job_whose_end_another_host_has_not_seen_yet_does_not_run_again(hosts)
     assert hosts.hits() == ["begin guest", "end guest"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
 def test_a_job_that_another_host_stops_saves_and_does_not_run_again(hosts):
     first = hosts.start(elsewhere=False)
@@ -173,6 +174,7 @@ def test_a_job_that_another_host_stops_saves_and_does_not_run_again(hosts):
 AWAY = "soft,timeo=20,retrans=2,actimeo=60"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [AWAY], indirect=True)
 def test_a_run_goes_on_after_its_server_was_away_for_20_s_and_has_forgotten_its_locks(hosts):
     many = (*RUN[:-3], "--param", "n=1..2", "--max-parallel", "1", *RUN[-3:], "{n}")
@@ -205,6 +207,7 @@ def is_held(folder):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [AWAY], indirect=True)
 def test_a_job_is_taken_over_after_its_server_was_away_for_20_s_and_has_forgotten_its_lock(hosts):
     first = hosts.start(elsewhere=False)
@@ -221,6 +224,7 @@ def test_a_job_is_taken_over_after_its_server_was_away_for_20_s_and_has_forgotte
     assert hosts.hits() == ["begin guest", "end guest"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", ["actimeo=60"], indirect=True)
 def test_a_checkpoint_that_another_host_has_sealed_is_taken_and_not_cleared_away(hosts):
     from memfit.training import SealedFolder  # loads torch
