@@ -63,10 +63,8 @@ class Together(Team):
             return replace(local, divisor=self._divisor * self.ranks.size)  # the passes took the mean over the ranks
         if peers_lost(local.error):
             leave(lost_peers(local.error))
-        if (
-            self._has_begun or self.ranks.is_over
-        ):  # the peers are in a pass and hear no vote: they leave when this process ends
-            self.ranks.is_over = True
+        if self._has_begun or self.ranks.is_over:
+            self.ranks.is_over = True  # peers in a pass hear no vote: they leave when this process ends
             raise self._step.error_of(local)
         return local
 
@@ -75,6 +73,13 @@ class Together(Team):
         self.ranks.raise_failed(votes, local.error if isinstance(local, Failure) else None)
         assert isinstance(local, Local)
         return self._take_over(local, votes)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave after a peer; else tell the peers, unless they may be in a pass of a validation and hear no vote."""
+        if peers_lost(error):
+            leave(lost_peers(error))
+        if not self._step.is_sharded:
+            super().fail(error)
 
     def begin_part(self, *, is_last: bool) -> None:
         super().begin_part(is_last=is_last)
