@@ -116,6 +116,11 @@ def small(cls: Any, options: Any) -> Any:
     return made
 
 
+def is_saved(name: Any) -> bool:
+    """Return whether a name is a folder; a model that was made from a configuration has none."""
+    return bool(name) and Path(name).is_dir()
+
+
 def without_hub() -> None:
     """Put the stand-ins in place of what transformers, datasets and evaluate download."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(Path("cache").resolve()), "WANDB_MODE": "disabled"}
@@ -133,12 +138,12 @@ def without_hub() -> None:
         return cls.from_config(configuration(name, **options) if config is None else config)
 
     def model(cls: Any, name: Any = None, *args: Any, config: Any = None, **options: Any) -> Any:
-        if name is None or Path(name).is_dir():
+        if name is None or is_saved(name):
             return real_model(cls, name, *args, config=config, **options)
         return cls(small(cls.config_class, options) if config is None else config)
 
     def either(name: Any, *args: Any, **options: Any) -> Any:
-        return (real_tokenizer if Path(name).is_dir() else tokenizer)(name, *args, **options)
+        return (real_tokenizer if is_saved(name) else tokenizer)(name, *args, **options)
 
     classes = [auto_factory._BaseAutoModelClass]
     for cls in classes:
@@ -147,7 +152,7 @@ def without_hub() -> None:
     transformers.PreTrainedModel.from_pretrained = classmethod(model)
     transformers.PretrainedConfig.from_pretrained = classmethod(lambda cls, name, **options: small(cls, options))
     transformers.AutoConfig.from_pretrained = configuration
-    transformers.AutoTokenizer.from_pretrained = either
+    transformers.AutoTokenizer.from_pretrained = transformers.AutoProcessor.from_pretrained = either
     for cls in (transformers.XLNetTokenizerFast, transformers.LlamaTokenizer):
         cls.from_pretrained = either
     transformers.AutoImageProcessor.from_pretrained = lambda *args, **options: transformers.ViTImageProcessor(

@@ -1,11 +1,11 @@
-"""What watching, stopping and exactness cost a step in a loop of Accelerate and in Lightning's Trainer.
+"""What watching, stopping and exactness cost a step in transformers' and Lightning's Trainers and in Accelerate's loop.
 
-    python benchmarks/other_loops.py [--size tiny] [--rounds 4] [--json FILE]
+    python benchmarks/other_loops.py [--size tiny] [--framework transformers] [--rounds 4] [--json FILE]
 
-The same training on one thread, without workers: plain, watched, ``Stop``, ``Exact``, in turns. The figure is CPU time
-a step, as a ratio to the plain one of the same turn; its median and all ratios are printed. In Lightning the rehearsal
-before step 1 is left out. Exit status 0: each median at 10 million parameters is at most 1.02; the tiny model's count
-for nothing.
+The same training on one thread, without workers: plain, watched, stoppable, exact, in turns; in transformers also exact
+with ``recover=True``. The figure is the median CPU time of a turn's steps, as a ratio to the plain turn's; its median
+and all ratios are printed. The rehearsal before step 1 is left out, but in Accelerate's loop, which has none.
+Exit status 0: each median at 10 million parameters is at most 1.02; the tiny model's count for nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from memfit.integrations import accelerate as in_accelerate
+from memfit.integrations import huggingface as in_transformers
 from memfit.integrations import lightning as in_lightning
 
 FORMS = ("plain", "watch", "stop", "exact")
@@ -64,17 +67,17 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """CPU seconds of an epoch's steps."""
+    """CPU seconds at the end of each step."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.began = time.process_time()
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.seconds = time.process_time() - self.began
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.times.append(time.process_time())
 
 
-def by_lightning(form: str, width: int, steps: int, folder: str) -> float:
-    """Return the CPU seconds of a step."""
+def by_lightning(form: str, width: int, steps: int, folder: str) -> list[float]:
+    """Return the CPU seconds at the end of each step."""
     clock, loader = Clock(), _loader(steps)
     watch = [in_lightning.MemfitCallback()] if form == "watch" else []
     off: dict[str, Any] = {
@@ -91,11 +94,11 @@ def by_lightning(form: str, width: int, steps: int, folder: str) -> float:
         in_lightning.Exact(folder, seed=1, **options).fit(trainer, Module(width), loader)
     else:
         trainer.fit(Module(width), loader)
-    return clock.seconds / steps
+    return clock.times
 
 
-def by_accelerate(form: str, width: int, steps: int, folder: str) -> float:
-    """Return the CPU seconds of a step."""
+def by_accelerate(form: str, width: int, steps: int, folder: str) -> list[float]:
+    """Return the CPU seconds at the end of each step."""
     accelerator, model = accelerate.Accelerator(cpu=True), net(width)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     loader = _loader(steps)
@@ -113,16 +116,60 @@ def by_accelerate(form: str, width: int, steps: int, folder: str) -> float:
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.process_time())
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return times
 
 
-WAYS: dict[str, Callable[[str, int, int, str], float]] = {"lightning": by_lightning, "accelerate": by_accelerate}
+class WithLoss(torch.nn.Module):
+    """The model in transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = net(width)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.net(x) - x).square().mean()}
+
+
+class StepClock(transformers.TrainerCallback):
+    """CPU seconds at the end of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.times.append(time.process_time())
+
+
+def by_transformers(form: str, width: int, steps: int, folder: str) -> list[float]:
+    """Return the CPU seconds at the end of each step."""
+    clock = StepClock()
+    off: dict[str, Any] = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args = transformers.TrainingArguments(
+        folder, num_train_epochs=1, per_device_train_batch_size=BATCH, use_cpu=True, dataloader_pin_memory=False, **off
+    )
+    data: Any = [{"x": row} for row in torch.rand(steps * BATCH, 8)]
+    watch = [in_transformers.MemfitCallback()] if form == "watch" else []
+    trainer = transformers.Trainer(WithLoss(width), args, train_dataset=data, callbacks=[clock, *watch])
+    if form == "stop":
+        in_transformers.stoppable(trainer, allow=("rehearsal",))
+    elif form in ("exact", "recover"):
+        in_transformers.exact(trainer, recover=form == "recover", allow=("rehearsal",))
+    trainer.train()
+    return clock.times
+
+
+WAYS: dict[str, Callable[[str, int, int, str], list[float]]] = {
+    "transformers": by_transformers,
+    "lightning": by_lightning,
+    "accelerate": by_accelerate,
+}
 
 
 def main() -> int:
     """Print the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=[*SIZES], action="append")
+    parser.add_argument("--framework", choices=[*WAYS], action="append")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -132,22 +179,24 @@ def main() -> int:
     found, holds = {}, True
     for size in args.size or SIZES:
         width, steps = SIZES[size]
-        for name, run in WAYS.items():
+        for name in args.framework or WAYS:
+            run, forms = WAYS[name], (*FORMS, "recover") if name == "transformers" else FORMS
             turns: list[dict[str, float]] = []
             for _ in range(args.rounds + 1):
                 turn = {}
-                for form in FORMS:
+                for form in forms:
                     with tempfile.TemporaryDirectory() as folder:
-                        turn[form] = run(form, width, steps, folder)
+                        times = run(form, width, steps, folder)
+                    turn[form] = statistics.median(after - before for before, after in pairwise(times))
                 turns.append(turn)
-            for form in FORMS[1:]:
+            for form in forms[1:]:
                 ratios = [turn[form] / turn["plain"] for turn in turns[1:]]  # the first turn warms up
                 middle = statistics.median(ratios)
                 holds &= size == "tiny" or middle <= MOST
                 found[f"{size} {name} {form}"] = ratios
                 plain = statistics.median(turn["plain"] for turn in turns[1:])
                 each = " ".join(f"{ratio:.3f}" for ratio in ratios)
-                print(f"{size:6} {name:11} {form:6} {middle:.3f} of {plain * 1e3:.2f} ms   ({each})", flush=True)
+                print(f"{size:6} {name:12} {form:7} {middle:.3f} of {plain * 1e3:.2f} ms   ({each})", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found))
     return 0 if holds else 1

@@ -68,6 +68,23 @@ FAULTS = (
         ("61", "61b", "61c"),
     ),
     Fault(
+        "huggingface",
+        "transformers/trainer_jit_checkpoint.py",
+        "def on_pre_optimizer_step(self, args, state, control, **kwargs):",
+        "With enable_jit_checkpoint the checkpoint of SIGTERM is written before the optimizer's step. That step is "
+        "made after it and lost, and its batches are collated again with other draws. The unfinished training returns "
+        "as a finished one does, so it ends with exit code 0.",
+        ("46b",),
+    ),
+    Fault(
+        "huggingface",
+        "transformers/trainer_jit_checkpoint.py",
+        'sentinel_file = os.path.join(output_dir, checkpoint_folder, "checkpoint-is-incomplete.txt")',
+        "This file marks a checkpoint that is being written, and nothing reads it. After a SIGKILL in the save each "
+        "resume takes the torn checkpoint and crashes.",
+        ("46c",),
+    ),
+    Fault(
         "lightning",
         "lightning/pytorch/loops/fit_loop.py",
         "if self._combined_loader is not None and (loader_states := self._combined_loader._state_dicts()):",
@@ -89,7 +106,7 @@ FAULTS = (
         "lightning/pytorch/utilities/exceptions.py",
         "class SIGTERMException(SystemExit):",
         "SIGTERM ends an unfinished training with exit code 0, so a scheduler takes it for done.",
-        ("46",),
+        ("46", "46d"),
     ),
     Fault(
         "lightning",

@@ -22,6 +22,7 @@ class Moment:
         resume: What is other in the last run.
         is_change: Whether the last run must be refused: it would not be the same training.
         may_die: Whether a signal may end the process without a save, since nothing is to be saved yet.
+        only: The one framework that has the setting that it is about; empty: all.
         absent: Why a framework has it not, by framework (``*`` all), without memfit; ``+`` before it: also with memfit.
     """
 
@@ -33,10 +34,13 @@ class Moment:
     resume: Mapping[str, Any] = field(default_factory=dict)
     is_change: bool = False
     may_die: bool = False
+    only: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_absent(self, framework: str, with_memfit: bool) -> str:
         """Return why the framework has no such moment, or an empty string."""
+        if self.only not in ("", framework):
+            return f"a setting of {self.only}"
         for name in (framework, "*"):
             if (why := self.absent.get(f"+{name}")) or (not with_memfit and (why := self.absent.get(name))):
                 return why
@@ -44,7 +48,8 @@ class Moment:
 
     def is_run(self, framework: str, with_memfit: bool) -> bool:
         """Return whether there is anything to run: all but what a framework has not and what no strike would find."""
-        return bool(self.stops) or not self.why_absent(framework, with_memfit)
+        is_struck = self.only in ("", framework) and bool(self.stops) and "own_stop" not in self.options
+        return is_struck or not self.why_absent(framework, with_memfit)
 
 
 def _at(point: str, step: int | None = 7, nth: int = 0, action: str = "stop") -> tuple[tuple[Strike, ...], ...]:
@@ -57,6 +62,7 @@ _NO_FSYNC = {"*": "no file is forced to disk"}
 _NO_SEAL = {"*": "a checkpoint has no seal"}
 _EVALUATE = {"evaluate": "steps"}
 _WORKERS = {"workers": 2}
+_OWN_STOP = {"+lightning": "no such option", "+accelerate": "no such option"}
 
 MOMENTS: tuple[Moment, ...] = (
     # start
@@ -113,6 +119,13 @@ MOMENTS: tuple[Moment, ...] = (
     Moment("37b", "after a checkpoint at an epoch's end", _at("batch", 6), {"accumulation": 5}),
     Moment("38", "first step of epoch 2", _at("batch", 12)),
     Moment("39", "middle of epoch 2", _at("batch", 18, 1)),
+    Moment(
+        "39b",
+        "middle of epoch 2, with use_seedable_sampler",
+        _at("batch", 18, 1),
+        {"seedable": True},
+        only="accelerate",
+    ),
     Moment("40", "accumulation that does not divide the epoch", _at("batch", 6, 1), {"accumulation": 7}),
     Moment("41", "drop_last", _at("batch", 7), {"batch": 5, "drop_last": True}),
     Moment("42", "last step of all", _at("batch", 23, 1)),
@@ -130,6 +143,23 @@ MOMENTS: tuple[Moment, ...] = (
     # signals
     Moment("45", "SIGTERM to the group, from outside", _at("batch", action="GROUP"), _WORKERS),
     Moment("46", "SIGTERM twice", ((Strike("backward", action="TERM"), Strike("in backward", action="TERM")),)),
+    Moment(
+        "46b", "SIGTERM, with enable_jit_checkpoint", _at("batch", action="TERM"), {"own_stop": True}, absent=_OWN_STOP
+    ),
+    Moment(
+        "46c",
+        "the same, then SIGKILL in its save",
+        ((Strike("batch", action="TERM"), Strike("file", action="KILL")),),
+        {"own_stop": True},
+        absent=_OWN_STOP,
+    ),
+    Moment(
+        "46d",
+        "SIGTERM, with save_on_exception of ModelCheckpoint",
+        _at("batch", 7, 1, "TERM"),
+        {"on_exception": True},
+        only="lightning",
+    ),
     Moment(
         "47",
         "SIGTERM, then SIGKILL after the grace",

@@ -42,7 +42,12 @@ class Row:
 
     def reference(self) -> Row:
         """Return the row of the unbroken run that this one is compared with."""
-        return Row(self.framework, self.with_memfit, Moment("", "unbroken"), replace(self.options, signal="KILL"))
+        return Row(
+            self.framework,
+            self.with_memfit,
+            Moment("", "unbroken"),
+            replace(self.options, signal="KILL", own_stop=False),
+        )
 
 
 @dataclass
@@ -210,6 +215,8 @@ def judge(row: Row, runs: Sequence[Run], reference: Run) -> Cell:
     if any(run.struck() < number for run, number in zip(runs, needed, strict=False)):
         if why:
             return cell(f"not there: {why}", True)
+        if runs[0].error().get("is_refusal") and not runs[0].has("batch"):
+            return cell("refused before step 1", True)
         if row.options.steps < 24:
             return cell("not there: so short a training does not come to it", True)
         return replace(cell("suite: never struck", False), log=runs[0].log[-3000:])

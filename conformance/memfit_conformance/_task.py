@@ -36,7 +36,10 @@ class Options:
         best: Whether the best model is loaded at the end.
         threads: Of torch.
         version: What the framework says its version is, or "" for the true one.
+        seedable: Whether Accelerate draws the order by a sampler of its own, with a seed.
+        on_exception: Whether Lightning's ``ModelCheckpoint`` saves at an exception, too.
         signal: What stops the training where a moment names no signal of its own.
+        own_stop: Whether the framework's own checkpoint at SIGTERM is on.
     """
 
     workers: int = 0
@@ -53,7 +56,10 @@ class Options:
     best: bool = False
     threads: int = 1
     version: str = ""
+    seedable: bool = False
+    on_exception: bool = False
     signal: str = "KILL"
+    own_stop: bool = False
 
     @property
     def batches(self) -> int:

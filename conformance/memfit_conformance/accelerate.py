@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 from memfit_conformance import _task as task
 from memfit_conformance._strike import Trace, watch_model
@@ -25,7 +26,8 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
     if options.version:
         accelerate.__version__ = options.version
     trace.reach("program")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulation)
+    loading = DataLoaderConfiguration(use_seedable_sampler=options.seedable)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulation, dataloader_config=loading)
     accelerator.save_state = _saving(accelerator, trace)  # type: ignore[method-assign]
     net = task.model(options)
     watch_model(net, trace)

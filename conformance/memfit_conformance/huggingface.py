@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
 from memfit_conformance import _task as task
@@ -46,8 +47,11 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
         disable_tqdm=True,
         report_to="none",
         use_cpu=True,
+        enable_jit_checkpoint=options.own_stop,
         **evaluation,
     )
+    if options.own_stop:  # its wait of 3 s is longer than this training
+        CheckpointManager._sigterm_handler = lambda self, *_: self._enable_checkpoint()
     net = task.model(options)
     watch_model(net, trace)
     trainer = _Trainer(
@@ -68,6 +72,8 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
         trainer.train()
     else:
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    if trainer.state.global_step < trainer.state.max_steps:
+        return
     trace.end(trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict())
 
 

@@ -32,10 +32,16 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
         from memfit.integrations.lightning import Exact
 
         exact = Exact(folder, seed=1, every=task.EVERY)
-    else:
+    if not with_memfit or options.on_exception:
         callbacks.append(
             ModelCheckpoint(
-                folder, "{step}", monitor="at", mode="max", save_top_k=task.KEEP, every_n_train_steps=task.EVERY
+                folder / "own" if with_memfit else folder,
+                "{step}",
+                monitor="at",
+                mode="max",
+                save_top_k=task.KEEP,
+                every_n_train_steps=task.EVERY,
+                save_on_exception=options.on_exception,
             )
         )
     evaluation = {"val_check_interval": task.EVERY * options.accumulation if options.evaluate == "steps" else 1.0}
@@ -50,7 +56,7 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
         log_every_n_steps=task.EVERY,
         limit_val_batches=None if options.evaluate != "no" else 0,
         num_sanity_val_steps=0,
-        enable_checkpointing=not with_memfit,
+        enable_checkpointing=not with_memfit or options.on_exception,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(folder),

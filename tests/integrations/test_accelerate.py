@@ -36,11 +36,11 @@ def ignore(moment):
     pass
 
 
-def make(form, accelerator, folder, allow=()):
+def make(form, accelerator, folder, allow=(), loss=None):
     if form is MemfitCallback:
         return MemfitCallback(accelerator)
     seed = {"seed": 1} if form is Exact else {}
-    return form(accelerator, folder, every=2, allow=allow, **seed)
+    return form(accelerator, folder, every=2, allow=allow, loss=loss, **seed)
 
 
 def tear_the_next_save(accelerator, after):
@@ -68,6 +68,7 @@ def train(  # noqa: PLR0913
     accumulation=2,
     tear=False,
     scaled=False,
+    with_loss=False,
     **settings,
 ):
     """Train in Accelerate; return the hash of what it leaves, the samples of each batch, and evaluations."""
@@ -77,7 +78,8 @@ def train(  # noqa: PLR0913
     )
     scaler = accelerator.scaler = torch.amp.GradScaler("cpu", 4.0, growth_interval=3) if scaled else None
     model, optimizer, schedule = parts(rate)
-    run = make(form, accelerator, folder, allow)
+    loss_of = lambda batch: model(batch[1]).square().mean()  # noqa: E731
+    run = make(form, accelerator, folder, allow, loss_of if with_loss else None)
     batches = run.loader(loader(collate, workers, data))
     model, optimizer, schedule, batches, valid = accelerator.prepare(
         model, optimizer, schedule, batches, DataLoader(loops.Samples(), 4, num_workers=workers)
@@ -89,7 +91,7 @@ def train(  # noqa: PLR0913
         for epoch in run.epochs(NUM_EPOCHS):
             for batch in run.batches(batches):
                 with accelerator.accumulate(model):
-                    loss = model(batch[1]).square().mean()
+                    loss = loss_of(batch)
                     accelerator.backward(loss * torch.inf if scaled and run.batch == 3 else loss)
                     seen.append(ids(batch))
                     at(("batch", epoch, run.batch))
@@ -152,6 +154,13 @@ def test_bf16_is_exact(tmp_path, whole):
     assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
     found = in_child(train, folder, **options)[1][0]
     assert found == whole(**options)[0] != whole()[0]
+
+
+@pytest.mark.parametrize("form", [Stop, Exact])
+def test_a_loss_that_is_given_says_whether_the_largest_batch_fits(form, tmp_path, whole, capsys):
+    found = in_child(train, tmp_path / "out", form=form, with_loss=True, mixed_precision="bf16", workers=1)[1][0]
+    assert found == whole(form=form, mixed_precision="bf16", workers=1)[0], said(tmp_path / "out")
+    assert "fits: the largest of 5 batches" in said(tmp_path / "out")
 
 
 @pytest.mark.parametrize("moment", [("batch", 0, 4), ("batch", 1, 2)])

@@ -24,6 +24,8 @@ from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # 
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning  # noqa: E402
 
+LONG = [pytest.mark.long, pytest.mark.timeout(580)]
+
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
@@ -191,7 +193,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("options", "part", "cure"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size", "per_device_train_batch_size"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size", "recover=True"),
         ({"ignore_data_skip": True}, "ignore_data_skip", "leave it off"),
         ({"save_only_model": True}, "save_only_model", "optimizer"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint", "memfit saves at a stop"),
@@ -208,6 +210,42 @@ def test_what_cannot_be_exact_is_refused_before_anything_is_trained(tmp_path, mo
     assert part in caught.value.what and cure in caught.value.remedy
     allowed = bert.make(tmp_path, collator=Counting())
     exact(allowed, allow=("collator.counter",))
+
+
+@pytest.mark.parametrize("place", ["the model", "a part", "in place"])
+def test_a_model_that_was_compiled_before_is_refused(tmp_path, place):
+    net = bert.model()
+    if place == "in place":
+        net.bert.compile()
+    elif place == "a part":
+        net.cls = torch.compile(net.cls)
+    with pytest.raises(UsageError, match="torch_compile is set"):
+        exact(bert.make(tmp_path, net=torch.compile(net) if place == "the model" else net))
+
+
+def test_cuda_graphs_are_refused_also_where_compiling_is_allowed(tmp_path, monkeypatch):
+    trainer = bert.make(tmp_path, torch_compile_mode="reduce-overhead")
+    monkeypatch.setattr(transformers.TrainingArguments, "device", torch.device("cuda"))
+    with pytest.raises(UsageError, match="cuda_graphs is set"):
+        exact(trainer, allow=("torch_compile",))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"torch_compile_backend": "aot_eager"},
+        pytest.param({"torch_compile_mode": "default"}, marks=LONG),
+        pytest.param({"torch_compile_mode": "reduce-overhead"}, marks=LONG),
+    ],
+)
+def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, settings):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    options = {"allow": ("torch_compile",), **settings}
+    found = bert.child(tmp_path / "whole", **options)
+    for step, send, code in ((5, "KILL", -9), (9, "TERM", 75)):
+        assert bert.child(tmp_path / "own", at=step, send=send, **options)[0] == code
+    assert bert.child(tmp_path / "own", **options) == found
 
 
 def test_a_model_that_counts_its_passes_is_refused_before_its_first_step(tmp_path):
@@ -310,6 +348,13 @@ def test_a_stream_goes_on_where_it_says_or_it_is_told_what_is_seen_again(tmp_pat
     assert "not exact" not in capfd.readouterr().err
     assert (bert.child(tmp_path / "own", data=data(), net=net(), **options)[1][0] == found[0]) == is_same
     assert f"not exact: {told}" in capfd.readouterr().err
+
+
+def test_a_stream_without_a_length_begins_its_second_pass_again_which_is_told(tmp_path, capfd):
+    options = {"mode": "stoppable", "max_steps": 20, "collator": first_word, "data": Stream()}
+    assert bert.child(tmp_path, at=9, **options)[0] == 75
+    assert bert.child(tmp_path, **options)[0] == 0
+    assert "not exact: 4 samples are seen again: no state_dict of them" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["plain", "stoppable"])

@@ -13,11 +13,12 @@ import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Resumable, Samples, Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Resumable, Samples, Sized, Stream, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -125,6 +126,28 @@ def test_workers_and_bf16(tmp_path, whole, options):
     assert (code, part[0]) == (0, whole[0]), said(tmp_path / "part")
 
 
+def scaled(folder, at):
+    """Train with the scaler of fp16, which skips the second step."""
+
+    class Overflowing(Module):
+        def backward(self, loss):
+            (loss * torch.inf if self.current_epoch == 0 and self.batch_idx == 3 else loss).backward()
+
+    torch.manual_seed(0)
+    module, scaler = Overflowing(at), torch.amp.GradScaler("cpu", 4.0, growth_interval=3)
+    trainer = make_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    Exact(folder, seed=1, every=2).fit(trainer, module, loader(), loader())
+    return digest(module, trainer.optimizers[0]), scaler.get_scale()
+
+
+@pytest.mark.parametrize("moment", [("batch", 0, 3), ("batch", 0, 4)], ids=["skipped", "next"])
+def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
+    _, unbroken = in_child(scaled, tmp_path / "whole")
+    assert unbroken[1] == 8.0, "halved once, and doubled since"
+    assert in_child(scaled, tmp_path / "part", moment)[0] == 75, said(tmp_path / "part")
+    assert in_child(scaled, tmp_path / "part") == (0, unbroken), said(tmp_path / "part")
+
+
 def test_a_chain_of_stops_and_the_end_that_is_saved(tmp_path, whole):
     for moment in [("batch", 0, 1), ("batch", 0, 3), ("batch", 1, 0), ("evaluation", 1, 0), ("batch", 2, 3)]:
         code, _ = in_child(train, tmp_path / "part", moment)
@@ -148,6 +171,14 @@ def test_stop_sees_each_sample_once(tmp_path, data):
     assert (code, part[1]) == (0, seen[9:]), said(tmp_path / "part")
     why = "the order goes on" if data is None else "the stream goes on where its state_dict says"
     assert f"sealed and not exact: {why}" in said(tmp_path / "part")
+
+
+def test_a_stream_with_a_length_and_without_a_position_is_run_forward(tmp_path):
+    options = {"form": Stop, "collate": plain, "data": Sized()}
+    _, (_, whole, _) = in_child(train, tmp_path / "whole", **options)
+    assert in_child(train, tmp_path / "part", ("batch", 1, 3), **options)[0] == 75, said(tmp_path / "part")
+    _, (_, seen, _) = in_child(train, tmp_path / "part", **options)
+    assert seen == whole[-len(seen) :] and "16 samples are run forward" in said(tmp_path / "part")
 
 
 def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
@@ -251,6 +282,58 @@ def test_loaders_of_a_module_and_means_of_an_epoch(tmp_path, whole_alone, epoch,
     assert (again[0], again[1]) == (whole[0], [])  # also where it ended early, it has ended
 
 
+class ByHand(Module):
+    """It makes its steps: one optimizer's after each batch, the other's after each second one of the whole training."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.automatic_optimization, self.head = False, torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(ids(batch))
+        self.batch_idx = batch_idx
+        each, second = self.optimizers()
+        self.manual_backward((self.net(batch[1]) - self.head(batch[1])).square().mean())
+        each.step()
+        each.zero_grad()
+        if (self.current_epoch * 5 + batch_idx) % 2:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.head)]
+
+
+def train_by_hand(folder, at):
+    module, trainer = ByHand(at), make_trainer(accumulate_grad_batches=1)
+    Exact(folder, seed=1, every=3).fit(trainer, module, loader(masked), loader(masked))
+    states = [one.state_dict() for one in trainer.optimizers]
+    return digest(module, trainer.optimizers[0]), repr(states), module.seen
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [(("batch", 0, 2), TERM), (("batch", 1, 1), KILL), (("batch", 1, 4), TERM)]
+)
+def test_a_module_that_makes_its_steps_is_exact(tmp_path, moment, number):
+    whole = in_child(train_by_hand, tmp_path / "whole")[1]
+    code, _ = in_child(train_by_hand, tmp_path / "part", moment, number)
+    assert code == (75 if number == TERM else -9), said(tmp_path / "part")
+    code, part = in_child(train_by_hand, tmp_path / "part")
+    assert (code, part[:2]) == (0, whole[:2]), said(tmp_path / "part")
+    assert part[2] == whole[2][-len(part[2]) :]
+    assert "it makes its steps itself" in said(tmp_path / "whole")
+
+
+def test_an_optimizer_that_never_steps_is_refused_after_an_epoch(tmp_path):
+    class Idle(ByHand):
+        def optimizers(self):
+            each, _ = super().optimizers()
+            return each, torch.optim.SGD(self.head.parameters())
+
+    with pytest.raises(UsageError, match="an optimizer made none"):
+        Stop(tmp_path, every=1).fit(make_trainer(accumulate_grad_batches=1), Idle(ignore), loader(masked))
+
+
 class Counting(Module):
     def __init__(self):
         super().__init__(ignore)
@@ -263,17 +346,10 @@ class Steering(Callback):
         trainer.should_stop = self.count > 9
 
 
-class ByHand(Module):
-    def __init__(self):
-        super().__init__(ignore)
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("module", "data", "options", "named"),
     [
         (Counting, None, {}, r"model\.calls"),
-        (ByHand, None, {"accumulate_grad_batches": 1}, "by hand"),
         (lambda: Module(ignore), Stream(), {}, "stream"),
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),

@@ -38,12 +38,37 @@ class Stream(IterableDataset):
         self.position = 0
 
 
+class Sized(Stream):
+    """Has a length, and exports its position by arguments alone, as litData does."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __iter__(self):
+        self.position = 0
+        yield from super().__iter__()
+
+    def state_dict(self, num_samples):
+        raise NotImplementedError
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
 class Resumable(Stream):
+    """Each of its passes begins at what it was given last, as with Hugging Face's ``datasets``."""
+
+    start = 0
+
+    def __iter__(self):
+        self.position = self.start
+        yield from super().__iter__()
+
     def state_dict(self):
         return {"position": self.position}
 
     def load_state_dict(self, state):
-        self.position = state["position"]
+        self.start = state["position"]
 
 
 def masked(items):

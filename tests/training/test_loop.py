@@ -392,10 +392,105 @@ def test_a_model_that_moves_is_refused_before_its_first_step(tmp_path):
             go()
 
 
-def one_epoch(loop, backward, optimizer):
-    for batch in loop(loader()):
+def one_epoch(loop, backward, optimizer, batches=None):
+    for batch in loop(batches or loader()):
         backward(batch)
         optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_what_compiles_by_shapes_or_timings_is_refused_before_the_first_step(tmp_path):
+    def begin(compile, allow=()):
+        model, optimizer, _ = parts()
+        return Loop(tmp_path, seed=1, every=1, allow=allow, model=compile(model), optimizer=optimizer)
+
+    def in_place(model):
+        model.compile()
+        return model
+
+    def graphed(model):
+        def make_graphed_callables(forward):
+            return lambda x: forward(x)
+
+        model[0].forward = make_graphed_callables(model[0].forward)
+        return model
+
+    timed = partial(torch.compile, dynamic=False, mode="max-autotune")
+    for compile, named in (
+        (torch.compile, "shapes"),
+        (in_place, "shapes"),
+        (timed, "timings"),
+        (graphed, r"model\.0 "),
+    ):
+        with pytest.raises(UsageError, match=named), begin(compile):
+            pass
+        with begin(compile, allow=("cuda_graph" if compile is graphed else "torch_compile",)):
+            pass
+
+
+def compiled(folder, at):
+    """Train what is compiled, on batches of two shapes; return the hash of what it leaves."""
+
+    class Few(loops.Samples):
+        def __len__(self):
+            return 6
+
+    model, optimizer, _ = parts()
+    net = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    loop = Loop(
+        folder, seed=1, every=1, loss=lambda batch: net(batch[1]).square().mean(), model=net, optimizer=optimizer
+    )
+    for epoch in loop.epochs(2):
+        for batch in loop(loader(data=Few())):
+            net(batch[1]).square().mean().backward()
+            at(("batch", epoch, loop.batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return loops.digest(model, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_what_is_compiled_for_each_shape_is_exact(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert in_child(compiled, tmp_path / "out", ("batch", 0, 1))[0] == 75, said(tmp_path / "out")
+    code, found = in_child(compiled, tmp_path / "out")
+    assert (code, found) == (0, in_child(compiled, tmp_path / "whole")[1]), said(tmp_path / "out")
+
+
+class Watched(torch.nn.Module):
+    """Notes each forward pass."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.net, self.log, self.calls = torch.nn.Linear(4, 1), log, 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append((len(x), self.calls))
+        return self.net(x).square().mean()
+
+
+def test_a_loss_that_is_given_says_before_the_first_step_whether_the_largest_batch_fits(tmp_path, capsys):
+    def go(folder, has_loss=False, **options):
+        torch.manual_seed(0)
+        log = []
+        model = Watched(log)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loop = Loop(folder, every=1, loss=model if has_loss else None, model=model, optimizer=optimizer, **options)
+        one_epoch(loop, lambda batch: (log.append("train"), model(batch).backward()), optimizer, batches)
+        return log, model.net.weight
+
+    batches = [torch.ones(2, 4), torch.ones(5, 4)]
+    tried, weight = go(tmp_path / "tried", has_loss=True)
+    assert "fits: the largest of 2 batches" in capsys.readouterr().err
+    plain, other = go(tmp_path / "plain")
+    assert tried == plain == ["train", (2, 1), "train", (5, 2)]  # what the model notes itself is put back
+    assert torch.equal(weight, other)
+    assert capsys.readouterr().err.count("no verdict whether the largest batch fits: pass loss=") == 1
+    go(tmp_path / "left", allow=["rehearsal"])
+    assert "verdict" not in capsys.readouterr().err
 
 
 def test_the_rehearsal_leaves_no_cast_weights_to_autocast(tmp_path):

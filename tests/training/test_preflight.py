@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import forked
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from memfit.training import (
+    KeyedStream,
     Longest,
     SafeStep,
     Trainer,
@@ -349,6 +351,50 @@ def test_a_rehearsal_says_that_it_fits_and_changes_nothing(capsys):
     assert torch.equal(rng, torch.get_rng_state())
     assert not optimizer.state
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_rehearsal_loses_nothing_of_a_stream_and_says_so(capsys):
+    model = torch.nn.Linear(4, 4)
+    read = iter([torch.ones(3, 4)])
+    for batches in (read, DataLoader(Stream(), batch_size=None)):
+        assert rehearse(model, torch.optim.SGD(model.parameters()), lambda x: model(x).sum(), batches) is None
+        assert "no verdict whether the largest batch fits: the data are a stream" in capsys.readouterr().err
+    assert len(list(read)) == 1
+
+
+def test_a_rehearsal_whose_loss_is_not_finite_is_no_verdict(capsys):
+    model = torch.nn.Linear(4, 4)
+    loss = lambda x: model(x).sum() * torch.inf  # noqa: E731
+    assert rehearse(model, torch.optim.SGD(model.parameters()), loss, [torch.ones(3, 4)]) is None
+    assert "no verdict" in capsys.readouterr().err
+
+
+def test_no_further_batch_is_sampled_once_that_takes_long(monkeypatch, capsys):
+    drawn = []
+
+    class Slow(list):
+        def __getitem__(self, index):
+            drawn.append(index)
+            return super().__getitem__(index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: 4.0 * len(drawn))
+        found = find_longest(DataLoader(Slow(torch.ones(20, 4))))
+    assert (found.how, found.num_seen, found.out_of_time, len(drawn)) == ("sampled", 3, True, 3)
+    model = torch.nn.Linear(4, 4)
+    report = rehearse(model, torch.optim.SGD(model.parameters()), lambda x: model(x).sum(), found)
+    assert report.out_of_time
+    assert "the largest of 3 batches (sampled, for 10 s)" in capsys.readouterr().err
+
+
+def test_the_longest_samples_are_found_under_the_keys_of_exact():
+    class Texts(list):
+        lengths = (2, 9, 1, 7)
+
+    data = Texts(torch.ones(length, 2) for length in Texts.lengths)
+    loader = KeyedStream(1).loader(DataLoader(data, batch_size=2, shuffle=True, collate_fn=pad_sequence))
+    found = find_longest(loader)
+    assert (found.how, found.batch.shape) == ("lengths", (9, 2, 2))
 
 
 def test_a_rehearsal_refuses_what_does_not_fit():

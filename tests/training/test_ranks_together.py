@@ -67,7 +67,7 @@ def fitted(rank, kind, folder, dropout=0.0, losses=(), **settings):
         model, loss=loss, optimizer=optimizer, checkpoint_dir=folder, max_grad_norm=1.0, **recovery, **settings
     )
     try:
-        result = trainer.fit(list(X.split(16)), [X[:8], X[8:12], X[12:15]], num_epochs=2)
+        result = trainer.fit(list(X.split(15)), [X[:8], X[8:12], X[12:15]], num_epochs=2)
     except MemfitError as error:
         return type(error).__name__, str(error)
     metrics = [one.metrics["valid_loss"] for one in result.history]
@@ -87,7 +87,7 @@ def alone(folder):
     """The same fit in one process."""
     model = build()
     trainer = Trainer(model, loss=Most(), optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), max_grad_norm=1.0)
-    trainer.fit(list(X.split(16)), num_epochs=2)
+    trainer.fit(list(X.split(15)), num_epochs=2)
     return weights(model)
 
 
@@ -99,7 +99,7 @@ def test_ranks_that_pass_together_train_as_one_process_and_resume_to_the_same_by
     assert [found[0] for found in stopped] == ["StoppedError"] * 2
     again = ranked.values(fits(2, tmp_path / "stopped", kind, 0.2))
     assert [found[:2] for found in again] == [found[:2] for found in expected]
-    calm = ranked.values(fits(2, tmp_path / "calm", kind, global_batch_size=16))
+    calm = ranked.values(fits(2, tmp_path / "calm", kind))
     assert calm[0][0] == pytest.approx(alone(tmp_path), abs=1e-12)
 
 

@@ -18,6 +18,7 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
+from memfit.integrations._huggingface_recovery import not_recoverable
 from memfit.rundir import record
 from memfit.training import Journal
 
@@ -172,7 +173,7 @@ def steps_of(loader: Any, args: Any) -> int | None:
     return None if length is None else math.ceil(length / args.gradient_accumulation_steps)
 
 
-def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool) -> None:
+def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: bool) -> None:
     """Refuse what cannot be resumed, or not exactly."""
     args, config = trainer.args, getattr(trainer.accelerator, "dataloader_config", None)
     strategy = str(trainer.accelerator.distributed_type.value)
@@ -182,7 +183,7 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool) -> None:
             args.world_size > 1 or args.n_gpu > 1 or strategy != "NO",
             "train in one process, on one device",
         ),
-        ("auto_find_batch_size", args.auto_find_batch_size, "set per_device_train_batch_size to what fits"),
+        ("auto_find_batch_size", args.auto_find_batch_size, "leave it off, and pass recover=True"),
         ("save_only_model", args.save_only_model, "leave it off: a resume needs the optimizer"),
         (
             "enable_jit_checkpoint",
@@ -192,12 +193,22 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool) -> None:
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
         ("stoppable", "train" in vars(trainer), "call stoppable or exact once"),
     ]
+    found += not_recoverable(trainer) if recover else []
     if is_exact:
         stateful = getattr(config, "use_stateful_dataloader", False)
+        kinds = [(type(one).__name__, one._compiled_call_impl) for one in trainer.model.modules()]
+        is_compiled = args.torch_compile or any(name == "OptimizedModule" or call for name, call in kinds)
+        modes = {args.torch_compile_mode, args.torch_compile_backend} & {
+            "reduce-overhead",
+            "max-autotune",
+            "cudagraphs",
+        }
+        has_graphs = bool(modes) and args.device.type == "cuda"
         found += [
             ("ignore_data_skip", args.ignore_data_skip, "leave it off: no sample may be seen twice"),
             ("use_stateful_dataloader", stateful, "leave it off: there would be two keepers of one position"),
-            ("torch_compile", args.torch_compile, "leave it off: what is compiled depends on the batches seen before"),
+            ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
+            ("cuda_graphs", has_graphs, 'take torch_compile_mode="default": graphs were not tried with exact'),
             *(
                 (f"callbacks.{type(one).__name__}", _keeps_state(one), "let it inherit ExportableState")
                 for one in trainer.callback_handler.callbacks

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
-from memfit.training import Journal, LoopParts, rng_state, samples_in, set_rng_state
+from memfit.training import GOES_ON, Journal, LoopParts, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
 _STEERED = {"should_stop", "optimizers", "lr_schedulers", "param_groups", "requires_grad"}
@@ -105,6 +105,7 @@ class Replayed:
         self._begin: tuple[int, dict[str, Any]] | None = None
         self._draws: dict[str, Any] = {}
         self._states: dict[int, Any] = {}
+        self._first_state: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "state_dict", "load_state_dict"):  # Lightning would keep a position of its own
@@ -122,9 +123,10 @@ class Replayed:
         """Let the next iteration begin there; return why it is not exact."""
         self._begin = (num_batches, position)
         if position["source"] is not None:
-            return "the stream goes on where its state_dict says"
+            return GOES_ON
         if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
-            return f"{num_batches * (self.loader.batch_size or 1)} samples are seen again: no state_dict of them"
+            how = "run forward" if self._is_sized() else "seen again"
+            return f"{num_batches * (self.loader.batch_size or 1)} samples are {how}: no state_dict of them"
         return "the order goes on, and what the data draw at random is not the same"
 
     def __iter__(self) -> Iterator[Any]:
@@ -132,6 +134,9 @@ class Replayed:
         own = [getattr(one, "generator", None) for one in (loader, self._part("sampler"), self._part("batch_sampler"))]
         generators = [one for one in own if isinstance(one, torch.Generator)]
         if position is None:
+            if self._first_state is not None:
+                self.source.load_state_dict(self._first_state)
+                self._first_state = None
             self._draws = {"start": rng_state(), "generators": [one.get_state() for one in generators]}
         else:
             self._draws = {name: position[name] for name in ("start", "generators")}
@@ -139,9 +144,12 @@ class Replayed:
             for generator, state in zip(generators, position["generators"], strict=False):
                 generator.set_state(state)
             if position["source"] is not None:
+                if self.source is not loader:  # a data set may begin each pass at what it was given last
+                    self._first_state = copy.deepcopy(self.source.state_dict())
                 self.source.load_state_dict(position["source"])
-        is_stream = self.source is not None or isinstance(getattr(loader, "dataset", None), IterableDataset)
-        batches = iter(LoopParts({}).skip(loader, count) if count and not is_stream else loader)
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and not self._is_sized()
+        goes_on = self.source is not None or is_stream
+        batches = iter(LoopParts({}).skip(loader, count) if count and not goes_on else loader)
         self._states = {}
         while True:
             if self.source is not None:
@@ -152,7 +160,16 @@ class Replayed:
             except StopIteration:
                 return
             count += 1
+            if self.source is loader and self._is_sized() and count == len(loader):
+                next(batches, None)  # Lightning asks for no more, and a loader may end its pass only then
             yield batch
+
+    def _is_sized(self) -> bool:
+        """Return whether the loader has a length: Lightning trains so many batches of an epoch, and no more."""
+        try:
+            return len(self.loader) >= 0
+        except TypeError:
+            return False
 
     def _part(self, name: str) -> Any:
         return getattr(self.loader, name, None)
@@ -223,29 +240,6 @@ def silent(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         del module.__dict__["log"], module.__dict__["log_dict"]
-
-
-@contextmanager
-def kept(module: LightningModule) -> Iterator[None]:
-    """Put back what the modules' attributes held: numbers, tensors, and lists, dicts and sets of anything."""
-    kinds = (int, float, str, torch.Tensor, type(None))
-    held: list[tuple[Any, str, Any, Any]] = []
-    for one in module.modules():
-        for name, value in vars(one).items():
-            if isinstance(value, list | dict | set) and not name.startswith("_"):
-                held.append((one, name, value, copy.copy(value)))
-            elif isinstance(value, kinds) and name != "training":
-                held.append((one, name, value, value.clone() if isinstance(value, torch.Tensor) else value))
-    try:
-        yield
-    finally:
-        for one, name, value, before in held:
-            if isinstance(value, list):
-                value[:] = before
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(before)
-            vars(one)[name] = value if isinstance(value, list | dict | set) else before
 
 
 def metric_numbers(module: LightningModule) -> set[str]:

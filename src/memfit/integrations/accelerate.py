@@ -5,7 +5,7 @@ The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ class Stop(_Adapted):
         keep: The newest checkpoints that stay.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``.
         settings: Plain values of your own that must not change between a checkpoint and its resume.
+        loss: Returns the loss of a batch, as your loop makes it: with it, one line says before the first step whether
+            the largest batch fits.
 
     Raises:
         UsageError: When it is entered, before anything is trained: what cannot be resumed, by name.
@@ -111,8 +113,9 @@ class Stop(_Adapted):
         keep: int = 2,
         allow: Collection[str] = (),
         settings: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(accelerator, folder, every=every, keep=keep, allow=allow, settings=settings)
+        super().__init__(accelerator, folder, every=every, keep=keep, allow=allow, settings=settings, loss=loss)
 
 
 class Exact(_Adapted):
@@ -129,13 +132,14 @@ class Exact(_Adapted):
         keep: The newest checkpoints that stay.
         allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
         settings: As for ``Stop``.
+        loss: As for ``Stop``.
 
     Raises:
         UsageError: As for ``Stop``; in ``loader`` and in the first forward pass also what cannot be exact.
         StoppedError: As for ``Stop``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         accelerator: _accelerate.Accelerator,
         folder: Path | str,
@@ -145,8 +149,10 @@ class Exact(_Adapted):
         keep: int = 2,
         allow: Collection[str] = (),
         settings: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(accelerator, folder, seed=seed, every=every, keep=keep, allow=allow, settings=settings)
+        options: Any = {"keep": keep, "allow": allow, "settings": settings, "loss": loss}
+        super().__init__(accelerator, folder, seed=seed, every=every, **options)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch that are left, of a loader that ``loader`` made and Accelerate prepared."""
@@ -207,6 +213,9 @@ class _Prepared(LoopParts):
 
     def skip(self, loader: Any, count: int) -> Any:
         return _accelerate.skip_first_batches(loader, count)
+
+    def placed(self, batch: Any) -> Any:
+        return _accelerate.utils.send_to_device(batch, self.accelerator.device)
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         loader.iteration = epoch  # a resumed process would begin at 0

@@ -30,7 +30,11 @@ from memfit.integrations._huggingface import (
     steps_of,
     under_own_names,
 )
+from memfit.integrations._huggingface_recovery import Recovery
 from memfit.training import (
+    GOES_ON,
+    WHOLE,
+    BySample,
     CheckpointWarning,
     KeyedStream,
     LoopParts,
@@ -41,6 +45,7 @@ from memfit.training import (
     check_loader,
     deaf_workers,
     environment,
+    exports_position,
     load_checkpoint,
     order_of,
     refuse_changed,
@@ -64,7 +69,7 @@ _FIXED = [
 ]
 
 
-def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> None:
+def stoppable(trainer: transformers.Trainer, *, recover: bool = False, allow: Collection[str] = ()) -> None:
     """Let SIGTERM, SIGUSR1 or Ctrl-C stop ``trainer.train()`` after the step under way, and let it go on from there.
 
     It ends with exit code 75. ``trainer.train()`` takes the newest whole checkpoint by itself. Random numbers stay as
@@ -72,15 +77,18 @@ def stoppable(trainer: transformers.Trainer, *, allow: Collection[str] = ()) -> 
 
     Args:
         trainer: Before its ``train``; of one process.
+        recover: Split a batch smaller that runs out of memory, and repeat its step; the batch size stays.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
     Raises:
         UsageError: What cannot be resumed, by name; also in ``train``, for a checkpoint of another training.
     """
-    _Guard(trainer, allow, None)
+    _Guard(trainer, allow, None, recover)
 
 
-def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Collection[str] = ()) -> None:
+def exact(
+    trainer: transformers.Trainer, *, seed: int | None = None, recover: bool = False, allow: Collection[str] = ()
+) -> None:
     """Let ``trainer.train()`` go on to the same bytes, wherever it was stopped or killed, or refuse it before step 1.
 
     It does what ``stoppable`` does. Order, items, collation and the model's draws are functions of seed and position,
@@ -89,6 +97,7 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
     Args:
         trainer: Before its ``train``; of one process.
         seed: Other seeds, other order and draws; by default the Trainer's ``data_seed`` or ``seed``.
+        recover: As for ``stoppable``.
         allow: As for ``stoppable``, and parts that may move, such as ``"collator.counter"``.
 
     Raises:
@@ -97,7 +106,7 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
     args = trainer.args
     if seed is None:
         seed = args.seed if args.data_seed is None else args.data_seed
-    guard = _Guard(trainer, allow, KeyedStream(seed))
+    guard = _Guard(trainer, allow, KeyedStream(seed), recover)
     guard.get_train_dataloader()  # it checks the data
     guard.is_checked = True
 
@@ -105,16 +114,20 @@ def exact(trainer: transformers.Trainer, *, seed: int | None = None, allow: Coll
 class _Guard(MemfitCallback):
     """Stands in for some methods of one Trainer, and hears its events."""
 
-    def __init__(self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None) -> None:
+    def __init__(
+        self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None, recover: bool
+    ) -> None:
         super().__init__()
-        refuse(trainer, allow, is_exact=stream is not None)
+        refuse(trainer, allow, is_exact=stream is not None, recover=recover)
         self.trainer: Any = trainer
         self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
         self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
         self.found: Sealed | None = None
         self.loader: Any = None
         self.source: Positioned | None = None
-        self.is_open = False
+        #: Whole passes over the data, and the batches of the next one; at first what the checkpoint says.
+        self.at = [0, 0]
+        self.is_open = self.is_begun = False
         self.identity: dict[str, Any] = {}
         self.saved_step, self.began, self.seconds = 0, 0.0, 0.0
         self.trainer.pop_callback(MemfitCallback)  # this one watches too
@@ -125,6 +138,7 @@ class _Guard(MemfitCallback):
         self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
         for name in self.own:
             setattr(trainer, name, getattr(self, name))
+        self.recovery = Recovery(trainer) if recover else None
 
     # --- in place of the Trainer's own methods
 
@@ -137,6 +151,7 @@ class _Guard(MemfitCallback):
             self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
             self.found, self.seconds, self.identity = None, 0.0, {}
             path = self._choose(resume_from_checkpoint)
+            self.at, self.is_begun = [0, 0] if self.found is None else [*self.found.facts["pass"]], False
             if self.stream is not None:
                 stack.callback(check_first_forward(self.trainer.model, allow=self.allow).remove)
             self.began = time.time()
@@ -218,8 +233,11 @@ class _Guard(MemfitCallback):
         """Return a loader whose stream begins where the checkpoint says, if the stream can."""
         self.source = None
         data = loader.dataset
-        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and not loader.num_workers
-        if not isinstance(data, torch.utils.data.IterableDataset) or not has_state:
+        if not isinstance(data, torch.utils.data.IterableDataset):
+            return loader
+        if loader.num_workers or not exports_position(data):
+            if self.at[0] and length_of(loader) is None:  # transformers runs forward within one pass only
+                self.trainer.args.ignore_data_skip = True
             return loader
         self.source = Positioned(data, loader.batch_size or 1, loader.drop_last)
         if self.found is not None and (self.found.path / _STREAM).exists():
@@ -230,8 +248,11 @@ class _Guard(MemfitCallback):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, number = self.own["get_batch_samples"](*args, **kwargs)
+        self.at[1] += len(batches)
         if self.source is not None:
             self.source.num_taken += len(batches)
+        if self.recovery is not None:
+            self.recovery.begin(batches)
         return batches, number
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -243,8 +264,7 @@ class _Guard(MemfitCallback):
             saved = dict(self.found.facts["identity"])
             if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
                 saved |= {name: self.identity[name] for name in stream_identity(None)}
-            allow = {name for name in {*saved, *self.identity} if {name, name.split(",")[0]} & self.allow}
-            changed = refuse_changed(self.found.path, saved, self.identity, allow)
+            changed = refuse_changed(self.found.path, saved, self.identity, self.allow)
         elif stream is not None and not is_between:
             raise UsageError(
                 f"{checkpoint} was saved within an epoch, and not by exact.",
@@ -286,8 +306,11 @@ class _Guard(MemfitCallback):
             args.save_total_limit = limit
         running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
         facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": running}
+        if self.recovery is not None:
+            facts["recovery"] = self.recovery.step.state_dict()
         seconds = self.seconds + time.time() - self.began
-        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, **facts})
+        at = [self.at[0] + 1, 0] if getattr(self.loader, "end_of_dataloader", False) else self.at
+        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, "pass": at, **facts})
         self.saved_step = step
         rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
 
@@ -309,6 +332,7 @@ class _Guard(MemfitCallback):
             "batch_size": trainer._train_batch_size,
             "drop_last": args.dataloader_drop_last,
             "sampler": str(getattr(args, "train_sampling_strategy", None)),
+            "recover": self.recovery is not None,
             "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
             **stream_identity(stream),
             **parts.identity(),
@@ -320,6 +344,9 @@ class _Guard(MemfitCallback):
         self.identity = self.identity or self._identify(self._parts())
         self.saved_step = state.global_step
         super().on_train_begin(args, state, control, train_dataloader)
+        if self.recovery is not None:
+            saved = None if self.found is None else self.found.facts.get("recovery")
+            self.recovery.open(self._parts().optimizers()[0], saved)
         if self.found is not None:
             facts, trainer = self.found.facts, self.trainer
             loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"]
@@ -346,22 +373,35 @@ class _Guard(MemfitCallback):
             return found
 
         model.train()
+        split = WHOLE if self.recovery is None else BySample()
         with suppress(JobFailedError):  # a loss that is not finite says nothing about memory
-            rehearse(model, self._parts().optimizers()[0], loss, self.loader)
+            rehearse(model, self._parts().optimizers()[0], loss, self.loader, split)
 
     def _inexact(self, args: Any, state: Any) -> str:
         if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
             return "the order goes on, and what the data draw at random is not the same"
         if self.found is not None and (self.found.path / _STREAM).exists():
-            return "the stream goes on where its state_dict says"
-        number = state.global_step * args.gradient_accumulation_steps * args.train_batch_size
+            return GOES_ON
+        batches = state.global_step * args.gradient_accumulation_steps if self.found is None else self.at[1]
+        number = batches * args.train_batch_size
         return f"{number} samples are {'seen again' if args.ignore_data_skip else 'run forward'}: no state_dict of them"
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_begun:
+            self.at = [self.at[0] + 1, 0]
+        elif args.ignore_data_skip and self.source is None:
+            self.at[1] = 0
+        self.is_begun = True
+        super().on_epoch_begin(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_begin(args, state, control, **kwargs)
         self._end_if_saved(state)
         if self.stream is not None:
             self.stream.step(state.global_step)
+        if self.recovery is not None:
+            epoch, step = self._position(state)
+            self.recovery.step.where = {"epoch": epoch + 1, "step": step + 1, "num_steps": self._num_steps}
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_open = True

@@ -27,19 +27,18 @@ from memfit.integrations._lightning import (
     Replayed,
     is_between_steps,
     keeps_state,
-    kept,
     metric_numbers,
     put_means,
     running_means,
     silent,
 )
 from memfit.training import (
-    CheckpointWarning,
     KeyedStream,
     LoopParts,
     Sealed,
     SealedFolder,
     Stopper,
+    check_compiled,
     check_loader,
     check_model,
     data_identity,
@@ -91,8 +90,10 @@ class Stop(MemfitCallback):
         self._identity: dict[str, Any] = {}
         self._changed: Mapping[str, Any] = {}
         self._resumed: dict[str, Any] = {}  # what is put back at the first batch
-        self._saved = -1
+        self._saved = 0
         self._is_asked = False
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._num_open = 0  # batches since each optimizer has stepped
 
     def fit(self, trainer: Any, model: LightningModule, train: Any = None, val: Any = None, **options: Any) -> None:
         """Call ``trainer.fit`` from the newest whole checkpoint.
@@ -137,18 +138,19 @@ class Stop(MemfitCallback):
             f"the training has {trainer.world_size} processes": trainer.world_size > 1,
             "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
             "overfit_batches is set": trainer.overfit_batches > 0,
-            "the module optimizes by hand (automatic_optimization=False)": not model.automatic_optimization,
         }
         for one in trainer.callbacks if self.stream is not None else ():
             name = f"callbacks.{type(one).__name__}"
             faults[f"{name} steers by what no checkpoint holds"] = keeps_state(one) and name not in self.allow
         self._refuse_any(faults)
+        if self.stream is not None:
+            check_compiled(model, self.allow)
 
     def _refuse_any(self, faults: Mapping[str, bool]) -> None:
         if found := [name for name, is_there in faults.items() if is_there]:
             raise UsageError(
                 f"This training cannot be stopped and resumed{' exactly' * bool(self.stream)}: {'; '.join(found)}.",
-                rule="it has one process, one training loader, steps that Lightning makes, and callbacks with a state.",
+                rule="it has one process, one training loader, optimizers that step, and callbacks with a state.",
                 remedy="change that (a callback has state_dict and load_state_dict, or is allowed by its name), or "
                 "watch it alone: callbacks=[MemfitCallback()]",
             )
@@ -181,9 +183,8 @@ class Stop(MemfitCallback):
                 self.journal.inexact(why)
 
     def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuse other settings; ``schedule`` allows all that is said of a schedule."""
         assert self._found is not None
-        allow = {name for name in {*saved, *now} if {name, name.split(",")[0]} & self.allow}
+        allow = set(self.allow)
         if saved.get("seed", 0) is None and not self._found.facts["batch"]:
             allow |= stream_identity(None).keys()  # between two epochs Stop may become Exact
         return refuse_changed(self._found.path, saved, now, allow)
@@ -215,12 +216,13 @@ class Stop(MemfitCallback):
         if (found := self._found) is not None:
             self._changed = self._compare(found.facts["identity"], self._identity)
             trainer.should_stop = found.facts["is_over"]
-            if self.stream is not None and found.facts["environment"] != environment():
-                text = f"{found.path} was made with {found.facts['environment']}, this is {environment()}."
-                warnings.warn(f"{text} It may not be exact.", CheckpointWarning, stacklevel=2)
+            if self.stream is not None:
+                found.check_environment()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(lambda made, *_: self._stepped.add(made))
         if self._found is None:
             self._rehearse(trainer, pl_module)
         else:
@@ -246,16 +248,15 @@ class Stop(MemfitCallback):
             loss: torch.Tensor = found["loss"] if isinstance(found, Mapping) else found
             return loss
 
-        if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
-            return  # it would lose what is read of it
+        if not pl_module.automatic_optimization:
+            say("no verdict whether the largest batch fits, and the module is not tried: it makes its steps itself")
+            return
         with silent(pl_module):
             if self.stream is not None:
-                batch = find_longest(loader).batch
-                with kept(pl_module):
-                    check_model(pl_module, lambda: loss_of(batch), self.allow | metric_numbers(pl_module))
+                loader = longest = find_longest(loader)
+                check_model(pl_module, lambda: loss_of(longest.batch), self.allow | metric_numbers(pl_module))
             if "rehearsal" not in self.allow:
-                with kept(pl_module):
-                    rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
+                rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
 
     # --- steps
 
@@ -264,10 +265,27 @@ class Stop(MemfitCallback):
         if (order := order_of(self._loader)) is not None:
             order.set_epoch(trainer.current_epoch)  # Lightning tells no batch_sampler
 
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *batch: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *batch)
+        self._num_open += 1
+        if len(self._stepped) == len(trainer.optimizers):
+            self._stepped.clear()
+            self._num_open = 0
+
+    def _is_between_steps(self, trainer: Any, num_batches: int) -> bool:
+        """Return whether no accumulation is open; a module that steps by hand closes it by steps of all optimizers."""
+        if trainer.lightning_module.automatic_optimization:
+            return is_between_steps(trainer, num_batches)
+        is_left = self._num_open > trainer.num_training_batches
+        self._refuse_any(
+            {"the module makes its steps, and an optimizer made none in as many batches as an epoch": is_left}
+        )
+        return self._num_open == 0
+
     def _seed_between(self, trainer: Any, then: Callable[[], None]) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
         then()
-        if self.stream is not None and is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
+        if self.stream is not None and self._is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
             self.stream.step(-1 - trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -276,15 +294,14 @@ class Stop(MemfitCallback):
             put_means(trainer, pl_module, resumed["means"])
         if "now" in resumed:
             set_rng_state(resumed["now"])
-        if is_between_steps(trainer, batch_idx):
+        if self._is_between_steps(trainer, batch_idx):
             step, noted = trainer.global_step, self._stopper.noted
-            if step and step != self._saved and (noted or step % self.every == 0) and not trainer.fast_dev_run:
+            is_due = step // self.every > self._saved // self.every or (noted and step != self._saved)
+            if is_due and not trainer.fast_dev_run:
                 self._save(trainer, batch_idx)
             if noted:
                 where = {"epoch": trainer.current_epoch, "step": batch_idx // trainer.accumulate_grad_batches}
-                kept_by = f"{self.folder.folder_of(step)} holds this very moment: nothing will be repeated."
-                kept_by = kept_by if step else "nothing was trained yet: nothing will be repeated."
-                raise self._stopper.end(f"after step {step}", kept_by, **where)
+                raise self._stopper.end(f"after step {step}", self.folder.holds(step), **where)
             if self.stream is not None:
                 self.stream.step(step)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

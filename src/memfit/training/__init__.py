@@ -39,7 +39,9 @@ from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
 from memfit.training._loop import data_identity as data_identity
 from memfit.training._loop import order_of as order_of
+from memfit.training._loop_parts import GOES_ON as GOES_ON
 from memfit.training._loop_parts import LoopParts as LoopParts
+from memfit.training._loop_parts import exports_position as exports_position
 from memfit.training._oom import Cleanup as Cleanup
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom
@@ -52,6 +54,7 @@ from memfit.training._preflight import PreflightReport as PreflightReport
 from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
 from memfit.training._preflight import rehearse as rehearse
+from memfit.training._probes import check_compiled as check_compiled
 from memfit.training._probes import check_first_forward as check_first_forward
 from memfit.training._probes import check_loader as check_loader
 from memfit.training._probes import check_model as check_model
@@ -64,6 +67,7 @@ from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy
 from memfit.training._records import StepOutcome as StepOutcome
+from memfit.training._recovery import StepRecovery as StepRecovery
 from memfit.training._sealed import Sealed as Sealed
 from memfit.training._sealed import SealedFolder as SealedFolder
 from memfit.training._sizes import MicrobatchSizes as MicrobatchSizes

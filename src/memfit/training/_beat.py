@@ -59,6 +59,16 @@ def peers_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
+def lost_peers(error: BaseException) -> str:
+    """Return what a collective's error says, without the library's source files and advice.
+
+    >>> lost_peers(RuntimeError("[/a/pair.cc:537] Read error [::1]:4: Connection reset by peer. This is typically ..."))
+    'it lost its peers: Read error [::1]:4: Connection reset by peer'
+    """
+    said = re.sub(r"^\[[^]]*] *", "", str(error)).partition(". ")[0]
+    return f"it lost its peers: {said[:200]}"
+
+
 def beat(place: str, step: int | None = None) -> None:
     """Say that this rank lives and what it begins now; a few microseconds, nothing in a process without peers.
 
@@ -97,7 +107,7 @@ def leave(why: str) -> NoReturn:
         name = f"rank {pulse.last.rank}"
         where = {"rank": pulse.last.rank, "place": pulse.last.place, "step": pulse.last.step}
     with suppress(Exception):
-        record("rank_left", **where, why=why, text=f"{name} left: {why}")
+        record("rank_left", level="verbose", **where, why=why, text=f"{name} left: {why}")
         print(f"memfit: {name} leaves with exit code {PeerFailedError.exit_code}: {why}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -133,7 +143,7 @@ def joined_group() -> Iterator[int]:
     except Exception as error:
         if not peers_lost(error):
             raise
-        leave(f"it lost its peers: {str(error).partition('. ')[0][:200]}")
+        leave(lost_peers(error))
     finally:
         if group.is_initialized():
             group.destroy_process_group()

@@ -55,7 +55,11 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(call)
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         types = get_type_hints(call, include_extras=True)
-        for name, value in signature.bind(*args, **settings).arguments.items():
+        try:
+            given = signature.bind(*args, **settings).arguments
+        except TypeError:
+            return call(*args, **settings)  # Python's own error names the function
+        for name, value in given.items():
             if _CHECKED in get_args(types.get(name))[1:]:
                 _check(name, value, types[name])
         return call(*args, **settings)

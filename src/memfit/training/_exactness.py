@@ -40,7 +40,8 @@ class Exactness:
 
     def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allows_inexact: bool) -> None:
         self._model, self._loss, self._split, self.allows_inexact = model, loss, split, allows_inexact
-        self._fault: _Fault | None = None
+        #: What is wrong with a split, () if nothing is; None as long as no finite losses were compared.
+        self.fault: _Fault | None = None
         self._has_stepped = self._compared_buffers = False
         self._walked: list[torch.nn.Module] = []
         self._coupling: list[tuple[str, torch.nn.Module]] = []
@@ -80,10 +81,10 @@ class Exactness:
                     "allow_inexact=True",
                     where,
                 )
-        if self._fault is None:
-            self._fault = self._compare_parts(batch, count, before)
-        if self._fault:
-            self._refuse(*self._fault, where)
+        if self.fault is None:
+            self.fault = self._compare_parts(batch, count, before)
+        if self.fault:
+            self._refuse(*self.fault, where)
 
     def allow_buffers(self, before: Snapshot, where: Mapping[str, Any]) -> None:
         """Refuse a split when the first forward pass over a part changed buffers: the next part meets other ones."""

@@ -75,8 +75,8 @@ class Fit:
             with self.folder.held() if self.folder is not None and self.is_first else nullcontext():
                 return self._run()
         except BaseException as error:
-            if self.ranks is not None:
-                self.ranks.fail(error)
+            if self.step.team is not None:
+                self.step.team.fail(error)
             raise
         finally:
             beat("end")  # what follows is the script's own
@@ -291,7 +291,7 @@ class Fit:
         """Stop or save, at a place that ranks come to alone: nothing is to be saved there, and the others are told."""
         if self.ranks is None:
             self._stop_or_save()
-        elif self.stop.noted is not None:
+        elif self.stop.noted is not None and not self.step.is_sharded:  # its passes are those of all ranks
             raise self._stopped(self.stop.noted)
 
     def _stopped(self, signal_name: str) -> StoppedError:

@@ -105,6 +105,9 @@ class StepSetup:
 class Gradients:
     """The half of a step that is this process's own."""
 
+    #: What the summed loss is divided by, if that is known before the passes.
+    divisor: float | None = None
+
     def __init__(self, setup: StepSetup) -> None:
         self.model, self.optimizer, self.loss = setup.model, setup.optimizer, setup.loss
         self.split, self.cost, self.backward, self.skip = setup.split, setup.cost, setup.backward, setup.skip
@@ -182,7 +185,7 @@ class Gradients:
         """Run all microbatches forward and backward; return the sum of losses, that of weights, and the divisor."""
         self.optimizer.zero_grad()
         is_one = sum(len(batch.parts) for batch in todo) == 1
-        divisor: Any = None
+        divisor: Any = self.divisor
         sums: list[tuple[torch.Tensor, Any]] = []
         for batch in todo:
             for start, stop in batch.parts:

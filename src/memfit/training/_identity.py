@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def refuse_changed(
-    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
+    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """Refuse a checkpoint that was made with other settings.
 
@@ -44,7 +44,8 @@ def refuse_changed(
         path: The checkpoint.
         saved: The settings that it was made with.
         now: Those of now.
-        allow: Names of settings that may differ: the training goes on with those of now, which its events say.
+        allow: Names of settings that may differ: the training goes on with those of now, which its events say. A name
+            before a comma allows all that begins with it. None: the caller has no such argument.
 
     Returns:
         Of each allowed name that differs, what it was and is.
@@ -57,12 +58,13 @@ def refuse_changed(
     if "optimizer" in differing:  # another type has other settings: they say nothing more
         differing = [name for name in differing if not name.startswith("optimizer group ")]
     changed = {name: (saved.get(name), now.get(name)) for name in differing}
-    if refused := [name for name in differing if name not in allow]:
+    if refused := [name for name in differing if not {name, name.split(",")[0]} & {*(allow or ())}]:
         details = "; ".join(f"{name}: {changed[name][0]} then, {changed[name][1]} now" for name in refused)
+        named = f"add allow={(*refused,)!r}: the training goes on with those of now, recorded as a fork; or "
         raise UsageError(
             f"{path} was made otherwise. {details}.",
             rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
-            remedy="set these back, or pass another checkpoint_dir to start over",
+            remedy=f"set these back; or {named * (allow is not None)}start over in another folder",
         )
     if changed:
         text = ", ".join(f"{name} {then} -> {value}" for name, (then, value) in changed.items())

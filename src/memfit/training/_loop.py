@@ -6,11 +6,11 @@ optimizer step is one that the optimizer says: batches that only accumulate belo
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
+from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
-from memfit.training._loop_parts import LoopParts
+from memfit.training._loop_parts import GOES_ON, LoopParts
+from memfit.training._preflight import rehearse
 from memfit.training._probes import check_first_forward, check_loader
-from memfit.training._process import Stopper, rng_state, set_rng_state
+from memfit.training._process import Stopper, rng_state, say, set_rng_state
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
 from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers, stream_identity
@@ -68,12 +69,15 @@ class Loop:
         allow: Names of parts that may move, or of settings that may differ from the checkpoint's, such as
             ``"collator.counter"`` or ``"learning_rate"``: the settings of now hold then.
         settings: Plain values of your own that must not change between a checkpoint and its resume.
+        loss: Returns the loss of a batch, as your loop makes it. With it the largest batch that can be found goes
+            forward and backward before the first step, and one line says whether it fits.
         parts: What a checkpoint holds: ``model=``, ``optimizer=``, ``schedule=``, ``scaler=``, or anything with
             ``state_dict`` and ``load_state_dict``.
 
     Raises:
         UsageError: When the loop begins: data, a model or settings that cannot be exact, or a checkpoint of another
             training.
+        DoesNotFitError: Before the first step: the largest batch does not fit.
         StoppedError: A signal asked for it; everything up to here is saved.
 
     Example:
@@ -83,11 +87,13 @@ class Loop:
         ...     torch.manual_seed(0)
         ...     model = torch.nn.Linear(2, 1)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     loop = Loop(folder, seed=1, every=3, model=model, optimizer=optimizer)
+        ...     def loss_of(batch):
+        ...         return model(batch).square().mean()
+        ...     loop = Loop(folder, seed=1, every=3, loss=loss_of, model=model, optimizer=optimizer)
         ...     loader = DataLoader(torch.arange(16.0).view(8, 2) / 16, batch_size=2, shuffle=True)
         ...     for epoch in loop.epochs(2):
         ...         for batch in loop(loader):
-        ...             loss = model(batch).square().mean()
+        ...             loss = loss_of(batch)
         ...             loss.backward()
         ...             optimizer.step()
         ...             optimizer.zero_grad()
@@ -106,6 +112,7 @@ class Loop:
         keep: int = 2,
         allow: Collection[str] = (),
         settings: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
         **parts: Any,
     ) -> None:
         if folder is not None and (every is None or every < 1 or keep < 1):
@@ -133,6 +140,8 @@ class Loop:
         self._stepped: set[int] = set()
         self._is_open = self._is_in_epochs = self._was_iterated = False
         self._draws: dict[str, Any] | None = None
+        self._loss_of, self._is_tried = loss, False
+        self._first_state: Any = None
         self._loss: Any = None
         self._numbers: dict[str, float] = {}
 
@@ -234,6 +243,7 @@ class Loop:
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         self._check_data(loader)
+        self._rehearse(loader)
         self.journal.phase("train")
         self._stop_or_save()
         at, num_batches = self._at, _length(loader)
@@ -248,7 +258,7 @@ class Loop:
             if batch is batches:
                 break
             if source is not None and self._draws is not None:
-                states.append(source.state_dict())
+                states.append(copy.deepcopy(source.state_dict()))
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
@@ -267,6 +277,21 @@ class Loop:
         self.journal.phase("validate")
         if self._stream:
             self._stream.step(at.step)
+
+    def _rehearse(self, loader: Any) -> None:
+        """Say once whether the largest batch fits."""
+        loss_of, is_tried, self._is_tried = self._loss_of, self._is_tried, True
+        if is_tried or "rehearsal" in self.allow or (loss_of is None and self._folder is None):
+            return
+        models = list(self.parts.models().values())
+        if loss_of is None or not models or not self._optimizers:
+            say(
+                "no verdict whether the largest batch fits: pass loss=, which returns the loss of a batch; or "
+                "allow=('rehearsal',)"
+            )
+            return
+        model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+        rehearse(model, self._optimizers[0], lambda batch: loss_of(self.parts.placed(batch)), loader)
 
     def _restore_draws(self) -> None:
         """Put the random state back to that of the checkpoint, once."""
@@ -298,14 +323,19 @@ class Loop:
             for generator, state in zip(generators, draws["generators"], strict=False):
                 generator.set_state(state)
         if not count:
+            if self._first_state is not None and source is not None:
+                source.load_state_dict(self._first_state)
+                self._first_state = None
             return iter(loader)
         if source is None and _is_stream(loader):
             why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
             self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
+            if source is not loader:  # a data set may begin each pass at what it was given last
+                self._first_state = copy.deepcopy(source.state_dict())
             source.load_state_dict(state)
-            self.journal.inexact("the stream goes on where its state_dict says")
+            self.journal.inexact(GOES_ON)
             return iter(loader)
         self.journal.inexact("the order goes on, and what the data draw at random is not the same")
         return iter(self.parts.skip(loader, count))
@@ -357,11 +387,10 @@ class Loop:
         if (is_due or noted) and at != self._saved and at.step:
             self._save(self._folder)
         if noted:
-            kept = f"{self._folder.folder_of(at.step)} holds this very moment: nothing will be repeated."
-            if not at.step:
-                kept = "nothing was trained yet: nothing will be repeated."
             self._stack.close()
-            raise self._stopper.end(f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
+            raise self._stopper.end(
+                f"after step {at.step}", self._folder.holds(at.step), epoch=at.epoch, step=at.epoch_step
+            )
 
     def _save(self, folder: SealedFolder) -> None:
         at = self._at
@@ -403,32 +432,24 @@ class Loop:
         self._at = _Position(**facts["position"])
         if facts["identity"]["seed"] is None and not self._at.batch:  # between two epochs Stop may become Exact
             allow |= stream_identity(None).keys()
-        changed = self._refuse_changed(found.path, facts["identity"], self._identity, allow)
+        changed = refuse_changed(found.path, facts["identity"], self._identity, allow)
         self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})
         if self._stream is None and (found.path / _DRAWS).exists():
             self._draws = load_checkpoint(found.path / _DRAWS)
             if not self._at.batch:
                 set_rng_state(self._draws["now"])
-        elif facts["environment"] != environment():
-            text = f"{found.path} was made with {facts['environment']}, this is {environment()}: it may not be exact."
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+        else:
+            found.check_environment()
         self._data = facts["data"]
         self._saved = replace(self._at)
         self.journal.resume(found.path, (self._at.epoch, self._at.epoch_step))
-
-    def _refuse_changed(
-        self, path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
-    ) -> Mapping[str, Any]:
-        """Refuse other settings; ``schedule`` allows all that is said of a schedule."""
-        names = {*saved, *now}
-        return refuse_changed(path, saved, now, {name for name in names if {name, name.split(",")[0]} & set(allow)})
 
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
         now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
-            self._refuse_changed(self._folder.path, self._data, now, self.allow)
+            refuse_changed(self._folder.path, self._data, now, self.allow)
         self._data, self._num_batches = now, _length(loader)
         self._data_size = now["batch_size"] or 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,8 @@ from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import optimizer_identity
 from memfit.training._stream import _KEPT, _KEPT_BY_WORKERS
 
+#: Why a resume from an exported position is not exact.
+GOES_ON = "the stream goes on where its state_dict says; what a shuffle buffer held may not come again"
 _PLAIN = (int, float, str, bool, type(None))
 _GROUP = re.compile(r"optimizer group (\d+), (\w+)")
 #: What a schedule's state says again of its optimizer.
@@ -123,6 +126,10 @@ class LoopParts:
             options["batch_sampler"] = _Rest(loader.batch_sampler, count)
         return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **options)
 
+    def placed(self, batch: Any) -> Any:
+        """Return a batch where the training has it, if not its loop but its loader brings it there."""
+        return batch
+
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         """Tell a loader the epoch, counted from 0, if it keeps one."""
 
@@ -133,10 +140,16 @@ class LoopParts:
     def source(self, loader: Any) -> Any:
         """Return what exports the position of a stream; None if nothing does."""
         data = getattr(loader, "dataset", None)
-        for one in (loader, data if not getattr(loader, "num_workers", 0) else None):
-            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-                return one
-        return None
+        alone = data if not getattr(loader, "num_workers", 0) else None
+        return next((one for one in (loader, alone) if exports_position(one)), None)
+
+
+def exports_position(stream: Any) -> bool:
+    """Return whether a stream has ``state_dict()`` and ``load_state_dict(state)``; that of litData wants arguments."""
+    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
+        return False
+    parameters = inspect.signature(stream.state_dict).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
 
 
 class _Rest(Sampler[Any]):

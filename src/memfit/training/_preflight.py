@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,21 +14,22 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
+from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import phase, record
-from memfit.training._keyed import preserved_generators
+from memfit.training._keyed import _kind_of, preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
-from memfit.training._snapshot import Snapshot
-from memfit.training._split import WHOLE, held_bytes
+from memfit.training._snapshot import Snapshot, kept
+from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
 from memfit.training._workers import FIRST_BATCH_SECONDS, watched
 from memfit.units import format_bytes
 
 T = TypeVar("T")
 
-_NUM_SAMPLED = 8
+#: So many batches are drawn to find the largest, and no further one after so long.
+_NUM_SAMPLED, _SAMPLE_SECONDS = 8, 10.0
 _INTERVAL_SECONDS = 0.02
 
 _REMEDIES = {
@@ -47,11 +49,13 @@ class Longest:
         how: ``given`` by the user; ``known`` by the batches' own ``longest()``; by the dataset's ``lengths``; the
             largest of ``all`` batches of a list; the largest of those ``sampled``.
         num_seen: How many batches were looked at.
+        out_of_time: Whether fewer were sampled than planned, because drawing them took too long.
     """
 
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
     num_seen: int = 1
+    out_of_time: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -84,6 +88,7 @@ class PreflightReport:
         phases: ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
         longest: How the longest batch was found, see ``Longest``.
         num_seen: How many batches were looked at.
+        out_of_time: Whether drawing more of them would have taken too long.
         microbatch_size: What the longest batch is split into.
         num_ooms: How often it had to be split smaller until it fitted.
         checkpoint_bytes: The size of the checkpoint; None if none was written.
@@ -92,6 +97,7 @@ class PreflightReport:
     phases: Mapping[str, PhaseMemory]
     longest: str
     num_seen: int
+    out_of_time: bool
     microbatch_size: int
     num_ooms: int
     checkpoint_bytes: int | None
@@ -159,7 +165,8 @@ def preflight(
         model.zero_grad()
     phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
     size = None if path is None else path.stat().st_size
-    report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
+    seen = (longest.how, longest.num_seen, longest.out_of_time)
+    report = PreflightReport(phases, *seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))
     return report
 
@@ -168,18 +175,24 @@ def rehearse(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Any], torch.Tensor],
-    batches: Iterable[Any],
-) -> PreflightReport:
+    batches: Any,
+    split: Split = WHOLE,
+) -> PreflightReport | None:
     """Say before the first step of a loop that is not memfit's whether its largest batch fits.
 
-    The batch goes forward and backward once, whole, and the memory of the optimizer's state and of its step is tried.
-    Weights, buffers, gradients, modes and the random state stay as they were.
+    The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried.
+    Weights, buffers, gradients, modes, numbers in attributes and the random state stay as they were.
 
     Args:
         model: In the mode in which it trains.
         optimizer: A plain one of torch, not a framework's wrapper.
         loss: Returns the loss of a batch, as the loop would make it.
-        batches: What the loop trains on; see ``find_longest``.
+        batches: What the loop trains on, or what ``find_longest`` found of it.
+        split: How the loop cuts a batch that does not fit.
+
+    Returns:
+        None, and one line that says why, where there is no verdict: no batch can be taken from the data without losing
+        it for the training, or the loss is not finite.
 
     Raises:
         DoesNotFitError: With the figures, and what to do.
@@ -190,10 +203,15 @@ def rehearse(
         >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
         'all'
     """
-    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=WHOLE, allow_inexact=True, group=None)
-    longest = find_longest(batches)
+    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True, group=None)
+    if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
+        say("no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples")
+        return None
     try:
-        report = preflight(step, longest=longest)
+        report = preflight(step, longest=batches if isinstance(batches, Longest) else find_longest(batches))
+    except JobFailedError as error:  # a loss that is not finite says nothing about memory
+        say(f"no verdict whether the largest batch fits: {error.what}")
+        return None
     except SampleTooLargeError as error:
         raise DoesNotFitError(
             f"The largest batch does not fit: {error.what}",
@@ -203,8 +221,16 @@ def rehearse(
     found = report.phases["train"]
     sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
     sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
-    say(f"fits: the largest of {report.num_seen} batches ({report.longest}) and the optimizer take {', '.join(sizes)}")
+    how = report.longest + f", for {_SAMPLE_SECONDS:g} s" * report.out_of_time
+    say(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
     return report
+
+
+def _can_be_read_ahead(batches: Any) -> bool:
+    """Return whether a batch may be taken before the training begins."""
+    if callable(getattr(batches, "longest", None)) or _kind_of(batches) == "indexed":
+        return True
+    return isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
 
 
 def _memory_of(host: PhasePeak, sizes: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
@@ -221,7 +247,8 @@ def _untouched(step: SafeStep) -> Iterator[None]:
     before, state = Snapshot(step.model, step.optimizer, step.scaler), step.state_dict()
     before.take()
     try:
-        yield
+        with kept(step.model):
+            yield
     finally:
         before.restore()
         for module, training in modes:
@@ -249,8 +276,9 @@ def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATC
     """Return the batch that will take most memory; the batches and the random state stay undisturbed.
 
     In this order: the batches' own ``longest()``; for a ``DataLoader`` whose dataset has ``lengths``, its longest
-    samples; for a list, the largest of all; else the largest of the first eight, which is only a sample. For a
-    ``DataLoader`` a second one is made, with at most one worker, which may do nothing for ``first_batch_seconds``.
+    samples; for a list, the largest of all; else the largest of the first eight, which is only a sample, or of fewer if
+    drawing them takes more than 10 s. For a ``DataLoader`` a second one is made, with at most one worker, which may do
+    nothing for ``first_batch_seconds``.
 
     Raises:
         UsageError: If it can be iterated only once, or gives no batch.
@@ -322,16 +350,19 @@ def _longest_indices(loader: DataLoader[Any], lengths: torch.Tensor) -> Any:
 
 def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], *, shared: bool = False) -> Longest:
     """Return the largest batch by its bytes; a copy of one that the user holds, which a loss may change in place."""
-    best, best_size, num_seen = None, -1, 0
+    best, best_size, num_seen, began, out_of_time = None, -1, 0, time.monotonic(), False
     for batch in batches:
         num_seen += 1
         size = held_bytes(batch)
         if size > best_size:
             best, best_size = batch, size
+        out_of_time = how == "sampled" and num_seen < _NUM_SAMPLED and time.monotonic() - began > _SAMPLE_SECONDS
+        if out_of_time:
+            break
     if num_seen == 0:
         raise UsageError(
             "There is no batch to train on.",
             rule="an epoch has at least one batch.",
             remedy="check how the training data were filtered",
         )
-    return Longest(copy.deepcopy(best) if shared else best, how, num_seen)
+    return Longest(copy.deepcopy(best) if shared else best, how, num_seen, out_of_time)

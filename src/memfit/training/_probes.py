@@ -6,6 +6,7 @@ What they cannot see: state in closures, global variables and C extensions, and 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
 from memfit.training._process import preserved_rng
+from memfit.training._snapshot import kept
 from memfit.training._stream import KeyedStream
 
 #: So many samples are drawn of a batch, so many numbers are compared of an object's attributes, as deep as this.
@@ -100,7 +102,7 @@ def _item(loader: Any, keys: Any) -> None:
 
 
 def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Collection[str] = ()) -> None:
-    """Call ``forward`` without gradients, and put back random state and buffers.
+    """Call ``forward`` without gradients, and put back random state, buffers and attributes.
 
     Where something moves that no checkpoint holds, it is called again from another value. What it sets whatever was
     there before (the height of a picture, a loss for the log) is no state. Neither is a table that has grown and kept
@@ -115,14 +117,14 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
 
     def values_after() -> list[Any]:
         try:
-            with preserved_rng():
+            with preserved_rng(), torch.compiler.set_stance("force_eager"):
                 forward()
             return [_copy(cell.get()) for cell in cells]
         finally:
             for buffer, was in buffers:
                 buffer.copy_(was)
 
-    with torch.no_grad():
+    with torch.no_grad(), kept(model):
         first = values_after()
         if carried := _carried_tensors(model, held, values_after, allow):
             raise _refused(
@@ -143,12 +145,43 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
             second = dict(zip([cell.name for cell in cells], values_after(), strict=True))
         except Exception:  # what moved is read before it is set
             second = {}
-        for cell, now in moved:
-            cell.set(now)
     for cell, now in moved:
         if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
             name = cell.name
             raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+
+
+def check_compiled(model: torch.nn.Module, allow: Collection[str] = ()) -> None:
+    """Refuse kernels that depend on the batches seen before or on timings, and graphs that hold random states.
+
+    Raises:
+        UsageError: By the names ``torch_compile`` and ``cuda_graph``.
+    """
+    on_cpu = all(one.device.type == "cpu" for one in model.parameters())
+    for context in () if "torch_compile" in allow else map(_compiler_of, model.modules()):
+        is_static = context is None or getattr(context, "_dynamic", None) is False
+        is_timed = bool((getattr(context, "compiler_config", None) or {}).get("max_autotune"))
+        if context is not None and (not is_static or is_timed or not on_cpu):
+            raise UsageError(
+                "The model is compiled, and which kernels run depends on "
+                + ("timings." if is_static else "the shapes of the batches that were seen before."),
+                rule="exact: a stopped training goes on to the same bytes; of torch.compile that was shown on a CPU, "
+                "with dynamic=False and at most eight shapes.",
+                remedy="compile with torch.compile(model, dynamic=False) and without max-autotune, or not at all; or, "
+                'if all batches have one shape and you have seen it resume to the same, pass allow=("torch_compile",)',
+            )
+    for name, module in model.named_modules() if "cuda_graph" not in allow else ():
+        if "make_graphed" in getattr(vars(module).get("forward"), "__qualname__", ""):
+            what = f"model.{name} replays a CUDA graph, whose draws were not shown to follow the seed of each step."
+            raise _refused(what, "cuda_graph", allow)
+
+
+def _compiler_of(module: torch.nn.Module) -> Any:
+    """Return what a module was compiled by: torch.compile(module), module.compile(), or Lightning's of a module."""
+    if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+        return inspect.getclosurevars(call).nonlocals.get("self")
+    kept_by_lightning = getattr(module, "_compiler_ctx", None) or {}
+    return vars(module).get("dynamo_ctx", kept_by_lightning.get("dynamo_ctx"))
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
@@ -261,6 +294,9 @@ def check_first_forward(
 
     Returns:
         Its ``remove()`` takes the check back.
+
+    Raises:
+        UsageError: As ``check_compiled``, at once.
     """
 
     def rehearse(module: Any, args: Any, kwargs: Any) -> None:
@@ -270,6 +306,7 @@ def check_first_forward(
             check_model(plain, lambda: plain(*args, **kwargs), allow)
             torch.clear_autocast_cache()  # it holds weights that were cast without their gradients
 
+    check_compiled(model, allow)
     handle = model.register_forward_pre_hook(rehearse, with_kwargs=True)
     return handle
 
@@ -278,6 +315,7 @@ def _refused(what: str, name: str, allow: Collection[str]) -> UsageError:
     cure = {
         "sampler": "let it draw from the global generators of torch, NumPy or Python, or from its attribute generator",
         "data": "draw from the global generators, and read no clock and no counter",
+        "cuda_graph": "train without it",
     }.get(name, "make it a function of the sample, or a buffer that the state dict holds")
     allowed = repr((*sorted(allow), name)) if len(allow) else f'("{name}",)'
     return UsageError(

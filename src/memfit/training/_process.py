@@ -32,12 +32,16 @@ def say(text: str) -> None:
 
 
 _saves_checked: set[str] = set()
+_KILL_WAIT_SECONDS = 30  # Slurm's default
 
 
 def check_save_seconds(seconds: float) -> None:
     """Say once if a save takes longer than a job of this run has between the request to stop and its end."""
     current = current_run()
-    if current is None or str(current[0].path) in _saves_checked:
+    if current is None:
+        _check_in_slurm(seconds)
+        return
+    if str(current[0].path) in _saves_checked:
         return
     _saves_checked.add(str(current[0].path))
     with suppress(DamagedError, OSError):
@@ -49,6 +53,18 @@ def check_save_seconds(seconds: float) -> None:
             )
             record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
             print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
+def _check_in_slurm(seconds: float) -> None:
+    """Say once what a save needs in a job of Slurm without ``memfit run``: no job can read what its warning leaves."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if job and job not in _saves_checked and seconds > _KILL_WAIT_SECONDS / 2:
+        say(
+            f"the first save took {seconds:.0f} s. Slurm leaves {_KILL_WAIT_SECONDS} s from SIGTERM to SIGKILL, unless "
+            "its KillWait or your script says otherwise. Submit with sbatch "
+            f"--signal=TERM@{math.ceil(2 * seconds)} or more"
+        )
+    _saves_checked.add(job)
 
 
 def seed_everything(seed: int) -> None:

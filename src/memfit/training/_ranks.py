@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.errors import MemfitError, PeerFailedError, StoppedError
-from memfit.training._beat import beat, leave, peers_lost
+from memfit.training._beat import beat, leave, lost_peers, peers_lost
 
 OK, FATAL, STOPPED = range(3)
 #: What a rank may ask for in a vote, beside a stop by the number of a signal.
@@ -304,7 +304,7 @@ def or_leave(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        leave(f"{'a peer is lost' if peers_lost(error) else what}: {first_line(error)}")
+        leave(lost_peers(error) if peers_lost(error) else f"{what}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Keep checkpoints that are folders of a framework's files, each whole by its seal or not taken.
 
-The files are written in place, under a mark that says whose they are. Then each is forced to disk and hashed, and the
-mark is renamed to the seal: no seal, no checkpoint.
+The files are written in place, under a mark that says whose they are. Then each is forced to disk and
+hashed, both at the same time, and the mark is renamed to the seal: no seal, no checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,15 +23,17 @@ from typing import Any
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, refresh, sync_folder
 from memfit.rundir import record
-from memfit.training._checkpoint import hold, report_damage, writing
+from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
+from memfit.training._identity import environment
 from memfit.training._process import check_save_seconds
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
 #: The layout of a seal.
-FORMAT = 1
+FORMAT = 2
 _SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
-_HASHERS = 4
+_HASHERS, _SYNCERS = 8, 4
+_PART_BYTES, _READ_BYTES = 16 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,14 @@ class Sealed:
     path: Path
     step: int
     facts: Mapping[str, Any]
+
+    def check_environment(self) -> None:
+        """Warn if it was made where the same bytes are not proved: by another torch, or on another device."""
+        if self.facts["environment"] != environment():
+            text = (
+                f"{self.path} was made with {self.facts['environment']}, this is {environment()}: it may not be exact."
+            )
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
 class SealedFolder:
@@ -86,6 +97,11 @@ class SealedFolder:
     def folder_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
         return self.path / f"{self.prefix}{step}"
+
+    def holds(self, step: int) -> str:
+        """Return what a stop between two steps says of its checkpoint."""
+        kept = f"{self.folder_of(step)} holds this very moment" if step else "nothing was trained yet"
+        return f"{kept}: nothing will be repeated."
 
     def begin(self, step: int) -> Path:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
@@ -193,10 +209,10 @@ class SealedFolder:
 
 def _read(path: Path, step: int) -> Sealed:
     seal = read_json(path / SEAL, _SHAPE)
-    if seal is None or seal["memfit_seal"] > FORMAT:
+    if seal is None or seal["memfit_seal"] != FORMAT:
         raise UsageError(
             f"{path / SEAL} is a seal of another version.",
-            rule=f"this version of memfit reads seals up to format {FORMAT}.",
+            rule=f"this version of memfit reads seals of format {FORMAT}.",
             remedy="go on with the memfit that wrote it, or start over in another folder",
         )
     for name in seal["files"]:
@@ -217,20 +233,39 @@ def _damaged(path: Path, what: str) -> DamagedError:
 
 
 def _hash_all(path: Path, names: Collection[str] | None = None, *, sync: bool = False) -> dict[str, list[Any]]:
-    """Return size and SHA-256 of the files below a folder, by name."""
+    """Return size and hash of the files below a folder, by name; with ``sync`` also force them to disk meanwhile.
+
+    The hash of a file is the SHA-256 of those of its parts of 16 MiB, which several threads make at once.
+    """
     if names is None:
         found = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
         names = [name for name in found if name not in (_MARK, SEAL)]
-    with ThreadPoolExecutor(_HASHERS) as pool:
-        return dict(zip(names, pool.map(lambda name: _hash(path / name, sync), names), strict=True))
+    sizes = {name: (path / name).stat().st_size for name in names}
+    with ThreadPoolExecutor(_HASHERS) as hashers, ThreadPoolExecutor(_SYNCERS) as syncers:
+        forced = [syncers.submit(_force, path / name) for name in names if sync]
+        parts = {
+            name: [hashers.submit(_hash_part, path / name, start) for start in range(0, size, _PART_BYTES)]
+            for name, size in sizes.items()
+        }
+        for one in forced:
+            one.result()
+        hashes = {name: b"".join(one.result() for one in of_file) for name, of_file in parts.items()}
+    return {name: [size, hashlib.sha256(hashes[name]).hexdigest()] for name, size in sizes.items()}
 
 
-def _hash(path: Path, sync: bool) -> list[Any]:
+def _force(path: Path) -> None:
     with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        sha = hashlib.file_digest(file, "sha256").hexdigest()
-        return [os.fstat(file.fileno()).st_size, sha]
+        os.fsync(file.fileno())
+
+
+def _hash_part(path: Path, start: int) -> bytes:
+    sha, buffer, end = hashlib.sha256(), memoryview(bytearray(_READ_BYTES)), start + _PART_BYTES
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while start < end and (count := file.readinto(buffer)):
+            sha.update(buffer[:count])
+            start += count
+    return sha.digest()
 
 
 def _total(files: Mapping[str, list[Any]]) -> int:

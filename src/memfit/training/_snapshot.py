@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,3 +91,27 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements share one place in memory, so that nothing can be written there."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+@contextmanager
+def kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back what the modules' attributes held: numbers, tensors, tuples, and what is in lists, dicts and sets."""
+    held: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, list | dict | set) and (name == "_buffers" or not name.startswith("_")):
+                held.append((vars(module), name, value, copy.copy(value)))
+            elif isinstance(value, int | float | str | tuple | torch.Tensor | None) and name != "training":
+                held.append((vars(module), name, value, value.clone() if isinstance(value, torch.Tensor) else value))
+    try:
+        yield
+    finally:
+        for attributes, name, value, before in held:
+            if isinstance(value, list):
+                value[:] = before
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(before)
+            elif isinstance(value, torch.Tensor) and not _equal(value, before):
+                value.data.copy_(before)
+            attributes[name] = value

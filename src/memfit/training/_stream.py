@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
 
@@ -88,7 +89,7 @@ class KeyedStream:
                 sampler = KeyedOrder(loader.sampler, self.seed)
                 options |= {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
             else:
-                options["batch_sampler"] = KeyedOrder(loader.batch_sampler, self.seed)
+                options["batch_sampler"] = KeyedOrder(loader.batch_sampler, self.seed, of_batches=True)
             made = DataLoader(data, collate_fn=_KeyedCollate(loader.collate_fn, self.seed), **options)
         deaf_workers(made)
         return made
@@ -110,6 +111,11 @@ def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
 class KeyedOrder(Sampler[Any]):
     """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch.
 
+    Args:
+        sampler: Its indices are numbers, texts, or tuples and lists of them; arrays and tensors become lists.
+        seed: Other seeds, other orders.
+        of_batches: It gives batches of indices.
+
     Example:
         >>> order = KeyedOrder(torch.utils.data.RandomSampler(range(5)), seed=3)
         >>> whole = list(order)
@@ -118,9 +124,8 @@ class KeyedOrder(Sampler[Any]):
         (True, True)
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
+    def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
+        self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
         self.epoch = self._skip = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -148,9 +153,26 @@ class KeyedOrder(Sampler[Any]):
                     generator.manual_seed(int(torch.randint(2**62, ())))
             order = list(self.sampler)
         for one in order[start:]:
-            if getattr(one, "ndim", 0):  # a batch sampler may give arrays or tensors
-                one = one.tolist()
-            yield [(epoch, int(index)) for index in one] if isinstance(one, Sequence) else (epoch, int(one))
+            yield [(epoch, _index(index)) for index in one] if self.of_batches else (epoch, _index(one))
+
+
+def _index(one: Any) -> Any:
+    """Return an index as plain values, whose ``repr`` is the same in each process.
+
+    >>> _index((np.int64(3), "left", torch.tensor([1, 2])))
+    (3, 'left', [1, 2])
+    """
+    if isinstance(one, np.ndarray | np.generic | torch.Tensor):
+        return one.tolist()
+    if isinstance(one, tuple | list):
+        return getattr(one, "_make", type(one))(map(_index, one))
+    if isinstance(one, int | float | str | bytes | None):
+        return one
+    raise UsageError(
+        f"The sampler gives a {type(one).__name__} as an index.",
+        rule="exact: what an item draws is a function of seed, epoch and index, so an index is plain values.",
+        remedy="give numbers, texts, or tuples of them",
+    )
 
 
 class _Batch(list[Any]):
@@ -164,14 +186,15 @@ class _KeyedItems(KeyedDataset):
 
     def __getitem__(self, key: Any) -> Any:
         """Return an item, or what the data set has for a list of indices: ``batch_size=None`` and a batch sampler."""
-        if not isinstance(key, list):
+        epoch, indices = key
+        if not isinstance(indices, list):
             return super().__getitem__(key)
-        (epoch, _), *_ = key
         self._follow(epoch)
-        with keyed_rng(self.seed, epoch, _BATCH, *(index for _, index in key)):
-            return self.dataset[[index for _, index in key]]
+        with keyed_rng(self.seed, epoch, _BATCH, *indices):
+            return self.dataset[indices]
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Batch:
+    def __getitems__(self, keys: Sequence[Any]) -> _Batch:
+        keys = [(0, key) if isinstance(key, int) else key for key in keys]  # those of a probe have no epoch
         indices = [index for _, index in keys]
         if callable(together := getattr(self.dataset, "__getitems__", None)):
             (epoch, _), *_ = keys

@@ -166,6 +166,10 @@ class Team:
         say(f"out of memory in the update: {why}")
         return math.nan, False
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers, at their next vote, that this rank ends outside of a step."""
+        self.ranks.fail(error)
+
     def read_size(self) -> None:
         """Take over a size that was written down before the group began again: it never begins again for that."""
 

@@ -15,10 +15,10 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.files import read_json, write_json
 from memfit.rundir import RANKS_VARIABLE, record
-from memfit.training._beat import beat, leave, peers_lost
+from memfit.training._beat import beat, leave, lost_peers, peers_lost
 from memfit.training._checks import bad_setting
 from memfit.training._gradients import Batch, Failure, Local
-from memfit.training._ranks import Ranks, first_line, or_leave
+from memfit.training._ranks import Ranks, or_leave
 from memfit.training._team import Team
 
 _NAME = "smaller_size.json"
@@ -62,11 +62,9 @@ class Together(Team):
         if not isinstance(local, Failure):
             return replace(local, divisor=self._divisor * self.ranks.size)  # the passes took the mean over the ranks
         if peers_lost(local.error):
-            leave(f"a peer is lost: {first_line(local.error)}")
-        if (
-            self._has_begun or self.ranks.is_over
-        ):  # the peers are in a pass and hear no vote: they leave when this process ends
-            self.ranks.is_over = True
+            leave(lost_peers(local.error))
+        if self._has_begun or self.ranks.is_over:
+            self.ranks.is_over = True  # peers in a pass hear no vote: they leave when this process ends
             raise self._step.error_of(local)
         return local
 
@@ -75,6 +73,13 @@ class Together(Team):
         self.ranks.raise_failed(votes, local.error if isinstance(local, Failure) else None)
         assert isinstance(local, Local)
         return self._take_over(local, votes)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave after a peer; else tell the peers, unless they may be in a pass of a validation and hear no vote."""
+        if peers_lost(error):
+            leave(lost_peers(error))
+        if not self._step.is_sharded:
+            super().fail(error)
 
     def begin_part(self, *, is_last: bool) -> None:
         super().begin_part(is_last=is_last)
