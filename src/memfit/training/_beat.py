@@ -225,7 +225,7 @@ class _Pulse:
     def __init__(self, rank: int, size: int) -> None:
         self.size, self._given = size, hang_seconds(os.environ)
         #: How long the longest step took, and the first, which compiles and warms up.
-        self._longest, self._first = 0.0, 0.0
+        self._longest, self._first, self._at = 0.0, 0.0, 0.0
         self._step_began, self._has_stepped, self._repeats = math.inf, False, False
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
@@ -245,6 +245,9 @@ class _Pulse:
         now = time.monotonic()
         with self._lock:
             last = self.last
+            if last.place == "vote":  # a peer took so long, not this step
+                self._step_began += now - self._at
+            self._at = now
             if place in _BETWEEN_STEPS:
                 if place != "repeat":
                     self._note_step(now)
