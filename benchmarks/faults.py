@@ -107,7 +107,7 @@ class Faults:
         if one.what == OUT_OF_MEMORY:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if one.what == ERROR:
-            raise RuntimeError("a fault on purpose")
+            raise ValueError("a fault on purpose")
         if one.what == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         if one.what == HANG and self.rank % 2 == 0 and self.rank:
