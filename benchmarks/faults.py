@@ -59,7 +59,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        where = "all ranks" if len(self.ranks) == RANKS else f"rank {' and '.join(map(str, self.ranks))}"
+        where = "all ranks" if len(self.ranks) == RANKS else f"rank {', '.join(map(str, self.ranks))}"
         return f"{self.what} in {self.place}, {where}"
 
 
@@ -243,8 +243,9 @@ _ORDER = ("forward", "rendezvous", "loss", "load", "backward", "trial", "update"
 def launches() -> Iterator[Launch]:
     """Return all launches of the whole table."""
     every = tuple(range(RANKS))
-    steps = [(place, (rank,)) for place in (*PLACES[:5], "validation") for rank in every]
-    yield in_the_process([*steps, *((place, every) for place in (*PLACES[:5], "validation")), ("save", (0,))])
+    groups = [*((rank,) for rank in every), (1, 3), every]
+    steps = [(place, ranks) for place in (*PLACES[:5], "validation") for ranks in groups]
+    yield in_the_process([*steps, ("save", (0,))])
     kinds = ("reduction", 0), ("load", 0), ("reduction", 2), ("load", 2), ("save", 2), ("rendezvous", 0)
     each = [(place, OUT_OF_MEMORY, rank) for place, rank in (*kinds, ("reduction", 1), ("rendezvous", 2))]
     yield with_restarts("out of memory, restarts", each)
