@@ -42,7 +42,7 @@ _STARTS = frozenset({"rendezvous", "load"})
 #: Those at the end of an epoch.
 _ENDS = frozenset({"validation", "save"})
 STEPS_PER_EPOCH = 4
-_HANG_SECONDS, _MOST_STALL, _MOST_START, _LONGER = 0.5, 10.0, 60.0, 30
+_HANG_SECONDS, _MOST_STALL, _MOST_START, _LONGER = 1.0, 10.0, 60.0, 30
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Faults:
 
         beat = read_beats(Path(os.environ[RANKS_VARIABLE]))[self.rank]
         rule = (beat.patience or 0.0) * (_LONGER if beat.place in WAITING else 1)
-        waits = beat.place in WAITING  # so do its peers: nobody can tell which of them hangs
+        waits = beat.place in (*WAITING, "begin")  # so do its peers: nobody can tell which of them hangs
         self.note(fault=one.number, steps=self.num_steps, rule=rule if one.what == HANG else 0.0, waits=waits)
         half()
         if one.what == OUT_OF_MEMORY:
