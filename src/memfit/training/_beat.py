@@ -280,7 +280,7 @@ class _Pulse:
         least = _HANG_SECONDS if self._given is None else self._given
         usual = max(least, _STEPS * self._longest)
         is_first = place == "validate" != self.last.place or not self._has_stepped
-        is_long = self._repeats or is_first or place in _LONG_PLACES
+        is_long = place not in WAITING and (self._repeats or is_first or place in _LONG_PLACES)
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:
