@@ -63,11 +63,6 @@ _MOST_WITHOUT_CHECKPOINT = 2
 #: Below those that the kernel gives to clients by itself: nobody takes it before rank 0 does.
 _PORTS = range(20000, 32000)
 _TAIL_BYTES, _TICK_SECONDS = 4096, 0.2
-#: The last words of a rank that left because of itself: an error where its peers wait for it.
-_OWN_REASON = re.compile(
-    r"memfit: rank \d+ leaves with exit code 79: "
-    r"(?!a peer is lost|it lost its peers|it hangs|rank \d+ hangs|the ranks are)(.{1,200})"
-)
 
 
 @dataclass
@@ -86,12 +81,6 @@ class _Rank:
     def is_consequence(self) -> bool:
         """True if its own last words are of a peer that was lost."""
         return LOST.search(self.said.decode(errors="replace")) is not None
-
-    @property
-    def own_reason(self) -> str:
-        """Why it left with 79 by itself; empty if another rank was the reason, or somebody ended it."""
-        found = _OWN_REASON.search(self.said.decode(errors="replace"))
-        return found[1] if found and self.code == _LEFT else ""
 
     def pass_on(self, pipe: int) -> bool:
         """Pass on the lines that it wrote, those of others than rank 0 with their number; False at the end."""
@@ -301,17 +290,21 @@ class Agent:
         return first.code or _LEFT if (first := _first_failure(ended)) else _LEFT
 
     def _cause(self, ended: Sequence[_Rank], beats: Mapping[int, Beat]) -> _Rank:
-        """Return the rank that was lost first: the first end that is not 79 or says why, else the rank that hung."""
-        if first := _first_failure(ended) or next((one for one in ended if one.own_reason), None):
+        """Return the rank that was lost first: the first end that is not 79, else the rank that hung."""
+        if first := _first_failure(ended):
             return first
-        at_work = [one for one in ended if one.number in beats and beats[one.number].place not in (*WAITING, "end")]
-        stuck = [one for one in ended if one.was_killed] or at_work or ended
+        known = [one for one in ended if one.number in beats]
+        at_work = [one for one in known if beats[one.number].place not in (*WAITING, "end")]
+        left = [one for one in known if beats[one.number].has_own_reason]
+        stuck = [one for one in ended if one.was_killed] or left or at_work or ended
         return min(stuck, key=lambda one: beats[one.number].time if one.number in beats else 0.0)
 
     def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
         """Record which rank was lost, where it was, and how; return it as a sentence."""
-        last, reason = beats.get(cause.number), cause.own_reason
-        has_hung = not reason and (cause.was_killed or cause.code == _LEFT)
+        last = beats.get(cause.number)
+        left = last.left if last is not None and last.has_own_reason else ""
+        left = "" if left.startswith("it hangs") else left
+        has_hung = cause.was_killed or (cause.code == _LEFT and not left)
         at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
         if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
             return f"rank {cause.number} left: a rank of another node was lost"
@@ -322,7 +315,8 @@ class Agent:
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
         if not has_hung and (cause.code or 0) < 0:
             how = f"was ended by {_signal_name(-(cause.code or 0))}"
-        text = f"rank {cause.number} left{where}: {reason}" if reason else f"rank {cause.number} {how}{where}"
+        how = "left" if left else how
+        text = f"rank {cause.number} {how}{where}{f': {left}' if left else ''}"
         record(
             "rank_lost",
             rank=cause.number,

@@ -39,6 +39,9 @@ _HANG_SECONDS, _STEPS = 60.0, 10
 #: Loading, saving, compiling and repeating may take so many times as long as a step may.
 _LONGER = 30
 _LONG_PLACES = frozenset({"begin", "load", "data", "save", "repeat"})
+#: So long a collective may take to fail on the peers of a rank that left.
+_NOTICE_SECONDS = 3.0
+_PROGRESS = frozenset({"sealed", "smaller"})
 #: A step that holds one of these is not as long as others.
 _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate", "repeat", "end"})
 
@@ -71,8 +74,9 @@ def beat(place: str, step: int | None = None) -> None:
 
     Args:
         place: ``begin``, ``load``, ``data`` (the next batches), ``microbatch``, ``vote``, ``reduce``, ``update``,
-            ``save``, ``sealed`` (once for each new sealed checkpoint), ``validate`` (each batch), ``repeat`` (a step
-            that takes longer is announced) or ``end`` (nobody waits for a next beat).
+            ``save``, ``sealed`` (once for each new sealed checkpoint), ``smaller`` (a smaller size of a microbatch is
+            written down), ``validate`` (each batch), ``repeat`` (a step that takes longer is announced) or ``end``
+            (nobody waits for a next beat).
         step: The optimizer step, counted as you like.
 
     The first beat starts a thread that ends this process with exit code 79 when a rank of the group hangs: one that
@@ -96,8 +100,11 @@ def keep_beats(folder: Path | str) -> None:
 def leave(why: str) -> NoReturn:
     """End this process at once with exit code 79, so that its group can begin again from its last checkpoint."""
     pulse = _pulses.get(os.getpid())
-    where = {"rank": pulse.last.rank, "place": pulse.last.place, "step": pulse.last.step} if pulse else {}
-    name = f"rank {where['rank']}" if pulse else "this rank"
+    name, where = "this rank", dict[str, Any]()
+    if pulse is not None:
+        pulse.end(os.getpid(), left=why[:200])
+        name = f"rank {pulse.last.rank}"
+        where = {"rank": pulse.last.rank, "place": pulse.last.place, "step": pulse.last.step}
     with suppress(Exception):
         record("rank_left", level="verbose", **where, why=why, text=f"{name} left: {why}")
         print(f"memfit: {name} leaves with exit code {PeerFailedError.exit_code}: {why}", file=sys.stderr)
@@ -249,7 +256,7 @@ class _Pulse:
                 place=last.place if has_failed else place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
-                sealed=last.sealed + (place == "sealed"),
+                sealed=last.sealed + (place in _PROGRESS),
                 patience=None if place == "end" else self._patience(place),
             )
         if self._watch is None:
@@ -262,13 +269,16 @@ class _Pulse:
         if self._step_began < now:
             self._longest, self._has_stepped = max(self._longest, now - self._step_began), True
 
-    def end(self, pid: int) -> None:
-        """Say that this process ends by itself: nobody waits for its next beat."""
+    def end(self, pid: int, left: str = "") -> None:
+        """Say that this process ends by itself, or why it left: nobody waits for its next beat."""
         if pid == os.getpid() and self._watch is not None:
-            with self._lock:
-                self._write(count=self.last.count + 1, patience=None)
+            has_lock = self._lock.acquire(timeout=1)  # a write that hangs has it
+            self._write(count=self.last.count + 1, patience=None, left=left or self.last.left)
+            if has_lock:
+                self._lock.release()
             self._is_over.set()
-            self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
+            if threading.current_thread() is not self._watch:
+                self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
 
     def _write(self, **changed: Any) -> None:
         vars(self.last).update(time=time.time(), **changed)
@@ -295,13 +305,14 @@ class _Pulse:
                 if _waits_for_memory():
                     quiet.seconds.clear()
                     continue
+                how = f"hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}"
                 if found.rank == self.last.rank:
                     with suppress(Exception):
                         faulthandler.dump_traceback(all_threads=True)
-                    leave(f"it hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}")
-                leave(
-                    f"rank {found.rank} hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}"
-                )
+                    leave(f"it {how}")
+                leave(f"rank {found.rank} {how}")
+            if (gone := quiet.gone()) is not None and self.last.patience is not None:
+                leave(f"rank {gone.rank} left: {gone.left}")
 
 
 @dataclass
@@ -312,6 +323,11 @@ class _Quiet:
     seconds: dict[int, float] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
     _looked: float = 0.0
+    _live: Mapping[int, Beat] = field(default_factory=dict)
+
+    def gone(self) -> Beat | None:
+        """Return the beat of a rank that left a while ago: its peers would have noticed by a collective."""
+        return next((one for one in self._live.values() if one.left and self.seconds[one.rank] > _NOTICE_SECONDS), None)
 
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
         """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept.
@@ -324,7 +340,7 @@ class _Quiet:
         [False, False, True]
         """
         passed, self._looked = min(now - self._looked, most), now
-        live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
+        live = self._live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
         for rank, one in live.items():
             same = self._counts.get(rank) == one.count
             self.seconds[rank] = self.seconds.get(rank, 0.0) + passed if same else 0.0

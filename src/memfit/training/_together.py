@@ -116,6 +116,7 @@ class Together(Team):
         if self.folder is not None:
             numbers = list(self._step.sizes.numbers())
             write_json(self.folder / _NAME, {"sizes": numbers, "is_single": size == failed})
+            beat("smaller", self.ranks.step)
         record("restart_smaller", size=size, previous_size=failed, rank=self.ranks.rank, **self._step.where)
         leave(f"out of memory with {failed} at once; the group begins again with {size}")
 
