@@ -30,6 +30,7 @@ from memfit.training._identity import environment as environment
 from memfit.training._identity import optimizer_identity as optimizer_identity
 from memfit.training._identity import refuse_changed as refuse_changed
 from memfit.training._journal import Journal as Journal
+from memfit.training._journal import Unheard as Unheard
 from memfit.training._keyed import KeyedDataset as KeyedDataset
 from memfit.training._keyed import KeyedSampler as KeyedSampler
 from memfit.training._keyed import TrainingData as TrainingData
@@ -63,6 +64,8 @@ from memfit.training._process import rng_state as rng_state
 from memfit.training._process import say as say
 from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
+from memfit.training._ranks import Ranks as Ranks
+from memfit.training._ranks import among_peers as among_peers
 from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy

@@ -457,7 +457,8 @@ class Loop:
 def order_of(loader: Any) -> KeyedOrder | None:
     """Return the order of a loader that a ``KeyedStream`` has made, also after a framework has wrapped it."""
     batches = getattr(loader, "batch_sampler", None)
-    found = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None))
+    shared = getattr(batches, "batch_sampler", None)  # what Accelerate deals to several ranks
+    found = (batches, shared, *(getattr(one, "sampler", None) for one in (batches, shared, loader)))
     return next((one for one in found if isinstance(one, KeyedOrder)), None)
 
 

@@ -152,6 +152,24 @@ class Ranks:
             dist.all_gather_object(found, value, group=self._votes)
         return found
 
+    def lead(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 alone, and return on all ranks what it returned: plain values.
+
+        Raises:
+            PeerFailedError: It failed there; rank 0 raises its error.
+        """
+        box, own = [None], None
+        if self.rank == 0:
+            try:
+                box = [function()]
+            except Exception as error:
+                own = error
+        text = "" if own is None else first_line(own)
+        self.raise_failed(self.vote(self.ballot(status=OK if own is None else FATAL, text=text)), own)
+        with or_leave("the word of rank 0 failed"):
+            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self._votes)
+        return box[0]
+
     def fail(self, error: BaseException) -> None:
         """Tell the peers in their next vote that this rank ends, unless they end as well."""
         if not self.is_over:
@@ -304,6 +322,19 @@ def or_leave(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         leave(f"{'a peer is lost' if peers_lost(error) else what}: {first_line(error)}")
+
+
+@contextmanager
+def among_peers() -> Iterator[None]:
+    """Leave with exit code 79 if an error says that another rank is lost, and watch this rank no longer afterwards."""
+    try:
+        yield
+    except Exception as error:
+        if peers_lost(error):
+            leave(f"a peer is lost: {first_line(error)}")
+        raise
+    finally:
+        beat("end")  # what follows is the script's own
 
 
 def first_line(error: BaseException) -> str:
