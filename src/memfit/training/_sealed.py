@@ -93,7 +93,7 @@ class SealedFolder:
     def held(self) -> Iterator[None]:
         """Be the only training that writes here."""
         with ExitStack() as stack:
-            self._lead(lambda: stack.enter_context(hold(self.path)))
+            self.lead(lambda: stack.enter_context(hold(self.path)))
             yield
 
     @contextmanager
@@ -115,7 +115,7 @@ class SealedFolder:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
         beat("save", step)
         self._began = time.monotonic()
-        self._lead(partial(self._begin, step))
+        self.lead(partial(self._begin, step))
         return self.folder_of(step)
 
     def _begin(self, step: int) -> None:
@@ -136,7 +136,7 @@ class SealedFolder:
         if self.ranks is not None:
             self.ranks.settle()  # all have written
             beat("save", step)
-        self._lead(partial(self._seal, step, facts))
+        self.lead(partial(self._seal, step, facts))
         beat("sealed", step)
         return self.folder_of(step)
 
@@ -175,7 +175,7 @@ class SealedFolder:
         Raises:
             DamagedError: All that were sealed are damaged: starting over silently would hide the loss.
         """
-        found: Sealed | None = self._lead(self._newest)
+        found: Sealed | None = self.lead(self._newest)
         return found
 
     def _newest(self) -> Sealed | None:
@@ -202,14 +202,15 @@ class SealedFolder:
         Raises:
             DamagedError: A file is missing, or differs from its hash.
         """
-        found: Sealed = self._lead(lambda: _read(self.folder_of(step), step))
+        found: Sealed = self.lead(lambda: _read(self.folder_of(step), step))
         return found
 
     def foreign(self) -> list[Path]:
         """Return the folders named like checkpoints that were never sealed, newest first: the framework's own."""
         return [path for path in self._paths().values() if not (path / SEAL).exists() and not (path / _MARK).exists()]
 
-    def _lead(self, function: Callable[[], Any]) -> Any:
+    def lead(self, function: Callable[[], Any]) -> Any:
+        """Call a function, of several ranks on rank 0 alone, and return on all what it returned."""
         return function() if self.ranks is None else self.ranks.lead(function)
 
     def _clear(self) -> None:
