@@ -36,7 +36,7 @@ class Draws(transformers.TrainerCallback):
         self.seen.append((state.global_step, torch.get_rng_state().sum().item()))
 
 
-def train(rank, size, folder, victim=None, settings=()):  # noqa: PLR0913
+def train(rank, size, folder, victim=None, settings=()):
     """Train on one rank; ``victim``: (rank, step, signal)."""
     AcceleratorState._reset_state(True)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
