@@ -37,6 +37,7 @@ class KeyedStream:
 
     Args:
         seed: Other seeds, other order and draws, of the same distribution.
+        rank: Of several ranks each draws its own numbers in the model; order, items and collation know no rank.
 
     Example:
         >>> class Noisy:
@@ -55,12 +56,13 @@ class KeyedStream:
 
     version = STREAM
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, rank: int = 0) -> None:
+        self.seed, self.rank = seed, rank
 
     def step(self, number: int) -> None:
         """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
-        seed = seed_key(self.seed, _ORDER, number)  # torch.manual_seed formats a traceback for each unused device
+        # torch.manual_seed formats a traceback for each unused device
+        seed = seed_key(self.seed, _ORDER, number, *[self.rank] * (self.rank > 0))
         for device in (torch.cuda, torch.xpu):
             if device.is_initialized():
                 device.manual_seed_all(seed)
