@@ -343,6 +343,21 @@ def first_line(error: BaseException) -> str:
     return text if isinstance(error, MemfitError) else f"{type(error).__name__}: {text}"
 
 
+def settle_buckets(model: Any) -> None:
+    """Let ``DistributedDataParallel`` choose its buckets before its first step, in fresh and resumed processes alike.
+
+    It chooses them anew after its first backward. From three ranks on, gloo adds in an order that follows from them, so
+    the first step after a resume would have other bytes than in an unbroken training.
+    """
+    if model.find_unused_parameters:  # then it keeps those that it began with
+        return
+    weights = [one for one in model.parameters() if one.requires_grad]
+    model.reducer.prepare_for_backward([])
+    torch.stack([one.sum(dtype=torch.float32) for one in weights]).sum().backward()
+    for one in weights:
+        one.grad = None
+
+
 @functools.cache
 def _side_group(group: Any) -> Any:
     """Return a group for votes and plain values: itself if it takes tensors on the CPU, else one of gloo."""
