@@ -1,9 +1,8 @@
 """A training in Lightning on several ranks stops, dies and goes on together, to the same bytes where that was asked for."""
 
-import hashlib
+import itertools
 import os
 import signal
-import socket
 
 import pytest
 import torch
@@ -52,13 +51,13 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
 
 
-def train(rank, folder, size, moment=None, number=signal.SIGTERM, *, victim=1, form=Exact, allow=(), **options):
+def train(rank, folder, size, moment=None, number=signal.SIGTERM, *, form=Exact, allow=(), **options):
     """Train as a rank that torchrun has started; return what it leaves, what it saw, and the means of its epochs."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(value) for name, value in here.items()} | {"TORCHELASTIC_RUN_ID": "a"}
 
     def at(now):
-        if now == moment and rank == victim:
+        if now == moment and rank == 1:
             os.kill(os.getpid(), number)
 
     module = Module(at)
@@ -90,5 +89,82 @@ def whole(tmp_path_factory):
 
 def test_each_rank_takes_its_part_of_each_global_batch(whole):
     first, second = (seen[:5] for _, seen, _, _ in whole)
-    assert sorted(sum(first + second, [])) == list(range(1, NUM_SAMPLES + 1))
+    assert sorted(itertools.chain(*first, *second)) == list(range(1, NUM_SAMPLES + 1))
     assert whole[0][0] == whole[1][0] and whole[0][2] == whole[1][2] and whole[0][3] != whole[1][3]
+
+
+MOMENTS = [("batch", 0, 1), ("batch", 1, 2), ("evaluation", 0, 1)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_a_signal_to_one_rank_stops_all_and_they_go_on_to_the_same_bytes(tmp_path, whole, moment):
+    assert ranked.values(start(2, tmp_path / "part", moment)) == [75, 75]
+    assert len(list((tmp_path / "part").glob("step-*/SEAL.json"))) > 0
+    assert_whole(ranked.values(start(2, tmp_path / "part")), whole)
+
+
+def assert_whole(ends, whole):
+    """They left the same bytes, and trained the same samples to the same losses and means on each rank."""
+    for (digest_now, *part), (digest_then, *other) in zip(ends, whole, strict=True):
+        assert digest_now == digest_then
+        assert part == [then[len(then) - len(now) :] for now, then in zip(part, other, strict=True)]
+
+
+@pytest.mark.parametrize(("size", "moment"), [(2, ("batch", 1, 0)), (4, ("batch", 1, 1))], ids=str)
+def test_a_killed_rank_ends_all_and_they_go_on_to_the_same_bytes(tmp_path, whole, size, moment):
+    if size > 2:
+        whole = ranked.values(start(size, tmp_path / "whole"))
+    codes = [end.code for end in start(size, tmp_path / "part", moment, signal.SIGKILL)]
+    assert (codes[1], {*codes[:1], *codes[2:]}) == (-9, {79})
+    assert_whole(ranked.values(start(size, tmp_path / "part")), whole)
+
+
+def test_stop_sees_each_sample_once_with_a_validation_as_lightning_has_it(tmp_path):
+    assert ranked.values(start(2, tmp_path / "part", ("batch", 1, 1), form=Stop)) == [75, 75]
+    first, second = ranked.values(start(2, tmp_path / "part", form=Stop))
+    assert first[0] == second[0] and len(first[1]) == len(second[1]) == 3
+    begun = [one[1] for one in ranked.values(start(2, tmp_path / "whole", form=Stop))]
+    assert [one[-3:] for one in begun] == [first[1], second[1]]
+
+
+def saving(rank, folder, size):
+    """Train; rank 1 dies within the save of step 4."""
+    own = Trainer.save_checkpoint
+
+    def save(trainer, path, *args, **options):
+        if rank == 1 and path.parent.name == "step-4":
+            os.kill(os.getpid(), signal.SIGKILL)
+        own(trainer, path, *args, **options)
+
+    Trainer.save_checkpoint = save
+    return train(rank, folder, size)
+
+
+def test_a_save_in_which_a_rank_dies_is_not_taken(tmp_path, whole):
+    assert [end.code for end in ranked.run(2, tmp_path, saving, tmp_path / "part", 2)] == [79, -9]
+    assert [one.parent.name for one in (tmp_path / "part").glob("step-*/SEAL.json")] == ["step-2"]
+    assert_whole(ranked.values(start(2, tmp_path / "part")), whole)
+
+
+def test_another_number_of_ranks_is_refused_or_allowed_by_name(tmp_path):
+    assert ranked.values(start(2, tmp_path / "part", ("batch", 1, 2))) == [75, 75]
+    ends = start(1, tmp_path / "part", strategy="auto")
+    assert "world_size: 2 then, 1 now" in ends[0].error
+    (alone,) = ranked.values(start(1, tmp_path / "part", strategy="auto", allow=("world_size",)))
+    assert len(alone[1]) == 2
+
+
+def test_what_cannot_be_stopped_on_ranks_is_refused_by_name(tmp_path, monkeypatch):
+    def refused(**options):
+        trainer = Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, **options)
+        module = Module(lambda moment: None)
+        module.automatic_optimization = not options.get("sync_batchnorm")
+        with pytest.raises(UsageError) as caught:
+            Exact(tmp_path, seed=1, every=2).fit(trainer, module, DataLoader(Samples()))
+        return caught.value.what
+
+    assert "memfit run --nproc 2 -- python train.py" in refused(strategy="ddp")
+    assert "memfit run --nproc 2" in refused(strategy="ddp_fork")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    what = refused(strategy="ddp", sync_batchnorm=True)
+    assert "sync_batchnorm" in what and "makes its steps itself" in what

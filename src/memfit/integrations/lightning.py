@@ -67,7 +67,7 @@ from memfit.training import (
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
-_FILE, _DRAWS = "lightning.ckpt", "draws-{}.pt"
+_FILE, _DRAWS, _MEANS = "lightning.ckpt", "draws-{}.pt", "means-{}.pt"  # the first is rank 0's
 
 
 class Stop(MemfitCallback):
@@ -221,19 +221,21 @@ class Stop(MemfitCallback):
             changed = self._compare(self._found.facts["data"], self._data)
             epoch, batch = self._found.facts["epoch"], self._batch(trainer)
             self._enter_epoch(epoch, batch)
-            if (changed or batch != self._found.facts["batch"]) and batch:
-                what = "data" if changed else "ranks"
-                self.journal.inexact(f"the changed {what} go on at batch {batch + 1} of epoch {epoch + 1}")
+            if changed and batch:
+                self.journal.inexact(f"the changed data go on at batch {batch + 1} of epoch {epoch + 1}")
         return self._loader
 
     def _batch(self, trainer: Any) -> int:
         """Return the batch of its epoch to go on at: other ranks take the last one before which all was trained."""
         assert self._found is not None
-        batch, then, now = self._found.facts["batch"], self._found.facts["identity"]["world_size"], trainer.world_size
-        if then == now:
-            return int(batch)
-        batch = batch * then // now
-        return int(batch - batch % trainer.accumulate_grad_batches)
+        batch: int = self._found.facts["batch"]
+        if self._has_other_ranks(trainer):
+            batch = batch * self._found.facts["identity"]["world_size"] // trainer.world_size
+            batch -= batch % trainer.accumulate_grad_batches
+        return batch
+
+    def _has_other_ranks(self, trainer: Any) -> bool:
+        return self._found is not None and self._found.facts["identity"]["world_size"] != trainer.world_size
 
     def _bind(self, trainer: Any, train: Any, is_dealt: bool) -> Any:
         if is_dealt:
@@ -257,15 +259,13 @@ class Stop(MemfitCallback):
         return refuse_changed(self._found.path, saved, now, allow)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        means = checkpoint.get("memfit")
-        if self._found is not None and self._rank:
-            own = self._found.path / f"means-{self._rank}.pt"
-            means = torch.load(own, weights_only=False) if own.exists() else None  # as Lightning's file: it has a seal
-        self._resumed["means"] = means
+        self._resumed["means"] = checkpoint.get("memfit")
         loops = checkpoint["loops"]["fit_loop"]
-        if self._found is not None and self._batch(trainer) != self._found.facts["batch"]:
-            counts = loops["epoch_loop.batch_progress"]["current"]
+        if self._has_other_ranks(trainer):
+            self._resumed["means"], counts = None, loops["epoch_loop.batch_progress"]["current"]
             counts |= dict.fromkeys(counts, self._batch(trainer))
+        elif self._found is not None and self._rank:
+            self._resumed["means"] = torch.load(self._found.path / _MEANS.format(self._rank), weights_only=False)
         at = loops["epoch_progress"]["current"]
         if self._found is None and self.stream is not None:
             self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
@@ -305,8 +305,10 @@ class Stop(MemfitCallback):
             self._rehearse(trainer, pl_module)
         else:
             _parts(trainer).take({name: self._identity[name] for name in self._changed if name in self._identity})
-            facts = self._found.facts
-            self.journal.resume(self._found.path, (facts["epoch"], facts["epoch_step"]))
+            epoch, batch = self._found.facts["epoch"], self._batch(trainer)
+            self.journal.resume(self._found.path, (epoch, batch // trainer.accumulate_grad_batches))
+            if batch and self._has_other_ranks(trainer):
+                self.journal.inexact(f"the changed ranks go on at batch {batch + 1} of epoch {epoch + 1}")
             self._saved = self._found.step
         self._stopper.listen()
         if self.stream is not None:
@@ -415,10 +417,9 @@ class Stop(MemfitCallback):
                 own = {"position": self._loader.position(batch_idx), "now": rng_state()}
                 save_checkpoint(path / _DRAWS.format(self._rank), own)
             if self._rank:
-                torch.save(running_means(trainer, trainer.lightning_module), path / f"means-{self._rank}.pt")
+                torch.save(running_means(trainer, trainer.lightning_module), path / _MEANS.format(self._rank))
         facts = {"identity": self._identity, "data": self._data, "environment": environment(), "is_over": bool(is_over)}
-        at = {"epoch": epoch, "batch": batch_idx, "epoch_step": batch_idx // trainer.accumulate_grad_batches}
-        self.folder.seal(step, {**at, **facts})
+        self.folder.seal(step, {"epoch": epoch, "batch": batch_idx, **facts})
         self.folder.prune(self.keep)
         self._saved = step
 
