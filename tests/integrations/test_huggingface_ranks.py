@@ -79,3 +79,37 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_each_goes_on_to_its_byte
     for (_, seen), (_, undisturbed) in zip(found, whole(2), strict=True):
         assert seen == undisturbed[3:]
     assert whole(2)[0][0] == whole(2)[1][0] and whole(2)[0][1] != whole(2)[1][1], "each rank draws its own numbers"
+
+
+def test_four_ranks_with_a_killed_one_begin_again_from_the_last_seal(tmp_path):
+    alike = {"ddp_find_unused_parameters": False}  # then the sum over four ranks depends on the order of gradients
+    ends = run(4, tmp_path, (3, 4, "KILL"), **alike)
+    assert [end.code for end in ends] == [79, 79, 79, -9]
+    assert [one.name for one in (tmp_path / "kept").glob("checkpoint-*")] == ["checkpoint-3"]
+    found = ranked.values(run(4, tmp_path, **alike))
+    assert [end for end, _ in found] == [end for end, _ in whole(4, **alike)]
+
+
+def die_in_save(rank, size, folder):
+    if rank == 1:
+        own = transformers.Trainer._save_rng_state
+
+        def dies(trainer, path):
+            own(trainer, path)
+            if trainer.state.global_step == 6:
+                os.kill(os.getpid(), 9)
+
+        transformers.Trainer._save_rng_state = dies
+    return train(rank, size, folder)
+
+
+def test_a_save_in_which_a_rank_died_is_not_taken_and_another_number_of_ranks_is_refused(tmp_path):
+    ends = ranked.run(2, tmp_path, die_in_save, 2, tmp_path / "kept")
+    assert [end.code for end in ends] == [79, -9]
+    assert not (tmp_path / "kept" / "checkpoint-6" / "SEAL.json").exists()
+    others = run(3, tmp_path)
+    assert all("world_size: 2 then, 3 now" in end.error for end in others)
+    with pytest.raises(UsageError, match="world_size: 2 then, 1 now"):
+        bert.train(tmp_path / "kept", data=bert.Words(NUM_SAMPLES))
+    found = ranked.values(run(2, tmp_path))
+    assert [end for end, _ in found] == [end for end, _ in whole(2)]

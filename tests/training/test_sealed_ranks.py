@@ -25,7 +25,11 @@ def saved(rank, path, victim=None):
             folder.seal(step, {"epoch": 0})
         folder.prune(1)
         found = folder.newest()
-    return found.step, sorted(one.name for one in found.path.glob("rank-*")), sorted(one.name for one in path.glob("step-*"))
+    return (
+        found.step,
+        sorted(one.name for one in found.path.glob("rank-*")),
+        sorted(one.name for one in path.glob("step-*")),
+    )
 
 
 def test_all_ranks_write_and_one_seals(tmp_path):

@@ -212,7 +212,6 @@ def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict
         f"Lightning would start the {size} ranks (let memfit: memfit run --nproc {size} -- python train.py)": starts,
         "the module makes its steps itself, on several ranks": not module.automatic_optimization,
         "sync_batchnorm is set": strategy._layer_sync is not None,
-        "static_graph is set": bool(strategy._ddp_kwargs.get("static_graph")),
         "a communication hook has a state that no checkpoint holds": is_exact and strategy._ddp_comm_state is not None,
         "a model_averaging_period is set": strategy._model_averaging_period is not None,
     }

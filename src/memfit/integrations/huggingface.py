@@ -53,6 +53,7 @@ from memfit.training import (
     keep_beats,
     load_checkpoint,
     order_of,
+    order_sums,
     refuse_changed,
     rehearse,
     save_checkpoint,
@@ -386,6 +387,8 @@ class _Guard(MemfitCallback):
         elif self.found is None and state.global_step:
             self.journal.inexact("the checkpoint has no seal of memfit")
         self._end_if_saved(state)
+        if self.ranks is not None and self.stream is not None:
+            order_sums(self.trainer.model_wrapped)
         if "rehearsal" not in self.allow and not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
             self._rehearse()
 

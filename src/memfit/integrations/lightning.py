@@ -55,13 +55,13 @@ from memfit.training import (
     keep_beats,
     load_checkpoint,
     order_of,
+    order_sums,
     refuse_changed,
     rehearse,
     rng_state,
     save_checkpoint,
     say,
     set_rng_state,
-    settle_buckets,
     stream_identity,
 )
 
@@ -300,7 +300,7 @@ class Stop(MemfitCallback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
         if self._ranks is not None and self.stream is not None:
-            settle_buckets(trainer.strategy.model)
+            order_sums(trainer.strategy.model)
         if self._found is None:
             self._rehearse(trainer, pl_module)
         else:

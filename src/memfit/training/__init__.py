@@ -66,7 +66,7 @@ from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
 from memfit.training._ranks import Ranks as Ranks
 from memfit.training._ranks import among_peers as among_peers
-from memfit.training._ranks import settle_buckets as settle_buckets
+from memfit.training._ranks import order_sums as order_sums
 from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy

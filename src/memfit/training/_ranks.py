@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from memfit.errors import MemfitError, PeerFailedError, StoppedError
+from memfit.errors import MemfitError, PeerFailedError, StoppedError, UsageError
 from memfit.training._beat import beat, leave, peers_lost
 
 OK, FATAL, STOPPED = range(3)
@@ -324,6 +325,31 @@ def or_leave(what: str) -> Iterator[None]:
         leave(f"{'a peer is lost' if peers_lost(error) else what}: {first_line(error)}")
 
 
+def order_sums(model: Any) -> None:
+    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it.
+
+    It puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where
+    a gradient lies: the first step after a resume would differ. So this makes a pass without a model, as if the
+    gradients came from the last weight to the first.
+
+    Raises:
+        UsageError: The wrapper has ``static_graph=True``, so that its first pass differs from the others.
+    """
+    if getattr(model, "static_graph", False):
+        raise UsageError(
+            "DistributedDataParallel has static_graph=True.",
+            rule="exact: all steps add gradients in the same order, also the first one after a resume.",
+            remedy="leave it off",
+        )
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:  # then it keeps its first ones
+        return
+    weights = [one for one in model.module.parameters() if one.requires_grad]
+    model.reducer.prepare_for_backward([])
+    torch.autograd.backward([one.sum() * 0 for one in weights])
+    for one in weights:
+        one.grad = None
+
+
 @contextmanager
 def among_peers() -> Iterator[None]:
     """Leave with exit code 79 if an error says that another rank is lost, and watch this rank no longer afterwards."""
@@ -341,21 +367,6 @@ def first_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
     text = error.what if isinstance(error, MemfitError) else str(error).partition("\n")[0]
     return text if isinstance(error, MemfitError) else f"{type(error).__name__}: {text}"
-
-
-def settle_buckets(model: Any) -> None:
-    """Let ``DistributedDataParallel`` choose its buckets before its first step, in fresh and resumed processes alike.
-
-    It chooses them anew after its first backward. From three ranks on, gloo adds in an order that follows from them, so
-    the first step after a resume would have other bytes than in an unbroken training.
-    """
-    if model.find_unused_parameters:  # then it keeps those that it began with
-        return
-    weights = [one for one in model.parameters() if one.requires_grad]
-    model.reducer.prepare_for_backward([])
-    torch.stack([one.sum(dtype=torch.float32) for one in weights]).sum().backward()
-    for one in weights:
-        one.grad = None
 
 
 @functools.cache
