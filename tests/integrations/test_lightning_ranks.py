@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer
 
 import ranked
+from jobs.contract import submit, wait_for_end
 from memfit.errors import UsageError
+from memfit.files import read_json
 from memfit.integrations.lightning import Exact, Stop
+from memfit.jobs import Job, LocalBackend, Parent, start_env
+from memfit.rundir import RunDir, read_events
 from training.loops import NUM_SAMPLES, Samples, digest, ids, masked
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*")]
@@ -53,8 +58,8 @@ class Module(LightningModule):
 
 def train(rank, folder, size, moment=None, number=signal.SIGTERM, *, form=Exact, allow=(), **options):
     """Train as a rank that torchrun has started; return what it leaves, what it saw, and the means of its epochs."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {name: str(value) for name, value in here.items()} | {"TORCHELASTIC_RUN_ID": "a"}
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "a"}
+    os.environ |= {name: str(value) for name, value in here.items() if name not in os.environ}
 
     def at(now):
         if now == moment and rank == 1:
@@ -125,6 +130,29 @@ def test_stop_sees_each_sample_once_with_a_validation_as_lightning_has_it(tmp_pa
     assert first[0] == second[0] and len(first[1]) == len(second[1]) == 3
     begun = [one[1] for one in ranked.values(start(2, tmp_path / "whole", form=Stop))]
     assert [one[-3:] for one in begun] == [first[1], second[1]]
+
+
+def job(folder):
+    """Train as a rank of memfit's agent; rank 1 of the first group is killed."""
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    found = train(int(os.environ["RANK"]), folder, 2, ("batch", 1, 1) if is_first else None, signal.SIGKILL)
+    return {"weights": found[0], "num_batches": len(found[1])}
+
+
+def test_memfit_begins_again_from_the_last_seal(tmp_path, whole):
+    run, own = RunDir.create(tmp_path, "ranks", "0" * 64), {"PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = Parent.start(f"{__name__}:job", {**os.environ, **start_env(tight_malloc=True, cuda_allocator=None), **own})
+    try:
+        backend = LocalBackend(run, grace_seconds=20, parent=parent)
+        arguments = {"folder": str(tmp_path / "part")}
+        submit(backend, Job("j", target=f"{__name__}:job", arguments=arguments, ranks=2, env=own))
+        assert wait_for_end(backend, "j").state == "completed"
+    finally:
+        parent.close()
+    result = read_json(run.job_dir("j") / "result.json")["result"]
+    assert result == {"weights": whole[0][0], "num_batches": 6}
+    lost = [one for one in read_events(run.events_dir) if one["kind"] == "rank_lost"]
+    assert [(one["rank"], one["code"], one["place"]) for one in lost] == [(1, -9, "microbatch")]
 
 
 def saving(rank, folder, size):
