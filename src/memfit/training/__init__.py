@@ -38,11 +38,11 @@ from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import Leak as Leak
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
-from memfit.training._loop import data_identity as data_identity
-from memfit.training._loop import order_of as order_of
 from memfit.training._loop_parts import GOES_ON as GOES_ON
 from memfit.training._loop_parts import LoopParts as LoopParts
+from memfit.training._loop_parts import data_identity as data_identity
 from memfit.training._loop_parts import exports_position as exports_position
+from memfit.training._loop_parts import order_of as order_of
 from memfit.training._oom import Cleanup as Cleanup
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom

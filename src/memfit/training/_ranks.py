@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -361,6 +363,18 @@ def among_peers() -> Iterator[None]:
         raise
     finally:
         beat("end")  # what follows is the script's own
+
+
+def leave_uncaught() -> None:
+    """Leave with exit code 79 after an error that nobody caught if it says that another rank is lost."""
+    before = sys.excepthook
+
+    def leaves(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if peers_lost(error):
+            leave(f"a peer is lost: {first_line(error)}")
+
+    sys.excepthook = leaves
 
 
 def first_line(error: BaseException) -> str:
