@@ -19,7 +19,7 @@ try:
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
-    from torch.utils.data import IterableDataset
+    from torch.utils.data import DataLoader, IterableDataset
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
@@ -214,7 +214,8 @@ class Stop(MemfitCallback):
         """Return the loader to train on, at the place where the checkpoint was."""
         several = isinstance(train, list | tuple | dict | CombinedLoader)
         self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
-        is_dealt = self._ranks is not None and trainer._data_connector._requires_distributed_sampler(train)
+        deals = trainer._data_connector._requires_distributed_sampler
+        is_dealt = self._ranks is not None and isinstance(train, DataLoader) and deals(train)
         self._loader = self._bind(trainer, _deaf(train), is_dealt)
         self._data = data_identity(self._loader)
         if self._found is not None:
