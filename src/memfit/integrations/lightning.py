@@ -143,7 +143,9 @@ class Stop(MemfitCallback):
     def _join(self, trainer: Any, stack: ExitStack) -> None:
         """Meet the other ranks, if there are any."""
         signals = trainer._signal_connector
-        signals._sigterm_notifier_fn = _ignore  # it would end the training without a save, and call a collective alone
+        signals._sigterm_notifier_fn = lambda *_: (
+            None
+        )  # it ends a training without a save, and calls a collective alone
         stack.callback(vars(signals).pop, "_sigterm_notifier_fn")
         if trainer.world_size == 1:
             return
@@ -158,14 +160,10 @@ class Stop(MemfitCallback):
             self.journal = Unheard()
         if self.stream is not None:
             self.stream.rank = ranks.rank
-        data = trainer._data_connector
-        data._requires_distributed_sampler = partial(self._is_to_deal, data._requires_distributed_sampler)
+        data, deals = trainer._data_connector, trainer._data_connector._requires_distributed_sampler
+        data._requires_distributed_sampler = lambda one: one is not self._loader and deals(one)
         stack.callback(vars(data).pop, "_requires_distributed_sampler")
         beat("load")
-
-    def _is_to_deal(self, is_to_deal: Callable[[Any], bool], loader: Any) -> bool:
-        """Return whether Lightning must deal a loader to the ranks: that of training is dealt here."""
-        return loader is not self._loader and is_to_deal(loader)
 
     @property
     def _rank(self) -> int:
@@ -483,10 +481,6 @@ class Exact(Stop):
 def _parts(trainer: Any) -> LoopParts:
     named = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
     return LoopParts({str(number): one for number, one in enumerate(named)})
-
-
-def _ignore(*signal: Any) -> None:
-    pass
 
 
 def _deaf(loaders: Any) -> Any:
