@@ -6,12 +6,12 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
 from jobs.contract import submit, wait_for_end
-from memfit.files import read_json, write_json
+from memfit.files import open_own, read_json, write_json
 from memfit.jobs import Job, JobStatus, LocalBackend, SlurmBackend, read_status
 from memfit.memory import is_locked, lock_file
 from memfit.rundir import EventWriter, FolderTail, RunDir
@@ -150,16 +150,13 @@ def test_a_job_that_slurm_never_began_is_not_waited_for(run_dir, tmp_path, monke
     assert (backend.poll()["a"].state, said) == ("cancelled", [])
 
 
-def test_a_record_that_another_host_replaces_while_it_is_read_is_read_at_the_next_look(run_dir, monkeypatch):
+def test_a_record_that_another_host_replaces_while_it_is_read_is_read_again(run_dir, monkeypatch):
     order_elsewhere(run_dir)
-
-    def replaced(*_):
-        raise OSError(116, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("memfit.files.read_own", replaced)
-        assert read_status(run_dir, "a").state == "pending"
+    monkeypatch.setattr("memfit.files._AWAY_PAUSE", 0.0)
+    replaced = Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), DEFAULT, DEFAULT], wraps=open_own)
+    monkeypatch.setattr("memfit.files.open_own", replaced)
     assert read_status(run_dir, "a").state == "running"
+    assert replaced.call_count == 3
 
 
 def away(*_, **__):

@@ -210,6 +210,10 @@ def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost
     run = run_of(tmp_path, "group")
     script = "".join(path.read_text() for path in (run.path / "slurm").glob("*.sh"))
     assert "--ntasks-per-node=2\n" in script and "--gres=gpu:2\n" in script and script.count("#!/bin/sh") == 1
+    ranks = read_json(run.job_dir("cmd_0001") / "outcome.json")["ranks"]
+    nodes = [one[3] for one in second]  # the two share a host name here, so that either may have seen a rank last
+    assert [one["rank"] for one in ranks] == [0, 1, 2, 3] and {one["node"] for one in ranks} == {*nodes}
+    assert all(one["peak_bytes"] > 50 << 20 for one in ranks)
     (again,) = [event["text"] for event in run.events() if event["kind"] == "ranks_again"]
     assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
 

@@ -30,7 +30,7 @@ from memfit.memory import (
     is_locked,
     visible_uuids,
 )
-from memfit.rundir import EventTail, RunDir, event_time, read_beats
+from memfit.rundir import Beat, EventTail, RunDir, event_time, read_beats
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -222,8 +222,10 @@ class Monitor:
     def ranks(self) -> list[dict[str, Any]]:
         """Return what each rank of a group does and holds, by the beats of its newest generation."""
         found, job_dir = [], self.run.job_dir(self.known.job_id)
-        folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
-        beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
+        beats: Mapping[int, Beat] = {}
+        with until_next_look():
+            folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
+            beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
         own = {rank: one for rank, one in sorted(beats.items()) if one.host == socket.gethostname()}
         for rank, one in own.items():
             pids = self.meter.below(one.pid)

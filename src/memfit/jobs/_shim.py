@@ -501,10 +501,8 @@ class NodesShim(Shim):
         if not nodes:
             return status
         most = max(nodes, key=lambda one: one.peak_bytes)
-        ranks = {
-            one["rank"]: one
-            for one in sorted((one for node in nodes for one in node.ranks), key=itemgetter("peak_bytes"))
-        }
+        every = [{**one, "node": node.node} for node in nodes for one in node.ranks]
+        ranks = {one["rank"]: one for one in sorted(every, key=itemgetter("peak_bytes"))}
         devices = {uuid: held for one in nodes for uuid, held in one.device_used_bytes.items()}
         return replace(
             status,

@@ -80,9 +80,10 @@ def beat(place: str, step: int | None = None) -> None:
         step: The optimizer step, counted as you like.
 
     The first beat starts a thread that ends this process with exit code 79 when a rank of the group hangs: one that
-    gave no beat for max(60 s, 10 x the longest step so far) seconds. It has 30 times 60 s while it loads, saves, waits
-    for data, repeats a step, or does its first step or the first batch of a validation. ``MEMFIT_HANG_SECONDS``
-    replaces the 60 s and what follows from them; ``inf`` turns the watch off.
+    gave no beat for max(60 s, 10 x the longest step so far) seconds; the first step is left out once there is another.
+    It has 30 times 60 s while it loads, saves, waits for data, repeats a step, or does its first step or the first
+    batch of a validation. ``MEMFIT_HANG_SECONDS`` replaces the 60 s and what follows from them; ``inf`` turns the
+    watch off.
     """
     pulse = _pulses.get(os.getpid())
     if pulse is None:
@@ -223,7 +224,9 @@ class _Pulse:
 
     def __init__(self, rank: int, size: int) -> None:
         self._given = hang_seconds(os.environ)
-        self._longest, self._step_began, self._has_stepped, self._repeats = 0.0, math.inf, False, False
+        #: How long the longest step took, and the first, which compiles and warms up.
+        self._longest, self._first = 0.0, 0.0
+        self._step_began, self._has_stepped, self._repeats = math.inf, False, False
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
         folder = os.environ.get(RANKS_VARIABLE)
@@ -267,7 +270,11 @@ class _Pulse:
     def _note_step(self, now: float) -> None:
         """Take in how long a step took that ends now, if one began and was not repeated."""
         if self._step_began < now:
-            self._longest, self._has_stepped = max(self._longest, now - self._step_began), True
+            took = now - self._step_began
+            if self._has_stepped:
+                self._longest = max(self._longest, took)
+            else:
+                self._first, self._has_stepped = took, True
 
     def end(self, pid: int, left: str = "") -> None:
         """Say that this process ends by itself, or why it left: nobody waits for its next beat."""
@@ -288,9 +295,9 @@ class _Pulse:
 
     def _patience(self, place: str) -> float:
         least = _HANG_SECONDS if self._given is None else self._given
-        usual = max(least, _STEPS * self._longest)
+        usual = max(least, _STEPS * (self._longest or self._first))
         is_first = place == "validate" != self.last.place or not self._has_stepped
-        is_long = self._repeats or is_first or place in _LONG_PLACES
+        is_long = place not in WAITING and (self._repeats or is_first or place in _LONG_PLACES)
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:
