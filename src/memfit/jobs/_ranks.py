@@ -66,7 +66,7 @@ _TAIL_BYTES, _TICK_SECONDS = 4096, 0.2
 #: The last words of a rank that left because of itself: an error where its peers wait for it.
 _OWN_REASON = re.compile(
     r"memfit: rank \d+ leaves with exit code 79: "
-    r"(?!a peer is lost|it lost its peers|it hangs|rank \d+ hangs|the ranks are)(.{1,200})"
+    r"(?!a peer is lost|it lost its peers|it hangs|rank \d+ hangs|Rank \d+ failed|the ranks are)(.{1,200})"
 )
 
 
