@@ -405,12 +405,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cell(rows: Sequence[Row], is_again: bool) -> str:
-    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost."""
+    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost.
+
+    Those of a hang count from when its rule allows to end it.
+    """
     own = [row for row in rows if (row.how != "in the process") == is_again]
     if not own:
         return ""
     how = "again" if is_again else "goes on"
-    seconds, lost = max(row.next_step for row in own), max(row.lost for row in own)
+    seconds, lost = max(row.next_step - row.stall + row.over_rule for row in own), max(row.lost for row in own)
     return f"{len(own)} {how}, {seconds:.1f} s, {lost} lost"
 
 

@@ -368,7 +368,8 @@ def _leaving_seconds(late: Sequence[_Rank], ended: Sequence[_Rank], folder: Path
     """Return how long ranks may take to leave once another has: not long where they have nothing to save."""
     beats = read_beats(folder)
     begins = all(one.number in beats and beats[one.number].place in _BEGINS for one in late)
-    hangs = all(one.code == _LEFT for one in ended)  # whoever can leave has left
+    ends = all(one.number in beats and beats[one.number].place == "end" for one in late)  # such as after an error
+    hangs = not ends and all(one.code == _LEFT for one in ended)  # whoever can leave has left
     return _SOON_SECONDS if begins or hangs else LEAVING_SECONDS
 
 
