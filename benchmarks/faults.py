@@ -284,7 +284,7 @@ def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> 
     lines = [json.loads(line) for path in folder.glob("log_*") for line in path.read_text().splitlines()]
     lines.sort(key=lambda line: line["time"])
     steps = [line for line in lines if "fault" not in line]
-    ends = sorted((one for one in events if one["kind"] == "rank_lost"), key=lambda one: one["time"])
+    lost_in = {one["generation"]: one for one in events if one["kind"] == "rank_lost"}
     rows = []
     for fault in launch.faults:
         struck = [line for line in lines if line.get("fault") == fault.number]
@@ -297,13 +297,12 @@ def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> 
         if not after:
             rows.append(Row(fault, launch.name, "no step followed", 0.0, 0.0, 0.0, 0, False))
             continue
-        next_step, stall = after[0]["time"] - first["time"], after[0]["time"] - first["time"]
-        end = next(
-            (one for one in ends if one["generation"] == first["generation"] and one["time"] > first["time"]), None
-        )
+        stall = next_step = after[0]["time"] - first["time"]
         how, is_named = "in the process", True
-        if end is not None and after[0]["generation"] > first["generation"]:
-            stall, how = end["time"] - first["time"], end["text"]
+        if (now := after[0]["generation"]) > first["generation"]:
+            end = lost_in[first["generation"]]
+            how, stall = end["text"], end["time"] - first["time"]
+            next_step = stall + after[0]["time"] - lost_in[now - 1]["time"]  # without those of a fault in between
             is_named = end["rank"] in fault.ranks or (fault.what == HANG and first["waits"])
         over = max(0.0, stall - first["rule"] - fault.seconds)
         is_ok = over <= _MOST_STALL and next_step - stall <= _MOST_START and is_named
@@ -406,12 +405,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cell(rows: Sequence[Row], is_again: bool) -> str:
-    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost."""
+    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost.
+
+    Those of a hang count from when its rule allows to end it.
+    """
     own = [row for row in rows if (row.how != "in the process") == is_again]
     if not own:
         return ""
     how = "again" if is_again else "goes on"
-    seconds, lost = max(row.next_step for row in own), max(row.lost for row in own)
+    seconds, lost = max(row.next_step - row.stall + row.over_rule for row in own), max(row.lost for row in own)
     return f"{len(own)} {how}, {seconds:.1f} s, {lost} lost"
 
 
