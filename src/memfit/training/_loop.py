@@ -321,9 +321,8 @@ class Loop:
         at.batch = count
         if order is not None:
             order.set_epoch(at.epoch)
-            if count == self._num_batches:
-                return iter(())
-            return iter(self.parts.skip_ordered(loader, order, at.sample, count))
+            left = () if count == self._num_batches else self.parts.skip_ordered(loader, order, at.sample, count)
+            return iter(left)
         if _kind_of(loader) == "indexed":
             self._restore_draws()
             if hasattr(loader, "set_epoch"):
