@@ -1,6 +1,6 @@
 """Stop or lose one of several ranks in ``DistributedDataParallel``, start all again, and compare with an unbroken run.
 
-``python -m memfit_conformance.ranks huggingface|accelerate... [--with-memfit] [--sizes 2,4]``. A row is good if each
+``python -m memfit_conformance.ranks FRAMEWORK... [--with-memfit] [--sizes 2,4]``. A row is good if each
 rank saw the same samples, inputs and losses in each step, and ends with the same hash of weights, optimizer and schedule.
 """
 
@@ -39,7 +39,7 @@ MOMENTS = {
 def main() -> int:
     """Print a table of Markdown; return 1 if memfit's result differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("frameworks", nargs="+", choices=["huggingface", "accelerate"])
+    parser.add_argument("frameworks", nargs="+", choices=["huggingface", "lightning", "accelerate"])
     parser.add_argument("--with-memfit", action="store_true")
     parser.add_argument("--sizes", default="2,4")
     given = parser.parse_args()
