@@ -1,7 +1,7 @@
 """Stop or lose one of several ranks in ``DistributedDataParallel``, start all again, and compare with an unbroken run.
 
 ``python -m memfit_conformance.ranks FRAMEWORK... [--with-memfit] [--sizes 2,4]``. A row is good if each
-rank saw the same samples, inputs and losses in each step, and ends with the same hash of weights, optimizer and schedule.
+rank saw the same samples, inputs and losses in each step, and ends with the same hash of all states.
 """
 
 from __future__ import annotations
