@@ -8,6 +8,7 @@ then change nothing, and a training may go on with another number of workers.
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import multiprocessing.context
 import signal
@@ -129,6 +130,17 @@ class KeyedOrder(Sampler[Any]):
     def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
         self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
         self.epoch = self._skip = 0
+        self._rank, self._size = 0, 1
+
+    def deal(self, rank: int, size: int) -> None:
+        """Give every ``size``-th sample (or batch) from ``rank`` on; the first ones again, so that all have as many.
+
+        >>> order = KeyedOrder(torch.utils.data.SequentialSampler(range(5)), seed=3)
+        >>> order.deal(1, 2)
+        >>> list(order), len(order)
+        ([(0, 1), (0, 3), (0, 0)], 3)
+        """
+        self._rank, self._size = rank, size
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of this epoch, counted from 0; another than before begins at its start."""
@@ -140,7 +152,7 @@ class KeyedOrder(Sampler[Any]):
         self._skip = count
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return -(-len(self.sampler) // self._size)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.epoch, self._skip
@@ -154,6 +166,9 @@ class KeyedOrder(Sampler[Any]):
                 if isinstance(generator := getattr(one, "generator", None), torch.Generator):
                     generator.manual_seed(int(torch.randint(2**62, ())))
             order = list(self.sampler)
+        if self._size > 1:
+            count = -(-len(order) // self._size) * self._size
+            order = list(itertools.islice(itertools.cycle(order), self._rank, count, self._size))
         for one in order[start:]:
             yield [(epoch, _index(index)) for index in one] if self.of_batches else (epoch, _index(one))
 
