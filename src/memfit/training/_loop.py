@@ -320,9 +320,8 @@ class Loop:
         count = at.batch = at.sample // self._data_size
         if order is not None:
             order.set_epoch(at.epoch)
-            if count == self._num_batches:
-                return iter(())
-            return iter(self.parts.skip_ordered(loader, order, at.sample, count))
+            left = () if count == self._num_batches else self.parts.skip_ordered(loader, order, at.sample, count)
+            return iter(left)
         if _kind_of(loader) == "indexed":
             self._restore_draws()
             if hasattr(loader, "set_epoch"):
