@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
