@@ -20,7 +20,11 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 import ranked  # noqa: E402
 from integrations import bert  # noqa: E402
+from jobs.contract import submit, wait_for_end  # noqa: E402
 from memfit.errors import UsageError  # noqa: E402
+from memfit.files import read_json  # noqa: E402
+from memfit.jobs import Job, LocalBackend, Parent, start_env  # noqa: E402
+from memfit.rundir import RunDir, read_events  # noqa: E402
 
 #: 34 samples in batches of 2: 17 batches, so the last one of a rank is filled up from the first ones.
 NUM_SAMPLES = 34
@@ -36,7 +40,7 @@ class Draws(transformers.TrainerCallback):
         self.seen.append((state.global_step, torch.get_rng_state().sum().item()))
 
 
-def train(rank, size, folder, victim=None, settings=()):  # noqa: PLR0913
+def train(rank, size, folder, victim=None, settings=()):
     """Train on one rank; ``victim``: (rank, step, signal)."""
     AcceleratorState._reset_state(True)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -113,3 +117,21 @@ def test_a_save_in_which_a_rank_died_is_not_taken_and_another_number_of_ranks_is
         bert.train(tmp_path / "kept", data=bert.Words(NUM_SAMPLES))
     found = ranked.values(run(2, tmp_path))
     assert [end for end, _ in found] == [end for end, _ in whole(2)]
+
+
+def test_in_a_run_a_lost_rank_costs_a_generation_and_no_byte(tmp_path):
+    run_dir = RunDir.create(tmp_path, "ranks", "0" * 64)
+    env = {**os.environ, **start_env(tight_malloc=True, cuda_allocator=None)}
+    parent = Parent.start("integrations.bert:train_as_rank", env | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    try:
+        backend = LocalBackend(run_dir, grace_seconds=20, parent=parent)
+        arguments = {"folder": str(tmp_path / "kept"), "loses": True}
+        paths = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        submit(backend, Job("j", target="integrations.bert:train_as_rank", arguments=arguments, ranks=2, env=paths))
+        assert wait_for_end(backend, "j").state == "completed"
+    finally:
+        parent.close()
+    digest, losses = whole(2)[0][0]
+    assert read_json(run_dir.job_dir("j") / "result.json")["result"] == [digest, [list(one) for one in losses]]
+    lost = [one for one in read_events(run_dir.events_dir) if one["kind"] == "rank_lost"]
+    assert [(one["rank"], one["code"], one["step"]) for one in lost] == [(1, -9, 4)]

@@ -5,6 +5,7 @@ The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ try:
     import torch
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "accelerate", __name__) from error
+
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.integrations._accelerated import refused_ranks
@@ -185,6 +188,10 @@ class _Prepared(LoopParts):
     def models(self) -> dict[str, torch.nn.Module]:
         return {f"model {number}": model for number, model in enumerate(self.accelerator._models)}
 
+    def wrappers(self) -> list[Any]:
+        bare = {id(one) for one in self.accelerator._models}  # their wrappers are the script's alone
+        return [one for one in gc.get_objects() if type(one) is DistributedDataParallel and id(one.module) in bare]
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [one.optimizer for one in self.accelerator._optimizers]
 
@@ -204,6 +211,11 @@ class _Prepared(LoopParts):
 
     def skip(self, loader: Any, count: int) -> Any:
         return _accelerate.skip_first_batches(loader, count)
+
+    def skip_ordered(self, loader: Any, order: Any, num_samples: int, count: int) -> Any:
+        if self.accelerator.num_processes == 1:
+            return super().skip_ordered(loader, order, num_samples, count)
+        return self.skip(loader, count) if count else loader  # its first batches fill up the last ones
 
     def placed(self, batch: Any) -> Any:
         return _accelerate.utils.send_to_device(batch, self.accelerator.device)

@@ -321,12 +321,8 @@ class Loop:
         at.batch = count
         if order is not None:
             order.set_epoch(at.epoch)
-            if count == self._num_batches:
-                return iter(())
-            if self._ranks is not None and count:  # what fills up the last batches is dealt from the first ones
-                return iter(self.parts.skip(loader, count))
-            order.skip(at.sample)
-            return iter(loader)
+            left = () if count == self._num_batches else self.parts.skip_ordered(loader, order, at.sample, count)
+            return iter(left)
         if _kind_of(loader) == "indexed":
             self._restore_draws()
             if hasattr(loader, "set_epoch"):
@@ -443,9 +439,9 @@ class Loop:
             self._stack.callback(self._stopper.close)
             if (found := self._folder.newest()) is not None:
                 self._resume(found)
+        for wrapper in self.parts.wrappers() if self._stream and self._ranks else ():
+            order_sums(wrapper)
         for model in self.parts.models().values() if self._stream else ():
-            if self._ranks is not None:
-                order_sums(model)
             self._stack.callback(check_first_forward(model, lambda: self._is_open, self.allow).remove)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -57,6 +57,10 @@ class LoopParts:
     def models(self) -> dict[str, torch.nn.Module]:
         return {name: one for name, one in self.parts.items() if isinstance(one, torch.nn.Module)}
 
+    def wrappers(self) -> list[Any]:
+        """Return the models as the loop calls them."""
+        return list(self.models().values())
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for one in self.parts.values() if isinstance(one, torch.optim.Optimizer)]
 
@@ -125,6 +129,11 @@ class LoopParts:
         else:
             options["batch_sampler"] = _Rest(loader.batch_sampler, count)
         return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **options)
+
+    def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
+        """Return what is left of an epoch in a known order."""
+        order.skip(num_samples)
+        return loader
 
     def placed(self, batch: Any) -> Any:
         """Return a batch where the training has it, if not its loop but its loader brings it there."""
