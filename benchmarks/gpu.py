@@ -982,6 +982,19 @@ def rows() -> Rows:
             yield Row("rows", f"{size:,} rows", "; ".join(texts)[:300], f"losses {losses}", holds)
 
 
+def ranks() -> Rows:
+    """A step of two ranks or more on NCCL: what it costs beside DDP's own, and an out-of-memory on one of them."""
+    number = torch.cuda.device_count()
+    if number < 2:
+        yield Row("ranks", "a step of several ranks on NCCL", f"{number} GPU", "needs two")
+        return
+    words = [sys.executable, "benchmarks/ranks.py", "--device", "cuda", "--ranks", str(number)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        yield Row("ranks", f"{number} ranks", line, "ratio at most 1.1, the same weights")
+    yield Row("ranks", "exit status", str(done.returncode), "0", done.returncode == 0)
+
+
 PARTS: dict[str, tuple[Callable[[], Rows], int]] = {
     "devices": (devices, 60),
     "step": (safe_step, 180),
@@ -996,6 +1009,7 @@ PARTS: dict[str, tuple[Callable[[], Rows], int]] = {
     "pace": (pace, 60),
     "trials": (trials, 300),
     "rows": (rows, 240),
+    "ranks": (ranks, 240),
 }
 _ALLOCATORS = ("", "expandable_segments:True", "max_split_size_mb:128")
 

@@ -1,12 +1,14 @@
 """What memfit's step of several ranks costs: against DistributedDataParallel's own, turn by turn.
 
-    python benchmarks/ranks.py [--ranks 4] [--rounds 12] [--block 4] [--most 1.1]
+    python benchmarks/ranks.py [--ranks 4] [--rounds 12] [--block 4] [--most 1.1] [--device cuda]
 
 Two equal models of 4.2 million parameters take equal steps on each rank, one by `SafeStep`, one by the loop that people
 write with DDP: no_sync() for all microbatches but the last, clip_grad_norm_, step. DDP sums the gradients while the
 backward pass still runs; memfit sums them after a vote, so this overlap is lost. Blocks of steps alternate, and from
 round to round the order does; each round gives one ratio of wall clock, and their median counts. Printed is also where
-memfit's step was: waiting at the vote, and summing. Exit status: 0 every ratio is within --most, 1 one is not.
+memfit's step was: waiting at the vote, and summing. Then memory runs out once on one rank, and the weights must be
+those of steps without it. With --device cuda each rank has a GPU, and the group is NCCL. Exit status: 0 every ratio is
+within --most and the weights are the same, 1 not.
 """
 
 from __future__ import annotations
@@ -62,9 +64,30 @@ class Timed:
             self.seconds += time.perf_counter() - began
 
 
+def same_after_oom(rank: int, batch: torch.Tensor) -> bool:
+    """Return whether an out-of-memory on rank 1 leaves the same weights."""
+    found = []
+    for fails in (False, True):
+        left = [3 if fails and rank == 1 else 0]
+
+        def loss(model: Any, x: torch.Tensor, left: list[int] = left) -> tuple[torch.Tensor, float]:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return squared_error(model, x)
+
+        model = DistributedDataParallel(model_of().to(batch.device))
+        step = SafeStep(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss, microbatch_size=1)
+        for _ in range(4):
+            step(batch[:2])
+        found.append(torch.cat([one.detach().flatten() for one in step.model.parameters()]))
+    return torch.equal(*found)
+
+
 def steps(batches: list[torch.Tensor]) -> tuple[Callable[[], object], Callable[[], object], SafeStep]:
     """Return a step of DDP's own, one of memfit over an equal model, and the latter's SafeStep."""
-    plain = DistributedDataParallel(model_of())
+    device = batches[0].device
+    plain = DistributedDataParallel(model_of().to(device))
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
 
     def own() -> None:
@@ -76,9 +99,16 @@ def steps(batches: list[torch.Tensor]) -> tuple[Callable[[], object], Callable[[
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
 
-    model = DistributedDataParallel(model_of())
+    model = DistributedDataParallel(model_of().to(device))
     safe = SafeStep(model, torch.optim.AdamW(model.parameters(), lr=1e-4), squared_error, max_grad_norm=1.0)
     return own, lambda: safe(*batches), safe
+
+
+def meet(device: torch.device) -> None:
+    """Wait for the device and for all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
 
 
 def measure(rank: int, args: argparse.Namespace, store: str) -> None:
@@ -86,11 +116,16 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     place = dist.FileStore(store, args.ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=place, rank=rank, world_size=args.ranks)
+    device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=place, rank=rank, world_size=args.ranks)
     is_ok = True
     for size, accumulation in _CASES:
         generator = torch.Generator().manual_seed(rank)
-        own, safe, step = steps([torch.randn(size, _WIDTH, generator=generator) for _ in range(accumulation)])
+        own, safe, step = steps(
+            [torch.randn(size, _WIDTH, generator=generator).to(device) for _ in range(accumulation)]
+        )
         own(), safe()
         assert step.ranks is not None and step.team is not None
         vote, reduce = Timed(step.ranks, "vote"), Timed(step.team, "reduce")
@@ -98,11 +133,11 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
         for number in range(args.rounds):
             found = {}
             for action in (own, safe) if number % 2 else (safe, own):
-                dist.barrier()
+                meet(device)
                 began = time.perf_counter()
                 for _ in range(args.block):
                     action()
-                dist.barrier()
+                meet(device)
                 found[action] = (time.perf_counter() - began) / args.block
             plain.append(found[own])
             ours.append(found[safe])
@@ -116,6 +151,10 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
                 f"(vote {shares[0]:.1f} ms, sum {shares[1]:.1f} ms)",
                 flush=True,
             )
+    is_same = same_after_oom(rank, torch.ones(2, _WIDTH, device=device) * (rank + 1))
+    if rank == 0:
+        print(f"after an out-of-memory on rank 1: {'the same weights' if is_same else 'OTHER WEIGHTS'}", flush=True)
+    is_ok &= is_same
     os._exit(0 if is_ok else 1)
 
 
@@ -125,6 +164,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--block", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--most", type=float, default=1.1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     torch.optim.SGD([torch.zeros(1)])  # its imports are for all ranks
     with tempfile.TemporaryDirectory() as folder:

@@ -31,8 +31,9 @@ _MOST_DIGITS = 300
 _SECRETS, _MASKED = "secrets", "masked"
 #: What ``open_own`` says of a file that it refuses.
 REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
-#: What a network drive says whose server does not answer: nfs(5), ``soft`` and ``softerr``. A broken disk says EIO too.
-AWAY = frozenset({errno.EIO, errno.ETIMEDOUT})
+#: What a network drive says whose server does not answer: nfs(5), ``soft`` and ``softerr``; a broken disk says EIO too.
+#: ESTALE: another host replaced the file while it was read.
+AWAY = frozenset({errno.EIO, errno.ETIMEDOUT, errno.ESTALE})
 _AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Resumable, Samples, Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Resumable, Samples, Sized, Stream, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -171,6 +171,14 @@ def test_stop_sees_each_sample_once(tmp_path, data):
     assert (code, part[1]) == (0, seen[9:]), said(tmp_path / "part")
     why = "the order goes on" if data is None else "the stream goes on where its state_dict says"
     assert f"sealed and not exact: {why}" in said(tmp_path / "part")
+
+
+def test_a_stream_with_a_length_and_without_a_position_is_run_forward(tmp_path):
+    options = {"form": Stop, "collate": plain, "data": Sized()}
+    _, (_, whole, _) = in_child(train, tmp_path / "whole", **options)
+    assert in_child(train, tmp_path / "part", ("batch", 1, 3), **options)[0] == 75, said(tmp_path / "part")
+    _, (_, seen, _) = in_child(train, tmp_path / "part", **options)
+    assert seen == whole[-len(seen) :] and "16 samples are run forward" in said(tmp_path / "part")
 
 
 def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as group
 
 from memfit.errors import StoppedError
-from memfit.training import beat, joined_group, keep_beats, load_checkpoint, save_checkpoint
+from memfit.training import beat, joined_group, keep_beats, leave, load_checkpoint, save_checkpoint
 
 STEPS = 6
 
@@ -41,6 +41,9 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "hang":
             time.sleep(600)
+        elif fault == "smaller":
+            beat("smaller")
+            leave("out of memory with 8 at once; the group begins again with 4")
         elif fault == "slow":
             beat("repeat")
             time.sleep(1.5)

@@ -1,17 +1,19 @@
 """What another host did is not done again: the absence of its files counts late, and its processes are its own."""
 
+import errno
 import json
 import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
 from jobs.contract import submit, wait_for_end
-from memfit.files import write_json
+from memfit.files import open_own, read_json, write_json
 from memfit.jobs import Job, JobStatus, LocalBackend, SlurmBackend, read_status
-from memfit.memory import lock_file
+from memfit.memory import is_locked, lock_file
 from memfit.rundir import EventWriter, FolderTail, RunDir
 
 
@@ -148,16 +150,58 @@ def test_a_job_that_slurm_never_began_is_not_waited_for(run_dir, tmp_path, monke
     assert (backend.poll()["a"].state, said) == ("cancelled", [])
 
 
-def test_a_record_that_another_host_replaces_while_it_is_read_is_read_at_the_next_look(run_dir, monkeypatch):
+def test_a_record_that_another_host_replaces_while_it_is_read_is_read_again(run_dir, monkeypatch):
     order_elsewhere(run_dir)
-
-    def replaced(*_):
-        raise OSError(116, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("memfit.files.read_own", replaced)
-        assert read_status(run_dir, "a").state == "pending"
+    monkeypatch.setattr("memfit.files._AWAY_PAUSE", 0.0)
+    replaced = Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), DEFAULT, DEFAULT], wraps=open_own)
+    monkeypatch.setattr("memfit.files.open_own", replaced)
     assert read_status(run_dir, "a").state == "running"
+    assert replaced.call_count == 3
+
+
+def away(*_, **__):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_lock_that_cannot_be_asked_is_neither_held_nor_free(run_dir, monkeypatch):
+    folder = order_elsewhere(run_dir)
+    lock = lock_file(folder / "lock")
+    backend, clock, said = backend_of(run_dir)
+    backend.poll()
+    with monkeypatch.context() as patch:
+        patch.setattr("memfit.memory._locks.open_regular", away)
+        for _ in range(3):
+            assert backend.poll()["a"].state == "running"
+            clock.now += 61.0
+    assert not said and not (folder / "outcome.json").exists()
+    os.close(lock)
+    assert not is_locked(folder / "lock") and not is_locked(folder / "no such file")
+
+
+def test_what_a_drive_refuses_for_a_while_is_read_and_written_once_it_answers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("memfit.files._AWAY_PAUSE", 0.0)
+    for name in ("fsync", "open"):
+        with monkeypatch.context() as patch:
+            real, left = getattr(os, name), [away, away]
+            patch.setattr(os, name, lambda *args, real=real, left=left: (left.pop() if left else real)(*args))
+            write_json(tmp_path / "outcome.json", {"state": name})
+            assert not left
+    assert read_json(tmp_path / "outcome.json") == {"state": "open"}
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+    assert "trying again for 60 s" in capsys.readouterr().err
+
+
+def test_a_drive_that_stays_away_is_an_error_and_a_full_disk_is_one_at_once(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("memfit.files._AWAY_SECONDS", 0.0)
+        patch.setattr(os, "fsync", away)
+        with pytest.raises(OSError, match="Input/output"):
+            write_json(tmp_path / "one.json", {})
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_json(tmp_path / "one.json", {})
+    assert full.call_count == 1 and not [*tmp_path.iterdir()]
 
 
 def test_events_are_read_to_their_end_although_the_size_of_their_file_is_an_old_one(run_dir, monkeypatch):

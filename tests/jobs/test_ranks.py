@@ -64,9 +64,19 @@ def lost_in(run_dir):
         ([fault("kill", "load", 0)], [(0, -9, "load")]),
         ([fault("hang", "microbatch", step=3)], [(1, 79, "microbatch")]),
         ([fault("stop", "microbatch", 2, step=3)], [(2, -9, "microbatch")]),
+        ([fault("smaller", "microbatch", 1, one, step=0) for one in range(3)], 3 * [(1, 79, "smaller")]),
         ([fault("slow", "microbatch", 0, step=3)], []),
     ],
-    ids=["error", "two kills", "rendezvous", "load", "computes for ever", "stopped", "slow and says so"],
+    ids=[
+        "error",
+        "two kills",
+        "rendezvous",
+        "load",
+        "computes for ever",
+        "stopped",
+        "begins again smaller",
+        "slow and says so",
+    ],
 )
 def test_a_lost_rank_costs_a_generation_and_no_result(backend, run_dir, faults, lost):
     start(backend, faults)

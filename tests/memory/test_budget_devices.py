@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.memory import Budget, device_reader, read_devices, select_visible
+from memfit.memory import Budget, device_reader, read_devices, select_visible, visible_uuids
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 GIB = 1 << 30
@@ -106,6 +106,22 @@ def test_the_budget_holds_the_devices_that_cuda_may_see():
     nvml = FakeNvml([{"uuid": "GPU-a"}, {"uuid": "GPU-b"}])
     budget = Budget.read(root=RECORDED / "bare_host_v2", env={"CUDA_VISIBLE_DEVICES": "GPU-b"}, nvml=nvml)
     assert [(device.index, device.uuid) for device in budget.devices] == [(1, "GPU-b")]
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-b"]),
+        ({"SLURM_JOB_GPUS": "0,2", "SLURM_STEP_GPUS": "2"}, ["GPU-c"]),  # a cluster that sets no CUDA_VISIBLE_DEVICES
+        ({"SLURM_JOB_GPUS": "5,6,7"}, ["GPU-a", "GPU-b", "GPU-c"]),  # the kernel shows the job those three alone
+        ({}, ["GPU-a", "GPU-b", "GPU-c"]),
+    ],
+)
+def test_of_the_gpus_that_slurm_granted_the_budget_and_the_job_see_the_same(proc, env, seen):
+    nvml = FakeNvml([{"uuid": f"GPU-{letter}"} for letter in "abc"])
+    assert [one.uuid for one in read_devices(nvml, root=proc, env=env)[0]] == seen
+    assert list(visible_uuids(env, nvml)) == seen
+    assert visible_uuids({"CUDA_VISIBLE_DEVICES": "0,1"}, FakeNvml([], library=False)) == ("0", "1")
 
 
 def test_a_gpu_in_instances_is_shown_by_them(proc):

@@ -1,5 +1,6 @@
 """What happens to a supervisor: a full disk, an error of its own."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -18,16 +19,19 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_full_disk_ends_a_run_in_words_and_keeps_what_is_done(monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, "the disk of .* is full"), (errno.EIO, "cannot be reached: .* resume .*/run_")]
+)
+def test_a_disk_that_is_full_or_away_ends_a_run_in_words_and_keeps_what_is_done(monkeypatch, number, said):
     write = EventWriter.write
 
-    def full(self, kind, **fields):
+    def refused(self, kind, **fields):
         if kind == "end":
-            Path("/dev/full").write_text("the kernel's own answer of a full disk")
+            raise OSError(number, os.strerror(number))
         write(self, kind, **fields)
 
-    monkeypatch.setattr(EventWriter, "write", full)
-    with pytest.raises(DataError, match=r"the disk of .* is full"):
+    monkeypatch.setattr(EventWriter, "write", refused)
+    with pytest.raises(DataError, match=f"(?s){said}"):
         run_commands(["true"])
     [run] = RunDir.all(Path("runs"), "true")
     wait_until(lambda: not is_locked(run.path / "supervisor.lock"))  # a process that is being made may hold it too

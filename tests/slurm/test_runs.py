@@ -151,7 +151,7 @@ print("rank", rank, "is done")
 
 #: A group that seals every fifth step; one of its ranks is killed in its first generation.
 RANKS = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from memfit.training import beat, leave, peers_lost
@@ -170,7 +170,13 @@ try:
         beat("microbatch", step)
         if step == 12 and rank == 3 and (sys.argv[1] == "always" or sys.argv[1] == "once" and generation == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == 12 and rank == 3 and sys.argv[1] == "hang" and generation == "0":
+            time.sleep(1000)
+        if step == 12 and rank == 3 and sys.argv[1] == "memory" and not Path("again").exists():
+            Path("again").touch()
+            block = bytearray(600 << 20)
         x = torch.full((1,), float(rank))
+        beat("reduce", step)
         dist.all_reduce(x)
         if rank == 0 and step % 5 == 0 and step > first:
             sealed.write_text(str(step))
@@ -204,6 +210,10 @@ def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost
     run = run_of(tmp_path, "group")
     script = "".join(path.read_text() for path in (run.path / "slurm").glob("*.sh"))
     assert "--ntasks-per-node=2\n" in script and "--gres=gpu:2\n" in script and script.count("#!/bin/sh") == 1
+    ranks = read_json(run.job_dir("cmd_0001") / "outcome.json")["ranks"]
+    nodes = [one[3] for one in second]  # the two share a host name here, so that either may have seen a rank last
+    assert [one["rank"] for one in ranks] == [0, 1, 2, 3] and {one["node"] for one in ranks} == {*nodes}
+    assert all(one["peak_bytes"] > 50 << 20 for one in ranks)
     (again,) = [event["text"] for event in run.events() if event["kind"] == "ranks_again"]
     assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
 
@@ -222,6 +232,30 @@ def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start
     assert code == 137 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
     # The first seals step 10; the second and the third end without a new checkpoint.
     assert len([*tmp_path.glob("begin_*_0")]) == 3
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_on_one_node_is_left_by_those_of_the_other(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4", "--name", "hang")
+    words = ("--", "env", "MEMFIT_HANG_SECONDS=4", sys.executable, "ranks.py", "hang")
+    code, out = finish(start("run", *options, *words))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    (again,) = [event for event in run_of(tmp_path, "hang").events() if event["kind"] == "ranks_again"]
+    assert "rank 3 hung in microbatch of step 12" in again["text"]
+
+
+@pytest.mark.long
+def test_a_rank_that_runs_out_of_memory_has_its_group_submitted_again_with_more(start, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "500MiB", "--nproc", "4", "--name", "more")
+    code, out = finish(start("run", *options, "--", sys.executable, "ranks.py", "memory"))
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert len([*tmp_path.glob("begin_*_0")]) == 1  # the second attempt is a group of its own, from generation 0
+    first = read_json(run_of(tmp_path, "more").job_dir("cmd_0001") / "outcome_1.json")
+    assert first["state"] == "out_of_memory" and "n1: rank 3 was ended by SIGKILL" in first["cause"]
 
 
 @pytest.mark.long

@@ -38,6 +38,23 @@ class Stream(IterableDataset):
         self.position = 0
 
 
+class Sized(Stream):
+    """Has a length, and exports its position by arguments alone, as litData does."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __iter__(self):
+        self.position = 0
+        yield from super().__iter__()
+
+    def state_dict(self, num_samples):
+        raise NotImplementedError
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
 class Resumable(Stream):
     """Each of its passes begins at what it was given last, as with Hugging Face's ``datasets``."""
 

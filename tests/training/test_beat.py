@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,17 @@ import torch
 from tests.forked import call
 
 from memfit.errors import ConfigError, PeerFailedError
-from memfit.rundir import Beat, launch_of, open_beats, read_beats
+from memfit.files import write_json
+from memfit.rundir import (
+    JOB_ID_VARIABLE,
+    RUN_DIR_VARIABLE,
+    STATUS,
+    Beat,
+    RunDir,
+    launch_of,
+    open_beats,
+    read_beats,
+)
 from memfit.training import beat, keep_beats, leave, peers_lost
 
 pytestmark = pytest.mark.slow
@@ -79,7 +90,8 @@ def test_all_ranks_leave_when_one_hangs(tmp_path: Path, capfd: pytest.CaptureFix
     if is_stopped:
         ranks[1].kill()
     assert _codes(ranks) == [LEFT, -signal.SIGKILL if is_stopped else LEFT]
-    assert "rank 1 hangs" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert re.search("rank 0 leaves with exit code 79: rank 1 (?:hangs|left: it hangs): no sign of life", said)
 
 
 def test_a_wait_and_a_repeat_and_what_is_not_watched_are_no_hang(tmp_path: Path) -> None:
@@ -95,14 +107,49 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MEMFIT_HANG_SECONDS": "5"}
         keep_beats(tmp_path)
         found = []
-        for now, place, step in [(0, "microbatch", 1), (7, "microbatch", 2), (8, "save", 2), (99, "vote", 3)]:
+        for now, place, step in [
+            (0, "vote", 1),
+            (0, "microbatch", 1),
+            (7, "microbatch", 2),
+            (8, "save", 2),
+            (99, "vote", 3),
+        ]:
             time.monotonic = lambda now=now: float(now)  # of this fork
             beat(place, step)
             found.append(read_beats(tmp_path / "ranks")[0].patience)
         return found
 
-    # the step that saved is not as long as others
-    assert call(run) == [150, 70, 150, 70]
+    # a wait is never longer by its place; the step that saved is not as long as others; the first counts until there is
+    # a second
+    assert call(run) == [5, 150, 70, 150, 10]
+
+
+def test_ranks_that_wait_for_memory_at_their_limit_do_not_hang(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    run.job_dir("j").mkdir()
+    status = {"state": "running", "stalled": True}
+    write_json(run.job_dir("j") / STATUS, status)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_DIR_VARIABLE, str(run.path))
+        patch.setenv(JOB_ID_VARIABLE, "j")
+        ranks = _group(tmp_path, [hangs])
+    ranks[0].join(5 * HANG)
+    assert ranks[0].exitcode is None
+    write_json(run.job_dir("j") / STATUS, status | {"stalled": False})
+    assert _codes(ranks) == [LEFT]
+
+
+def test_where_an_error_was_raised_is_kept_and_nobody_waits_for_a_next_beat(tmp_path: Path) -> None:
+    def fails() -> None:
+        try:
+            beat("microbatch", 3)
+            raise ValueError
+        finally:
+            beat("end")
+
+    assert _codes(_group(tmp_path, [fails])) == [1]
+    last = read_beats(tmp_path / "ranks")[0]
+    assert (last.where, last.patience) == ("microbatch of step 3", None)
 
 
 def test_files_of_an_earlier_launch_are_no_ranks_of_this_one(tmp_path: Path) -> None:

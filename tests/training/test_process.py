@@ -38,7 +38,7 @@ def test_the_random_state_survives_a_safe_file(tmp_path):
 def test_random_states_of_gpus_that_are_gone_are_left_out(monkeypatch):
     restored = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, device: restored.update({int(device): state}))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({int(device): state}))
     states = [torch.full((16,), number, dtype=torch.uint8) for number in range(4)]
     set_rng_state(rng_state() | {"cuda": states})
     assert list(restored) == [0, 1] and all(torch.equal(restored[number], states[number]) for number in restored)

@@ -394,7 +394,7 @@ def lost(rank, how):
 def test_all_leave_with_79_at_once_when_one_is_lost_or_fails_alone_in_the_update(tmp_path, how, code, capfd):
     ends = ranked.run(3, tmp_path, lost, how)
     assert [end.code for end in ends] == [79, code, 79]
-    told = {"another step": "the ranks are at steps [2, 3, 2]"}.get(how, "a peer is lost")
+    told = {"another step": "the ranks are at steps [2, 3, 2]"}.get(how, "it lost its peers")
     assert f"memfit: rank 0 leaves with exit code 79: {told}" in capfd.readouterr().err
 
 

@@ -538,7 +538,7 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
     seen = []
     fault = Fault(times=99, when=lambda x: seen.append(len(x)) or True)
     step = linear(fault=fault)
-    step.exactness._fault = ()
+    step.exactness.fault = ()
     step.where = {"epoch": 2, "step": 3, "num_steps": 9}
     before = state_of_model(step.model)
     with pytest.raises(SampleTooLargeError) as caught:
@@ -576,7 +576,7 @@ def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_cac
 def test_a_skipped_batch_is_counted_capped_and_not_in_the_average():
     fault = Fault(times=99, when=lambda x: bool((x == 7).any()))
     step = linear(fault=fault, skip=SkipPolicy(max_skipped=2, max_share=0.7))
-    step.exactness._fault = ()
+    step.exactness.fault = ()
     bad = torch.full((1, 3), 7.0, dtype=torch.float64)
     before = state_of_model(step.model)
     outcome = step(bad)

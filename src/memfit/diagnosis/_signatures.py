@@ -269,7 +269,7 @@ worker_exited
     DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly | Worker exit type: SYSTEM_ERROR
         | KilledWorker: \(
 hang
-    leaves with exit code 79: rank (?P<rank>\d{1,6}) hangs: no sign of life
+    leaves with exit code 79: rank (?P<rank>\d{1,6}) (?:left: it)? hangs: no sign of life
     memfit: rank (?P<rank>\d{1,6}) hung
     DataLoader timed out after \d+ seconds | Timeout \(?>[\d.]+s\)? from pytest-timeout
 hang; lines

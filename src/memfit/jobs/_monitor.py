@@ -30,7 +30,7 @@ from memfit.memory import (
     is_locked,
     visible_uuids,
 )
-from memfit.rundir import EventTail, RunDir, event_time, read_beats
+from memfit.rundir import Beat, EventTail, RunDir, event_time, read_beats
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -222,10 +222,13 @@ class Monitor:
     def ranks(self) -> list[dict[str, Any]]:
         """Return what each rank of a group does and holds, by the beats of its newest generation."""
         found, job_dir = [], self.run.job_dir(self.known.job_id)
-        folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
-        beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
-        for rank, one in sorted(beats.items()):
-            pids = self.meter.below(one.pid) if one.host == socket.gethostname() else set()
+        beats: Mapping[int, Beat] = {}
+        with until_next_look():
+            folders = [*self.run.path.glob("ranks/*/"), *job_dir.glob("ranks/*/")]  # of all nodes, or of this host
+            beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
+        own = {rank: one for rank, one in sorted(beats.items()) if one.host == socket.gethostname()}
+        for rank, one in own.items():
+            pids = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
             held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
             self._rank_peaks |= {f"rank {rank}": pss}

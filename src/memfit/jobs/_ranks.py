@@ -161,7 +161,8 @@ class Agent:
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
             may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
-            oom = Counters.read(self.group).rise_since(counters)
+            now = Counters.read(self.group)
+            oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
             if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
                 if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
                     told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"
@@ -292,22 +293,30 @@ class Agent:
         """Return the rank that was lost first: the first end that is not 79, else the rank that hung."""
         if first := _first_failure(ended):
             return first
-        at_work = [one for one in ended if one.number in beats and beats[one.number].place not in (*WAITING, "end")]
-        stuck = [one for one in ended if one.was_killed] or at_work or ended
+        known = [one for one in ended if one.number in beats]
+        at_work = [one for one in known if beats[one.number].place not in (*WAITING, "end")]
+        left = [one for one in known if beats[one.number].has_own_reason]
+        stuck = [one for one in ended if one.was_killed] or left or at_work or ended
         return min(stuck, key=lambda one: beats[one.number].time if one.number in beats else 0.0)
 
     def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
         """Record which rank was lost, where it was, and how; return it as a sentence."""
-        last, has_hung = beats.get(cause.number), cause.was_killed or cause.code == _LEFT
+        last = beats.get(cause.number)
+        left = last.left if last is not None and last.has_own_reason else ""
+        left = "" if left.startswith("it hangs") else left
+        has_hung = cause.was_killed or (cause.code == _LEFT and not left)
         at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
         if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
             return f"rank {cause.number} left: a rank of another node was lost"
         seconds = round(time.time() - last.time, 1) if last and last.count else None
-        where = f" in {last.where}" if last and last.count else ""
+        where = f" in {last.where}" if last and last.count and last.place != "end" else ""
+        if has_hung and last and last.place in (*WAITING, "begin"):
+            where += " (or a peer: all waited there)"
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
         if not has_hung and (cause.code or 0) < 0:
             how = f"was ended by {_signal_name(-(cause.code or 0))}"
-        text = f"rank {cause.number} {how}{where}"
+        how = "left" if left else how
+        text = f"rank {cause.number} {how}{where}{f': {left}' if left else ''}"
         record(
             "rank_lost",
             rank=cause.number,

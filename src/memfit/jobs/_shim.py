@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -500,10 +501,13 @@ class NodesShim(Shim):
         if not nodes:
             return status
         most = max(nodes, key=lambda one: one.peak_bytes)
+        every = [{**one, "node": node.node} for node in nodes for one in node.ranks]
+        ranks = {one["rank"]: one for one in sorted(every, key=itemgetter("peak_bytes"))}
         devices = {uuid: held for one in nodes for uuid, held in one.device_used_bytes.items()}
         return replace(
             status,
             device_used_bytes=devices,
+            ranks=[ranks[rank] for rank in sorted(ranks)],
             used_bytes=max(one.used_bytes for one in nodes),
             peak_bytes=most.peak_bytes,
             footprint=most.footprint,

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from memfit.memory._jobgroup import JobGroup as JobGroup
     from memfit.memory._jobgroup import sweep_groups as sweep_groups
     from memfit.memory._locks import is_locked as is_locked
+    from memfit.memory._locks import is_lost as is_lost
     from memfit.memory._locks import lock_file as lock_file
     from memfit.memory._meter import Meter as Meter
     from memfit.memory._meter import Sample as Sample

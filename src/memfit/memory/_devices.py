@@ -136,9 +136,9 @@ def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReade
     return read
 
 
-def visible_uuids(env: Mapping[str, str]) -> tuple[str, ...]:
+def visible_uuids(env: Mapping[str, str], nvml: Any = None) -> tuple[str, ...]:
     """Return the GPUs that a process with these variables sees, in its order: by UUID, or as they are without NVML."""
-    nvml = real_nvml()
+    nvml = real_nvml() if nvml is None else nvml
     try:
         handles = _handles(nvml)
     except nvml.NVMLError:

@@ -215,7 +215,11 @@ def _read(path: Path) -> Entry | None:
 
 
 def _is_orphaned(run: Path) -> bool:
-    return next(live_jobs(run), None) is not None
+    """Return True if jobs go on without a supervisor, or may do so: the run's network drive does not answer."""
+    try:
+        return next(live_jobs(run), None) is not None
+    except OSError:
+        return True
 
 
 def live_jobs(run: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from memfit.files import REFUSED, open_regular
+from memfit.files import AWAY, REFUSED, open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
@@ -56,6 +56,19 @@ def is_locked(path: Path | str) -> bool:
         return not try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def is_lost(descriptor: int) -> bool:
+    """Return True if the server of a network drive has forgotten a lock that this process took on an open file.
+
+    Only writes through its descriptor fail then. A server that does not answer shows the same. Seen with NFS 4.2.
+    """
+    try:
+        os.pwrite(descriptor, b"\n", 0)
+        os.fsync(descriptor)
+    except OSError as error:
+        return error.errno in AWAY
+    return False
 
 
 def is_at(descriptor: int, path: Path | str) -> bool:

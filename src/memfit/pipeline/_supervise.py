@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
-from memfit.files import AWAY, refresh, write_json
+from memfit.files import AWAY, outlast, refresh, sync_folder, write_json
 from memfit.integrations import notifier_of, start_trackers
 from memfit.jobs import (
     ASK_SIGNAL,
@@ -40,6 +41,7 @@ from memfit.memory import (
     Claims,
     Footprint,
     Sizes,
+    is_lost,
     lock_file,
 )
 from memfit.pipeline._config import RunConfig
@@ -52,6 +54,8 @@ View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
+#: How often a supervisor asks whether it still has its lock.
+_LOOK_SECONDS = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -243,13 +247,7 @@ def supervised(
 
     ``parent`` is the process from which functions are forked.
     """
-    lock = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may hold it for a moment
-    if lock is None:
-        raise UsageError(
-            f"{run.path} is being run by another process.",
-            rule="one process at a time starts a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run: the same command with --new",
-        )
+    lock = _RunLock(run.path)
     for folder in run.path.glob("*/*/"):
         refresh(folder)  # the last supervisor may have been on another host
     events, state = EventWriter(run.events_dir, scope=run.scope), "failed"
@@ -258,7 +256,8 @@ def supervised(
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
             backend, claims = stack.enter_context(place_of(run, settings, events, parent))
-            tick = view(run) if view else lambda: None
+            show = view(run) if view else lambda: None
+            tick = lock.keeping(show)
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
@@ -291,8 +290,51 @@ def supervised(
             if parent is not None and parent.used_bytes:
                 events.write("warm", bytes=parent.used_bytes)
             events.write("run", state=state, cpu=shares)
-        events.close()
-        os.close(lock)
+        with suppress(OSError):  # a network drive tells of lost writes here
+            events.close()
+        lock.close()
+
+
+class _RunLock:
+    """The lock of a run's only supervisor; taken again where the server of a network drive has forgotten it.
+
+    Raises:
+        UsageError: Another process has it.
+    """
+
+    def __init__(self, run_path: Path) -> None:
+        self._run_path, self._look_at = run_path, 0.0
+        mounts = [one for one in psutil.disk_partitions(all=True) if run_path.is_relative_to(one.mountpoint)]
+        self._on_nfs = max(mounts, key=lambda one: len(one.mountpoint)).fstype.startswith("nfs") if mounts else False
+        self._take()
+
+    def _take(self) -> None:
+        descriptor = lock_file(self._run_path / "supervisor.lock", 0.5)  # `memfit stop` may hold it for a moment
+        if descriptor is None:
+            raise UsageError(
+                f"{self._run_path} is being run by another process.",
+                rule="one process at a time starts a run's jobs (supervisor.lock).",
+                remedy="wait for it, or start a separate run: the same command with --new",
+            )
+        self._descriptor = descriptor
+
+    def keeping(self, show: Callable[[], None]) -> Callable[[], None]:
+        """Return what does the same as ``show`` and, on NFS, looks after the lock now and then."""
+
+        def tick() -> None:
+            show()
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + _LOOK_SECONDS
+                if is_lost(self._descriptor):
+                    outlast(lambda: sync_folder(self._run_path))
+                    self.close()
+                    self._take()
+
+        return tick if self._on_nfs else show
+
+    def close(self) -> None:
+        with suppress(OSError):  # likewise
+            os.close(self._descriptor)
 
 
 @contextmanager

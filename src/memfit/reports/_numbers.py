@@ -127,12 +127,13 @@ def sizes_of(job: JobState) -> tuple[str, str, str]:
 
 
 def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:
-    """Return what a rank does, what it holds and its peak, and which part of its job's reservation that peak is."""
+    """Return what a rank does and where, what it holds, its peak, and which part of its job's reservation that is."""
     sizes = [format_bytes(rank[name]) if rank[name] else "-" for name in ("pss_bytes", "peak_bytes")]
     if rank["device_bytes"]:
         sizes[0] += f" + {format_bytes(rank['device_bytes'])}"
     step = rank.get("step")
     does = rank["place"] if step is None else f"{rank['place']} {step}"
+    does += f" on {rank['node']}" if rank.get("node") else ""
     share = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %" if job.reserved_bytes else "-"
     return [does, *sizes, share]
 

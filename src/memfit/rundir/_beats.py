@@ -25,13 +25,16 @@ LOST = re.compile(
     r"Connection (?:closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ ?ms"
     r"|Socket Timeout|Broken pipe|Connection refused|ncclRemoteError|NCCL communicator was aborted"
 )
-_BYTES = 512
+#: Why a rank leaves that only noticed that another was lost.
+_FOLLOWS = re.compile(r"it lost its peers|rank \d+ (?:hangs|left)")
+_BYTES = 768
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": int}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beat:
-    """The last sign of life of a rank.
+    """The last sign of life of a rank; the rank itself changes it in place, which takes the least time.
 
     Attributes:
         rank, pid, host: Who gave it.
@@ -39,9 +42,11 @@ class Beat:
         place: What it began to do then, such as ``microbatch``.
         step: The optimizer step that it was in; None outside of one.
         count: How many beats it has given; two beats differ in it.
-        sealed: How many checkpoints it has sealed.
+        sealed: How many checkpoints it has sealed, or smaller sizes of a microbatch written down: what a next
+            generation goes on from.
         time: Unix seconds.
         patience: How many seconds it may take until the next one; None if nobody looks for a next one.
+        left: Why it left with exit code 79; empty as long as it has not.
     """
 
     rank: int
@@ -54,10 +59,20 @@ class Beat:
     sealed: int = 0
     time: float = 0.0
     patience: float | None = None
+    left: str = ""
 
     def to_line(self) -> bytes:
         """Return one line of JSON, as long as every other."""
-        return json.dumps(vars(self), separators=(",", ":")).encode().ljust(_BYTES - 1) + b"\n"
+        return _encode(vars(self)).encode().ljust(_BYTES - 1) + b"\n"
+
+    @property
+    def has_own_reason(self) -> bool:
+        """True if it left for a reason of its own, and not since another rank was lost.
+
+        >>> [Beat(1, 77, "a", "", "vote", left=why).has_own_reason for why in ("out of memory", "rank 0 hangs: no", "")]
+        [True, False, False]
+        """
+        return bool(self.left) and _FOLLOWS.match(self.left) is None
 
     @property
     def where(self) -> str:

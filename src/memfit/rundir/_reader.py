@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from memfit.files import fits, read_json
+from memfit.files import fits, outlast, read_json
 from memfit.rundir._events import Event, FolderTail, event_time
 from memfit.rundir._folder import RunDir
 from memfit.rundir._state import THERE, JobState, RunState, StageState, stage_of
@@ -133,7 +133,7 @@ class Reader:
         ended = self._ended
         if ended is None:  # a command that ended by an error said so in outcome.json, not in an event
             ended = (self._last_time or 0.0) if outcome else now
-        jobs = {job: self._job(job, told.get(job, ""), now) for job in self._ids(told)}
+        jobs = outlast(lambda: {job: self._job(job, told.get(job, ""), now) for job in self._ids(told)})
         return RunState(
             run=self.run,
             header=self.header,

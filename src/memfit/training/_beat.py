@@ -13,20 +13,35 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed
 
-from memfit.errors import ConfigError, PeerFailedError, UsageError
-from memfit.rundir import LOST, RANKS_VARIABLE, WAITING, Beat, current_run, launch_of, open_beats, read_beats, record
+from memfit.errors import ConfigError, DamagedError, PeerFailedError, UsageError
+from memfit.rundir import (
+    LOST,
+    RANKS_VARIABLE,
+    STATUS,
+    WAITING,
+    Beat,
+    current_run,
+    launch_of,
+    open_beats,
+    read_beats,
+    read_status_file,
+    record,
+)
 
 HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
 #: Loading, saving, compiling and repeating may take so many times as long as a step may.
 _LONGER = 30
 _LONG_PLACES = frozenset({"begin", "load", "data", "save", "repeat"})
+#: So long a collective may take to fail on the peers of a rank that left.
+_NOTICE_SECONDS = 3.0
+_PROGRESS = frozenset({"sealed", "smaller"})
 #: A step that holds one of these is not as long as others.
 _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate", "repeat", "end"})
 
@@ -44,19 +59,31 @@ def peers_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
+def lost_peers(error: BaseException) -> str:
+    """Return what a collective's error says, without the library's source files and advice.
+
+    >>> lost_peers(RuntimeError("[/a/pair.cc:537] Read error [::1]:4: Connection reset by peer. This is typically ..."))
+    'it lost its peers: Read error [::1]:4: Connection reset by peer'
+    """
+    said = re.sub(r"^\[[^]]*] *", "", str(error)).partition(". ")[0]
+    return f"it lost its peers: {said[:200]}"
+
+
 def beat(place: str, step: int | None = None) -> None:
     """Say that this rank lives and what it begins now; a few microseconds, nothing in a process without peers.
 
     Args:
         place: ``begin``, ``load``, ``data`` (the next batches), ``microbatch``, ``vote``, ``reduce``, ``update``,
-            ``save``, ``sealed`` (once for each new sealed checkpoint), ``validate`` (each batch), ``repeat`` (a step
-            that takes longer is announced) or ``end`` (nobody waits for a next beat).
+            ``save``, ``sealed`` (once for each new sealed checkpoint), ``smaller`` (a smaller size of a microbatch is
+            written down), ``validate`` (each batch), ``repeat`` (a step that takes longer is announced) or ``end``
+            (nobody waits for a next beat).
         step: The optimizer step, counted as you like.
 
     The first beat starts a thread that ends this process with exit code 79 when a rank of the group hangs: one that
-    gave no beat for max(60 s, 10 x the longest step so far) seconds. It has 30 times 60 s while it loads, saves, waits
-    for data, repeats a step, or does its first step or the first batch of a validation. ``MEMFIT_HANG_SECONDS``
-    replaces the 60 s and what follows from them; ``inf`` turns the watch off.
+    gave no beat for max(60 s, 10 x the longest step so far) seconds; the first step is left out once there is another.
+    It has 30 times 60 s while it loads, saves, waits for data, repeats a step, or does its first step or the first
+    batch of a validation. ``MEMFIT_HANG_SECONDS`` replaces the 60 s and what follows from them; ``inf`` turns the
+    watch off.
     """
     pulse = _pulses.get(os.getpid())
     if pulse is None:
@@ -74,10 +101,13 @@ def keep_beats(folder: Path | str) -> None:
 def leave(why: str) -> NoReturn:
     """End this process at once with exit code 79, so that its group can begin again from its last checkpoint."""
     pulse = _pulses.get(os.getpid())
-    where = {"rank": pulse.last.rank, "place": pulse.last.place, "step": pulse.last.step} if pulse else {}
-    name = f"rank {where['rank']}" if pulse else "this rank"
+    name, where = "this rank", dict[str, Any]()
+    if pulse is not None:
+        pulse.end(os.getpid(), left=why[:200])
+        name = f"rank {pulse.last.rank}"
+        where = {"rank": pulse.last.rank, "place": pulse.last.place, "step": pulse.last.step}
     with suppress(Exception):
-        record("rank_left", **where, why=why, text=f"{name} left: {why}")
+        record("rank_left", level="verbose", **where, why=why, text=f"{name} left: {why}")
         print(f"memfit: {name} leaves with exit code {PeerFailedError.exit_code}: {why}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -113,7 +143,7 @@ def joined_group() -> Iterator[int]:
     except Exception as error:
         if not peers_lost(error):
             raise
-        leave(f"it lost its peers: {str(error).partition('. ')[0][:200]}")
+        leave(lost_peers(error))
     finally:
         if group.is_initialized():
             group.destroy_process_group()
@@ -194,7 +224,9 @@ class _Pulse:
 
     def __init__(self, rank: int, size: int) -> None:
         self._given = hang_seconds(os.environ)
-        self._longest, self._step_began, self._has_stepped, self._repeats = 0.0, math.inf, False, False
+        #: How long the longest step took, and the first, which compiles and warms up.
+        self._longest, self._first = 0.0, 0.0
+        self._step_began, self._has_stepped, self._repeats = math.inf, False, False
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
         folder = os.environ.get(RANKS_VARIABLE)
@@ -222,11 +254,12 @@ class _Pulse:
                 self._note_step(now)
                 self._has_stepped = self._has_stepped or last.step is not None
                 self._step_began, self._repeats = now, place == "repeat"
+            has_failed = place == "end" and sys.exc_info()[0] is not None  # then it is told where
             self._write(
-                place=place,
+                place=last.place if has_failed else place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
-                sealed=last.sealed + (place == "sealed"),
+                sealed=last.sealed + (place in _PROGRESS),
                 patience=None if place == "end" else self._patience(place),
             )
         if self._watch is None:
@@ -237,27 +270,34 @@ class _Pulse:
     def _note_step(self, now: float) -> None:
         """Take in how long a step took that ends now, if one began and was not repeated."""
         if self._step_began < now:
-            self._longest, self._has_stepped = max(self._longest, now - self._step_began), True
+            took = now - self._step_began
+            if self._has_stepped:
+                self._longest = max(self._longest, took)
+            else:
+                self._first, self._has_stepped = took, True
 
-    def end(self, pid: int) -> None:
-        """Say that this process ends by itself: nobody waits for its next beat."""
+    def end(self, pid: int, left: str = "") -> None:
+        """Say that this process ends by itself, or why it left: nobody waits for its next beat."""
         if pid == os.getpid() and self._watch is not None:
-            with self._lock:
-                self._write(count=self.last.count + 1, patience=None)
+            has_lock = self._lock.acquire(timeout=1)  # a write that hangs has it
+            self._write(count=self.last.count + 1, patience=None, left=left or self.last.left)
+            if has_lock:
+                self._lock.release()
             self._is_over.set()
-            self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
+            if threading.current_thread() is not self._watch:
+                self._watch.join(5)  # a thread that lives on may abort an interpreter that ends
 
     def _write(self, **changed: Any) -> None:
-        self.last = replace(self.last, time=time.time(), **changed)
+        vars(self.last).update(time=time.time(), **changed)
         if self._file is not None:
             with suppress(OSError):  # a full disk costs the watch, not the training
                 os.pwrite(self._file, self.last.to_line(), 0)
 
     def _patience(self, place: str) -> float:
         least = _HANG_SECONDS if self._given is None else self._given
-        usual = max(least, _STEPS * self._longest)
+        usual = max(least, _STEPS * (self._longest or self._first))
         is_first = place == "validate" != self.last.place or not self._has_stepped
-        is_long = self._repeats or is_first or place in _LONG_PLACES
+        is_long = place not in WAITING and (self._repeats or is_first or place in _LONG_PLACES)
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:
@@ -269,13 +309,17 @@ class _Pulse:
                 with suppress(OSError):
                     os.fdatasync(self._file)
             if found := quiet.hung({**beats, self.last.rank: self.last}, time.monotonic(), 3 * tick):
+                if _waits_for_memory():
+                    quiet.seconds.clear()
+                    continue
+                how = f"hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}"
                 if found.rank == self.last.rank:
                     with suppress(Exception):
                         faulthandler.dump_traceback(all_threads=True)
-                    leave(f"it hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}")
-                leave(
-                    f"rank {found.rank} hangs: no sign of life for {quiet.seconds[found.rank]:.0f} s in {found.where}"
-                )
+                    leave(f"it {how}")
+                leave(f"rank {found.rank} {how}")
+            if (gone := quiet.gone()) is not None and self.last.patience is not None:
+                leave(f"rank {gone.rank} left: {gone.left}")
 
 
 @dataclass
@@ -286,6 +330,11 @@ class _Quiet:
     seconds: dict[int, float] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
     _looked: float = 0.0
+    _live: Mapping[int, Beat] = field(default_factory=dict)
+
+    def gone(self) -> Beat | None:
+        """Return the beat of a rank that left a while ago: its peers would have noticed by a collective."""
+        return next((one for one in self._live.values() if one.left and self.seconds[one.rank] > _NOTICE_SECONDS), None)
 
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
         """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept.
@@ -298,7 +347,7 @@ class _Quiet:
         [False, False, True]
         """
         passed, self._looked = min(now - self._looked, most), now
-        live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
+        live = self._live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
         for rank, one in live.items():
             same = self._counts.get(rank) == one.count
             self.seconds[rank] = self.seconds.get(rank, 0.0) + passed if same else 0.0
@@ -311,6 +360,14 @@ class _Quiet:
             if one.patience is not None and self.seconds[one.rank] > factor * one.patience and _lives(one)
         ]
         return max(late, key=lambda one: self.seconds[one.rank], default=None)
+
+
+def _waits_for_memory() -> bool:
+    """Return True if the kernel lets this job wait at its limit, until memfit raises that: then no rank hangs."""
+    run = current_run()
+    with suppress(DamagedError, OSError):
+        return run is not None and bool((read_status_file(run[0].job_dir(run[1]) / STATUS) or {}).get("stalled"))
+    return False
 
 
 def _lives(one: Beat) -> bool:

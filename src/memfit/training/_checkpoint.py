@@ -276,6 +276,12 @@ class CheckpointFolder:
         if taken is None:
             if damaged:
                 raise damaged[0]
+            if any(self.path.glob("sharded-*/SEAL.json")):
+                raise UsageError(
+                    f"{self.path} holds checkpoints of a sharded model.",
+                    rule="a fit goes on with what wrote its checkpoints.",
+                    remedy="shard the model by fully_shard as it was, or pass another checkpoint_dir",
+                )
             return None
         path = self._file(position_of(taken[1]))
         for error in damaged:
@@ -285,6 +291,10 @@ class CheckpointFolder:
             if not (other.exists() and other.samefile(taken[0])):
                 self._name(taken[0], name)
         return path, taken[1]
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the content of a checkpoint that ``newest`` found."""
+        return load_checkpoint(path)
 
     def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
         if not os.path.lexists(path):

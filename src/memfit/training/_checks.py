@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from memfit.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: What follows when memory runs out on one rank of several.
+Recovery = Literal["repeat", "restart"]
 
 _CHECKED = "checked"
 #: The type of an argument that ``checked_arguments`` checks, converting nothing.
@@ -31,9 +34,12 @@ _RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"
 
 def _ranked(model: torch.nn.Module) -> list[tuple[str, str]]:
     """Return the names and classes of the parts of a model that several ranks train."""
-    bases = [(name, base.__name__) for name, one in model.named_modules() for base in type(one).__mro__]
-    found = [(name, kind) for name, kind in bases if kind in _RANK_CLASSES]
+    found = [(name, kind) for name, one in model.named_modules() for kind in _classes(one) if kind in _RANK_CLASSES]
     return found + [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
+
+
+def _classes(module: torch.nn.Module) -> list[str]:
+    return [base.__name__ for base in type(module).__mro__]
 
 
 def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageError:
@@ -49,7 +55,11 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(call)
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         types = get_type_hints(call, include_extras=True)
-        for name, value in signature.bind(*args, **settings).arguments.items():
+        try:
+            given = signature.bind(*args, **settings).arguments
+        except TypeError:
+            return call(*args, **settings)  # Python's own error names the function
+        for name, value in given.items():
             if _CHECKED in get_args(types.get(name))[1:]:
                 _check(name, value, types[name])
         return call(*args, **settings)
@@ -71,11 +81,30 @@ def alone(what: str, remedy: str) -> UsageError:
     return UsageError(what, rule=rule, remedy=remedy)
 
 
-def take_off_wrapper(model: Any, group: Any) -> tuple[Any, Any, Callable[[], None]]:
-    """Return the model that a ``DistributedDataParallel`` wraps, its group, and a check of the wrapper for each step.
+class Given(NamedTuple):
+    """A model as it was given: without its wrapper, as the loss gets it, and the group of ranks that train it.
 
-    ``group`` is ``"auto"``, or None for a model that this process trains alone.
+    ``check`` looks at the wrapper before each step; None if its passes hold collectives.
     """
+
+    model: Any
+    called: Any
+    group: Any = None
+    check: Callable[[], None] | None = None
+    is_sharded: bool = False
+
+
+def take_off_wrapper(model: Any, group: Literal["auto"] | None, recovery: Recovery = "repeat") -> Given:
+    """Return the model that a ``DistributedDataParallel`` wraps, or a sharded one as it is."""
+    if group is not None and isinstance(model, torch.nn.Module) and "FSDPModule" in _classes(model):
+        meshes = {one.device_mesh for one in model.parameters() if type(one).__name__ == "DTensor"}  # type: ignore[attr-defined]
+        if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
+            raise UsageError(
+                "The model is sharded over meshes of several dimensions.",
+                rule="one group of ranks shards all weights: fully_shard over a mesh of one dimension.",
+                remedy="leave mesh= out, or train it in a loop of your own",
+            )
+        return Given(model, model, mesh.get_group(), is_sharded=True)
     if not isinstance(model, DistributedDataParallel) or group is None:
         is_grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if is_grouped and group is not None and isinstance(model, torch.nn.Module) and not _ranked(model):
@@ -84,13 +113,15 @@ def take_off_wrapper(model: Any, group: Any) -> tuple[Any, Any, Callable[[], Non
                 rule="with several ranks, the model says by its wrapper whether they train it together.",
                 remedy="wrap it: DistributedDataParallel(model); or pass group=None if this process trains it alone",
             )
-        return model, None, lambda: None
+        return Given(model, model)
     wrapper = model
+    if recovery == "restart":
+        return Given(wrapper.module, wrapper, wrapper.process_group)
     _check_wrapper(wrapper)
     for name, module in wrapper.module.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise alone(f"{name!r} in the model is a SyncBatchNorm: it waits for all ranks in its forward pass.", _NORM)
-    return wrapper.module, wrapper.process_group, functools.partial(_check_wrapper, wrapper)
+    return Given(wrapper.module, wrapper.module, wrapper.process_group, functools.partial(_check_wrapper, wrapper))
 
 
 def _check_wrapper(wrapper: DistributedDataParallel) -> None:
@@ -107,20 +138,19 @@ def _check_wrapper(wrapper: DistributedDataParallel) -> None:
         raise alone(f"The DistributedDataParallel wrapper has {what}.", "leave it out; the Trainer has precision=")
 
 
-def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
+def check_parts(model: Any, optimizer: Any, loss: Any, split: Any, *, is_sharded: bool = False) -> None:
     """Refuse a model, optimizer, loss or split that is something else, arguments in another order above all."""
     if not isinstance(model, torch.nn.Module):
         raise bad_setting("the model", model, "it is a torch.nn.Module", "pass for example torch.nn.Linear(8, 1)")
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "pass for example torch.optim.AdamW(model.parameters())"
         raise bad_setting("the optimizer", optimizer, "it is made over the model's parameters", remedy)
-    if ranked := _ranked(model):
+    if not is_sharded and (ranked := _ranked(model)):
         name, kind = ranked[0]
         raise UsageError(
             f"{f'{name!r} in the model' if name else 'The model'} is a {kind}: several ranks train it.",
-            rule="memfit splits and repeats a step in one process; the other ranks would drift apart or wait for ever.",
-            remedy="pass the plain model and train in one process; or keep a loop of your own for several ranks, "
-            "without SafeStep and Trainer",
+            rule="the ranks train a model that is wrapped in DistributedDataParallel, or by fully_shard, as a whole.",
+            remedy="wrap the whole model, or pass the plain one with group=None and train in one process",
         )
     of_torch = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
     if not callable(loss) or isinstance(loss, type) or of_torch:

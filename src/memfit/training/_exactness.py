@@ -47,6 +47,10 @@ class Exactness:
         self._coupling: list[tuple[str, torch.nn.Module]] = []
         self._said: set[str] = set()
 
+    def trust(self) -> None:
+        """Take the loss of a batch for the sum over its parts without a look: a look would be passes of all ranks."""
+        self._fault = ()
+
     def allow_step(self) -> None:
         """Refuse weights that are updated in the backward pass."""
         if self._has_stepped or self.allows_inexact:

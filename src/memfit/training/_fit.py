@@ -23,6 +23,7 @@ from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
 from memfit.training._ema import Ema
+from memfit.training._fsdp import ShardedFolder
 from memfit.training._journal import Journal, Unheard
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
@@ -77,8 +78,9 @@ class Fit:
         ranks.is_over, ranks.wants = False, self._wants
         if self.folder is not None:
             keep_beats(self.folder.path)
-        if self.ema is not None and self.step.team is not None:
-            self.step.team.parts.append(self.ema)
+        if self.step.team is not None:
+            self.step.team.parts += [self.ema] if self.ema is not None else []
+            self.step.team.folder = self.step.team.folder or (self.folder.path if self.folder is not None else None)
 
     def _run(self) -> FitResult:
         try:
@@ -114,6 +116,8 @@ class Fit:
             seed_rank(self.setup.seed, 0 if self.ranks is None else self.ranks.rank)
         else:
             self._go_on_from(found)
+        if self.step.team is not None:
+            self.step.team.read_size()
         history = self.progress.history
         if len(history) < self.plan.num_epochs and not self.plan.is_early(history):
             self._prepare(save=self._save if found is None and self.folder is not None else None)
@@ -299,9 +303,13 @@ class Fit:
         began = time.monotonic()
         self.step.settle()
         rngs = [rng_state()] if self.ranks is None else self.ranks.gather(rng_state())
+        beat("save")
+        is_sharded = isinstance(folder, ShardedFolder)
+        if isinstance(folder, ShardedFolder):
+            with folder.writing():
+                folder.save_shards(progress.position, self.num_steps)
         if not self.is_first:
             return None
-        beat("save")
 
         def save() -> Path:
             state = self.resume.capture(progress, rngs)
@@ -314,7 +322,10 @@ class Fit:
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
         beat("sealed")
-        self.journal.checkpoint(path, progress.position)
+        if self.step.team is not None:
+            self.step.team.forget_size()
+        if not is_sharded:  # its seal has told it
+            self.journal.checkpoint(path, progress.position)
         check_save_seconds(time.monotonic() - began)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if progress.step:

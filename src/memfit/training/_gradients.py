@@ -15,12 +15,10 @@ import torch
 
 from memfit.errors import SampleTooLargeError, UsageError
 from memfit.rundir import record
-from memfit.training._beat import beat
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import record_oom
 from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._process import say
-from memfit.training._ranks import Ranks
 from memfit.training._records import SkipPolicy
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
@@ -118,7 +116,8 @@ class Gradients:
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self.num_batches = 0
         self.never_splits = setup.microbatch_size is None
-        self.ranks: Ranks | None = None
+        self.called: Any = self.model
+        self.team: Any = None  # of the ranks that make the step together, see Team
         self.before = Snapshot(self.model, self.optimizer, self.scaler)
         self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 
@@ -156,6 +155,9 @@ class Gradients:
         while todo:
             for batch in todo:
                 batch.parts = [(0, batch.count)] if self.never_splits else self.sizes.cut(batch.count, batch.cost)
+            if self.team is not None:
+                self.team.cut(todo)
+            for batch in todo:
                 if len(batch.parts) > 1:
                     self.exactness.allow_split(batch.content, batch.count, self.before, self.where)
             at, retries = _Place(todo[0], todo[0].parts[0]), self.num_alloc_retries()
@@ -164,9 +166,10 @@ class Gradients:
                 return Local(*done, todo, retries, is_skipped=False)
             limit, how = self.sizes.limit, ""
             self.undo(todo)
-            if self.ranks is not None:
-                beat("repeat", self.ranks.step)
-            if (size := self._next_size(at)) is not None:
+            size = self._next_size(at)
+            if self.team is not None:
+                size = self.team.go_on_with(size, at.size)
+            if size is not None:
                 record("retry", phase=at.phase, size=size, **self.where)
                 how = f" with {at.size} at once; goes on with {size}"
             elif self.skip is None:
@@ -187,8 +190,8 @@ class Gradients:
         for batch in todo:
             for start, stop in batch.parts:
                 at.batch, at.part, at.phase = batch, (start, stop), "forward"
-                if self.ranks is not None:
-                    beat("microbatch", self.ranks.step)
+                if self.team is not None:
+                    self.team.begin_part(is_last=batch is todo[-1] and stop == batch.count)
                 part = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
                 loss_sum, weight = self._loss_of(rebuild(part, lambda leaf: leaf))  # the loss may take fields out of it
                 del part
@@ -197,6 +200,8 @@ class Gradients:
                 if divisor is None:
                     num_all = sum(one.count for one in todo)
                     divisor = weight if is_one else _provisional(weight, stop - start, num_all)
+                    if self.team is not None:
+                        divisor = self.team.divisor_of(divisor)
                 loss = loss_sum / divisor
                 sums.append((loss_sum.detach(), weight))
                 del loss_sum
@@ -208,7 +213,7 @@ class Gradients:
 
     def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
         """Return the summed loss of a microbatch and its weight, which carries no graph."""
-        found: Any = self.loss(self.model, part)
+        found: Any = self.loss(self.called, part)
         loss_sum, weight = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
         if not (_is_number(loss_sum) and isinstance(loss_sum, torch.Tensor) and _is_number(weight)):
             raise UsageError(
@@ -288,9 +293,7 @@ class Gradients:
         counts = {"num_skipped": self.num_skipped, "num_batches": self.num_batches}
         number = f"number {self.num_skipped} of {self.num_batches}"
         record("skip", reason=error.what, **counts, **self.where, text=f"skips a batch, {number}: {error.what}")
-        if self.ranks is None and not policy.allows(
-            self.num_skipped, self.num_batches
-        ):  # else all are counted together
+        if self.team is None and not policy.allows(self.num_skipped, self.num_batches):  # else all are counted together
             raise SampleTooLargeError(
                 f"{error.what.rstrip('.')}; it would be skipped as {number} batches.",
                 rule=f"{policy} allows no more. {error.rule}",

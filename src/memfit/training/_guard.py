@@ -27,7 +27,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class OptimizerGuard:
-    """Steps an optimizer after it tried whether the step's memory is there."""
+    """Steps an optimizer after it tried whether the step's memory is there, unless ``tries`` is False."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -37,6 +37,7 @@ class OptimizerGuard:
                 remedy="use another optimizer, such as torch.optim.AdamW",
             )
         self.optimizer = optimizer
+        self.tries = True
         self._layout: list[int] = []
         self._state: Blocks = []
         self._temporaries: Blocks = []
@@ -91,6 +92,8 @@ class OptimizerGuard:
 
     def _try(self, params: list[list[torch.Tensor]]) -> None:
         """Measure what a step over these parameters allocates, unless it was for as many, and allocate that."""
+        if not self.tries:
+            return
         layout = [*(len(group) for group in params), len(self.optimizer.state)]
         if layout != self._layout:
             self._layout, self._reserve, self._state, self._temporaries = layout, [], [], []

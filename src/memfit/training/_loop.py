@@ -317,8 +317,7 @@ class Loop:
         """Begin an epoch, at the batch after those that were trained."""
         at, order, draws = self._at, order_of(loader), self._draws
         self.parts.enter_epoch(loader, at.epoch)
-        size, count = self._data_size, at.sample // self._data_size
-        at.batch = count
+        count = at.batch = at.sample // self._data_size
         if order is not None:
             order.set_epoch(at.epoch)
             left = () if count == self._num_batches else self.parts.skip_ordered(loader, order, at.sample, count)
@@ -337,13 +336,18 @@ class Loop:
             set_rng_state(draws["start"])
             for generator, state in zip(generators, draws["generators"], strict=False):
                 generator.set_state(state)
-        if not count:
-            if self._first_state is not None and source is not None:
-                source.load_state_dict(self._first_state)
-                self._first_state = None
-            return iter(loader)
+        if count:
+            return self._go_on(loader, source, count, draws)
+        if self._first_state is not None and source is not None:
+            source.load_state_dict(self._first_state)
+            self._first_state = None
+        return iter(loader)
+
+    def _go_on(self, loader: Any, source: Any, count: int, draws: Mapping[str, Any]) -> Iterator[Any]:
+        """Go on within an epoch of data in the loader's own order, after ``count`` batches; say what is not exact."""
         if source is None and is_stream(loader):
-            why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
+            at = self._at
+            why = f"{count * self._data_size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
             self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import MemfitError, PeerFailedError, StoppedError, UsageError
-from memfit.training._beat import beat, leave, peers_lost
+from memfit.training._beat import beat, leave, lost_peers, peers_lost
 
 OK, FATAL, STOPPED = range(3)
 #: What a rank may ask for in a vote, beside a stop by the number of a signal.
@@ -87,13 +87,14 @@ class Ranks:
     Attributes:
         rank: The own number in the group.
         size: How many ranks there are.
+        side: The group for votes and plain values.
         request: What was asked for in the last vote, ``SAVE`` or the number of a signal; 0 for nothing.
         wants: Returns what this rank asks for.
         is_over: Whether all ranks raise what this one raises.
     """
 
     def __init__(self, group: Any, num_parameters: int = 0) -> None:
-        self.group, self._votes = group, _side_group(group)
+        self.group, self.side = group, _side_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._num_bytes = (num_parameters + 7) // 8
         self.step = self.request = 0
@@ -152,7 +153,7 @@ class Ranks:
         self.settle()
         found: list[Any] = [None] * self.size
         with or_leave("gathering failed"):
-            dist.all_gather_object(found, value, group=self._votes)
+            dist.all_gather_object(found, value, group=self.side)
         return found
 
     def lead(self, function: Callable[[], Any]) -> Any:
@@ -170,7 +171,7 @@ class Ranks:
         text = "" if own is None else first_line(own)
         self.raise_failed(self.vote(self.ballot(status=OK if own is None else FATAL, text=text)), own)
         with or_leave("the word of rank 0 failed"):
-            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self._votes)
+            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.side)
         return box[0]
 
     def fail(self, error: BaseException) -> None:
@@ -200,7 +201,7 @@ class Ranks:
         state = part.state_dict()
         box = [torch.utils._pytree.tree_map(_shape_of, state)]
         mine = box[0]
-        dist.broadcast_object_list(box, src=source, group=self._votes)
+        dist.broadcast_object_list(box, src=source, group=self.side)
         if is_half and _shapes(mine) != _shapes(box[0]):
             state = None
             if isinstance(part, torch.optim.Optimizer):
@@ -209,7 +210,7 @@ class Ranks:
         leaves, structure = torch.utils._pytree.tree_flatten(state)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                group = self._votes if leaf.device.type == "cpu" else self.group
+                group = self.side if leaf.device.type == "cpu" else self.group
                 whole = leaf.contiguous()
                 dist.broadcast(whole, src=source, group=group)
                 if whole is not leaf:
@@ -233,7 +234,7 @@ class Ranks:
     def _exchange(self, mine: Vote) -> list[Vote]:
         data = torch.frombuffer(bytearray(mine.pack(self._num_bytes)), dtype=torch.uint8)
         found = [torch.empty_like(data) for _ in range(self.size)]
-        dist.all_gather(found, data, group=self._votes)
+        dist.all_gather(found, data, group=self.side)
         return [Vote.unpack(rank, one.numpy().tobytes()) for rank, one in enumerate(found)]
 
 
@@ -324,7 +325,7 @@ def or_leave(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        leave(f"{'a peer is lost' if peers_lost(error) else what}: {first_line(error)}")
+        leave(lost_peers(error) if peers_lost(error) else f"{what}: {first_line(error)}")
 
 
 def order_sums(model: Any) -> None:

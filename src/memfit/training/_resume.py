@@ -16,7 +16,8 @@ import torch
 from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
 from memfit.training._beat import beat
-from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, load_checkpoint, position_of
+from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, position_of
+from memfit.training._fsdp import ShardedFolder
 from memfit.training._identity import environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData
@@ -83,7 +84,10 @@ class Resume:
             "sizes": step,
             "validation": validation,
         }
-        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        kept = ("model", "optimizer") if step.is_sharded else ()  # in shards, by the folder
+        self._parts: dict[str, Any] = {
+            name: part for name, part in parts.items() if part is not None and name not in kept
+        }
         self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
             "steps per epoch": num_steps,
             "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
@@ -105,7 +109,7 @@ class Resume:
             **{name: entries.pop(name) for name in ("fit", "step", "history")},
             "within_epoch": entries,
             **{name: part.state_dict() for name, part in self._parts.items()},
-            "buffers": {path: module._buffers[name] for path, module, name in _unsaved(self._parts["model"])},
+            "buffers": {path: module._buffers[name] for path, module, name in _unsaved(self._setup.step.model)},
             "rng": rngs[0],
             **({"rank_rngs": list(rngs[1:])} if len(rngs) > 1 else {}),
             "identity": dict(self.identity),
@@ -121,7 +125,8 @@ class Resume:
         taken = None if folder is None or (ranks and ranks.rank) else folder.newest()
         if ranks is not None and folder is not None:
             path = ranks.gather(str(taken[0]) if taken else "")[0]
-            taken = taken or ((Path(path), load_checkpoint(path)) if path else None)
+            beat("load")  # no longer at the vote
+            taken = taken or ((Path(path), folder.read(Path(path))) if path else None)
         return None if taken is None else self._restore(*taken)
 
     def go_back(self, error: HalfUpdatedError, position: Position) -> Progress:
@@ -152,7 +157,10 @@ class Resume:
                     rule="the names and shapes of all weights must be the checkpoint's.",
                     remedy="build the model as it was, or pass another checkpoint_dir",
                 ) from error
-        _restore_buffers(self._parts["model"], state.get("buffers", {}))
+        step = self._setup.step
+        if isinstance(self._setup.folder, ShardedFolder):
+            self._setup.folder.load_shards(path)
+        _restore_buffers(step.model, state.get("buffers", {}))
         self._restore_rng(state)
         self._data.load_state_dict(state["data"])
         if state["environment"] != environment():

@@ -17,7 +17,15 @@ from pydantic import Field
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, UsageError
 from memfit.rundir import record
 from memfit.training._beat import beat
-from memfit.training._checks import Checked, check_parts, checked_arguments, take_off_wrapper
+from memfit.training._checks import (
+    Checked,
+    Given,
+    Recovery,
+    bad_setting,
+    check_parts,
+    checked_arguments,
+    take_off_wrapper,
+)
 from memfit.training._exactness import Loss, place
 from memfit.training._flight import record_oom
 from memfit.training._gradients import Batch, Failure, Gradients, Local, StepSetup
@@ -28,6 +36,7 @@ from memfit.training._ranks import Ranks
 from memfit.training._records import SkipPolicy, StepOutcome
 from memfit.training._split import BySample, Split, held_bytes
 from memfit.training._team import Team
+from memfit.training._together import Together
 
 _MOST_UPDATES = 3
 _LEAST_SCALE = 1e-4
@@ -54,6 +63,9 @@ class SafeStep(Gradients):
             whole batch); recorded as an ``inexact`` event.
         skip: Which batches may be left out; None: none.
         group: None trains a plain model in this process alone although a group of ranks is there.
+        recovery: What follows when memory runs out on a rank of ``DistributedDataParallel``: it repeats its passes, and
+            memfit sums the gradients after them; or with ``"restart"`` DDP sums them in the backward pass, and the
+            group begins again with a smaller size. A ``fully_shard`` model always restarts.
 
     Attributes:
         where: Plain values such as epoch and step, for errors, events and records.
@@ -92,16 +104,31 @@ class SafeStep(Gradients):
         allow_inexact: bool = False,
         skip: SkipPolicy | None = None,
         group: Literal["auto"] | None = "auto",
+        recovery: Checked[Recovery] = "repeat",
     ) -> None:
-        model, group_of_model, check = take_off_wrapper(model, group)
-        check_parts(model, optimizer, loss, split)
+        given = take_off_wrapper(model, group, recovery)
+        model, self.is_sharded = given.model, given.is_sharded
+        check_parts(model, optimizer, loss, split, is_sharded=given.is_sharded)
         split, cost = BySample() if split is None else split, held_bytes if cost is None else cost
         setup = StepSetup(model, optimizer, loss, microbatch_size, split, cost, scaler, backward, allow_inexact, skip)
         super().__init__(setup)
         self.max_grad_norm = max_grad_norm
         self.guard = OptimizerGuard(optimizer)
-        self.ranks = None if group_of_model is None else Ranks.current(group_of_model, len(self.parameters()))
-        self.team = None if self.ranks is None else Team(self, self.ranks, check)
+        self.ranks = self._ranks_of(given)
+        self.team: Team | None = None
+        if self.ranks is not None:
+            self.team = Team(self, self.ranks, given.check) if given.check else Together(self, self.ranks, given.called)
+
+    def _ranks_of(self, given: Given) -> Ranks | None:
+        if given.group is None:
+            return None
+        if given.is_sharded:
+            if self.scaler is not None:
+                raise bad_setting("scaler", self.scaler, "it is None for a sharded model", "train it in bfloat16")
+            self.guard.tries = False
+            self.exactness.trust()
+            return Ranks(given.group)  # a group of one rank, too: its weights are shards
+        return Ranks.current(given.group, len(self.parameters()))
 
     def __call__(self, *batches: Any) -> StepOutcome:
         """Make one optimizer step over the batches; several are accumulated. After an error the weights are as before.
@@ -112,6 +139,7 @@ class SafeStep(Gradients):
             HalfUpdatedError: If memory ran out inside the update and it could not be undone.
             JobFailedError: If a loss or gradient is not finite.
             UsageError: If a split would not be exact, or the loss edited the batch.
+            PeerFailedError: If another rank has failed.
         """
         return self._run(batches, update=True)
 
@@ -187,7 +215,7 @@ class SafeStep(Gradients):
 
     def _begin(self, contents: Sequence[Any]) -> list[Batch]:
         if self.ranks is not None:
-            self.ranks.step += 1
+            self.ranks.step, self.ranks.is_over = self.ranks.step + 1, False
         self.exactness.allow_step()
         batches = [self.batch(content) for content in contents]
         self.take_snapshot()
@@ -272,8 +300,7 @@ class SafeStep(Gradients):
     def _scale(self, factor: float) -> float:
         """Bring the gradients to the true divisor, out of the scaler's scale and under the norm."""
         if self.team is not None:  # before the scale is taken out: what is not finite on one rank is so on all
-            self.team.reduce(factor)
-            factor = 1.0
+            factor = self.team.reduce(factor)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = self.parameters()
@@ -290,6 +317,8 @@ class SafeStep(Gradients):
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         norm = torch.nn.utils.get_total_norm([grad._values() if grad.is_sparse else grad for grad in grads])
+        if self.is_sharded:
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
         length = float(norm)
         if self.max_grad_norm is not None and math.isfinite(length):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)

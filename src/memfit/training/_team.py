@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from memfit.errors import DoesNotFitError, HalfUpdatedError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import record
@@ -21,23 +22,23 @@ from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._process import say
 from memfit.training._ranks import FATAL, OK, GradientSum, Ranks, Vote, first_line, or_leave
 
-if TYPE_CHECKING:
-    from memfit.training._step import SafeStep
-
 _MOST_TRIALS = 3
 _REDUCE_LATER = "reduce metrics after the step, and call the model that the loss is given, not its wrapper"
 
 
 class Team:
-    """The part of a ``SafeStep`` that all ranks make together.
+    """The part of a step, which is a ``SafeStep``, that all ranks make together.
 
     Attributes:
         ranks: The group.
         parts: What is copied from a whole rank when an update was left half-way.
+        folder: Where a smaller size may be written down.
         counts: The skipped batches and all batches, of all ranks, that the last vote knew.
     """
 
-    def __init__(self, step: SafeStep, ranks: Ranks, check: Callable[[], None]) -> None:
+    heals = True
+
+    def __init__(self, step: Any, ranks: Ranks, check: Callable[[], None]) -> None:
         self.ranks, self._step, self._check = ranks, step, check
         self._sum = GradientSum(ranks, step.parameters())
         self.parts: list[Any] = [one for one in (step.model, step.optimizer, step.scaler) if one is not None]
@@ -45,6 +46,7 @@ class Team:
         self._versions = [one._version for one in self._buffers]
         self._is_half = self._has_new_buffers = False
         self.counts = (step.num_skipped, step.num_batches)
+        self.folder: Path | None = None
         self._cost = (1, 0)
 
     def local(self, batches: Sequence[Batch]) -> Local | Failure:
@@ -53,7 +55,7 @@ class Team:
         try:
             self._check()
             before = ranks.sequence()
-            local = step.local(batches)
+            local: Local | Failure = step.local(batches)
             if ranks.sequence() != before:
                 raise alone("The loss called a collective of its group.", _REDUCE_LATER)
         except UsageError as error:
@@ -91,10 +93,31 @@ class Team:
         own = local if isinstance(local, Failure) else None
         ranks.raise_failed(votes, None if own is None else step.error_of(own))
         assert isinstance(local, Local)
-        step.sizes.agree([vote.sizes for vote in votes])
-        self._count(votes)
         with or_leave("the step failed after the vote"):
             self._sum.fit(votes)
+        return self._take_over(local, votes)
+
+    def begin_part(self, *, is_last: bool) -> None:
+        """Begin a microbatch; ``is_last`` of the step."""
+        beat("microbatch", self.ranks.step)
+
+    def cut(self, todo: Sequence[Batch]) -> None:
+        """Change how the batches are cut: each rank cuts its own."""
+
+    def divisor_of(self, own: Any) -> Any:
+        """Return what the losses of a step are divided by in the backward pass: each rank has its own."""
+        return own
+
+    def go_on_with(self, size: int | None, failed: int) -> int | None:
+        """Return the units to try next after ``failed`` at once did not fit: this rank repeats its step alone."""
+        beat("repeat", self.ranks.step)
+        return size
+
+    def _take_over(self, local: Local, votes: Sequence[Vote]) -> Local:
+        """Return the sums of all ranks, and take over what they found."""
+        step = self._step
+        step.sizes.agree([vote.sizes for vote in votes])
+        self._count(votes)
         self._cost = (max(vote.cost for vote in votes), max(vote.num_retries for vote in votes))
         self._has_new_buffers = any(vote.has_new_buffers for vote in votes)
         sums = (sum(vote.loss_sum for vote in votes), sum(vote.weight for vote in votes))
@@ -105,15 +128,20 @@ class Team:
         while True:
             self.agree(Failure(error))
 
-    def reduce(self, factor: float) -> None:
-        """Sum gradients x ``factor`` over the ranks; give all of them the buffers of rank 0, as DDP does."""
+    def reduce(self, factor: float) -> float:
+        """Sum gradients x ``factor`` over the ranks, and return the factor that is left; share the buffers."""
         beat("reduce", self.ranks.step)
         with or_leave("the sum over the ranks failed"):
             self._sum.sum(factor)
-            if self._has_new_buffers:
-                self.ranks.share(self._buffers)
-                self._versions = [one._version for one in self._buffers]
+            self._share_buffers()
         beat("update", self.ranks.step)
+        return 1.0
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, as DDP does, after a pass of any rank changed one."""
+        if self._has_new_buffers:
+            self.ranks.share(self._buffers)
+            self._versions = [one._version for one in self._buffers]
 
     def finish(
         self, action: Callable[[], tuple[float, bool]], note: Callable[[str, OomKind], object], update: bool
@@ -131,12 +159,18 @@ class Team:
             raise
         except Exception as error:
             leave(f"the update failed: {first_line(error)}")
-        if not update:
+        if not update or not self.heals:
             leave(f"out of memory after the vote: {why}")
         self._is_half = True
         record("half_updated", rank=self.ranks.rank, error=why, **self._step.where)
         say(f"out of memory in the update: {why}")
         return math.nan, False
+
+    def read_size(self) -> None:
+        """Take over a size that was written down before the group began again: it never begins again for that."""
+
+    def forget_size(self) -> None:
+        """Forget what was written down: a checkpoint has it."""
 
     def settle(self) -> None:
         """Heal what the last update left half-way on some ranks, and raise if one has failed or stops."""
@@ -147,7 +181,7 @@ class Team:
 
     def remember(self) -> bool:
         """Tell the sizes how the step went on all ranks; return whether the limit changed."""
-        return self._step.sizes.succeeded(*self._cost)
+        return bool(self._step.sizes.succeeded(*self._cost))
 
     def _reserve(self) -> None:
         for parameter in self._sum.parameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -13,11 +14,19 @@ from pydantic import Field
 from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import Checked, check_parts, checked_arguments, take_off_wrapper
+from memfit.training._checks import (
+    Checked,
+    Recovery,
+    bad_setting,
+    check_parts,
+    checked_arguments,
+    take_off_wrapper,
+)
 from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit
+from memfit.training._fsdp import ShardedFolder
 from memfit.training._keyed import Batches
 from memfit.training._process import StopSignals
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
@@ -39,6 +48,7 @@ class StepSettings(TypedDict, total=False):
     allow_inexact: bool
     skip: SkipPolicy | None
     group: Literal["auto"] | None
+    recovery: Recovery
 
 
 class Trainer:
@@ -73,7 +83,7 @@ class Trainer:
         provenance: Plain values that say where this training belongs, such as its run and fold; kept in every
             checkpoint and snapshot. A resume does not compare them.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``max_grad_norm``, ``scaler``,
-            ``backward``, ``allow_inexact``, ``skip``, ``group``.
+            ``backward``, ``allow_inexact``, ``skip``, ``group``, ``recovery``.
 
     Example:
         >>> import torch
@@ -120,11 +130,13 @@ class Trainer:
                 remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
             )
         given: Any = model
-        model = take_off_wrapper(model, step.get("group", "auto"))[0]
-        bare: Any = model
+        unwrapped = take_off_wrapper(model, step.get("group", "auto"), step.get("recovery", "repeat"))
+        model, bare, is_sharded = unwrapped.model, unwrapped.model, unwrapped.is_sharded
         if optimizer is None and isinstance(bare, torch.nn.Module):
             optimizer = torch.optim.AdamW(model.parameters())
-        check_parts(model, optimizer, loss, step.get("split"))
+        check_parts(model, optimizer, loss, step.get("split"), is_sharded=is_sharded)
+        if is_sharded and ema is not None:
+            raise bad_setting("ema", ema, "it is None for a sharded model: its weights are on all ranks")
         assert optimizer is not None
         loss, chosen = place(model, optimizer, loss, device, precision)
         if chosen == "fp16-mixed" and step.get("scaler") is None:
@@ -141,7 +153,10 @@ class Trainer:
             "schedule": None if schedule is None else _describe(schedule),
             "average": ema is not None,
         }
-        folder = None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones)
+        folder: CheckpointFolder | None = None
+        if checkpoint_dir is not None:
+            kind = partial(ShardedFolder, step=self.step) if is_sharded else CheckpointFolder
+            folder = kind(Path(checkpoint_dir), keep_epochs, milestones)
         self._setup = Setup(
             step=self.step,
             schedule=schedule,

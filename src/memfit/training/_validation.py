@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from memfit.errors import JobFailedError, MemfitError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import record
-from memfit.training._beat import beat
+from memfit.training._beat import beat, leave
 from memfit.training._compute import autocast
 from memfit.training._flight import record_oom
 from memfit.training._keyed import TrainingData, preserved_generators
@@ -46,6 +46,8 @@ def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
     before = read_rng()
     result = attempt(action, note)
     if isinstance(result, Failed):
+        if step.team is not None and not step.team.heals:
+            leave(f"out of memory in the phase {phase!r}, in which all ranks work together: {result.first_line}")
         write_rng(before)
     return result
 
@@ -89,13 +91,13 @@ class Validation:
         self._step.settle()
         metrics: dict[str, float] = {}
         try:
-            if ranks is None or ranks.rank == 0 or evaluate is None:
+            if ranks is None or ranks.rank == 0 or evaluate is None or self._step.is_sharded:
                 metrics = attempt_twice(self._step, "validate", self._where(), self._run_once, remedy)
         except RuntimeError:
             self._check_stop()  # a signal that stops the fit went to the workers of validation too, and they have gone
             raise
         found = [metrics] if ranks is None else ranks.gather(metrics)
-        metrics = found[0] if evaluate is not None else _mean_of(found)
+        metrics = found[0] if evaluate is not None else _mean_of(found[:1] if self._step.is_sharded else found)
         if self._plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
             raise UsageError(
                 f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self._plan.best_metric}'.",
@@ -134,7 +136,11 @@ class Validation:
             set_epoch(0)
         precision = None if plan.evaluate is None else self._setup.precision  # the mean loss has its own
         ranks = self._step.ranks
-        sums = self._sums if ranks is None else partial(self._sums, rank=ranks.rank, size=ranks.size)
+        sums = (
+            self._sums
+            if ranks is None or self._step.is_sharded
+            else partial(self._sums, rank=ranks.rank, size=ranks.size)
+        )
         with preserved_generators(plan.valid), autocast(self._step.model, precision):
             return self._evaluated(plan.evaluate or sums, plan.valid)
 
