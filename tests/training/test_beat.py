@@ -113,15 +113,16 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
             (7, "microbatch", 2),
             (8, "save", 2),
             (99, "vote", 3),
+            (140, "microbatch", 4),
         ]:
             time.monotonic = lambda now=now: float(now)  # of this fork
             beat(place, step)
             found.append(read_beats(tmp_path / "ranks")[0].patience)
         return found
 
-    # a wait is never longer by its place; the step that saved is not as long as others; the first counts until there is
-    # a second
-    assert call(run) == [5, 150, 70, 150, 10]
+    # a wait is never longer by its place; the step that saved is not as long as others, nor one that waited; the first
+    # counts until there is a second
+    assert call(run) == [5, 150, 70, 150, 10, 10]
 
 
 def test_ranks_that_wait_for_memory_at_their_limit_do_not_hang(tmp_path: Path) -> None:

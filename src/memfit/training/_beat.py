@@ -225,9 +225,9 @@ class _Pulse:
     """The beats of this process, and the thread that looks at those of all."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._given = hang_seconds(os.environ)
+        self.size, self._given = size, hang_seconds(os.environ)
         #: How long the longest step took, and the first, which compiles and warms up.
-        self._longest, self._first = 0.0, 0.0
+        self._longest, self._first, self._at = 0.0, 0.0, 0.0
         self._step_began, self._has_stepped, self._repeats = math.inf, False, False
         self._lock = threading.Lock()
         self.last = Beat(rank, os.getpid(), socket.gethostname(), f"{launch_of(os.environ)}:{size}", "")
@@ -247,6 +247,9 @@ class _Pulse:
         now = time.monotonic()
         with self._lock:
             last = self.last
+            if last.place == "vote":  # a peer took so long, not this step
+                self._step_began += now - self._at
+            self._at = now
             if place in _BETWEEN_STEPS:
                 if place != "repeat":
                     self._note_step(now)
@@ -303,7 +306,7 @@ class _Pulse:
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:
-        quiet = _Quiet(self.last.launch)
+        quiet = _Quiet(self.last.launch, self.size)
         tick = min(1.0, (self._given or _HANG_SECONDS) / 10)
         while not self._is_over.wait(tick):
             beats = {} if self.folder is None else read_beats(self.folder)
@@ -329,6 +332,7 @@ class _Quiet:
     """How long each rank gave no beat, by this process's own clock: those of other hosts may differ from it."""
 
     launch: str
+    size: int
     seconds: dict[int, float] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
     _looked: float = 0.0
@@ -341,11 +345,15 @@ class _Quiet:
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
         """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept.
 
-        A rank that waits for its peers hangs only if they all wait, or gave no beat yet, and for longer.
+        A rank that waits for its peers hangs only if all of them wait: then no work is left that takes long. Where
+        some have given no beat yet, they have more time.
 
-        >>> quiet, works = _Quiet("a"), Beat(0, 1, "h", "a", "update", patience=2)
+        >>> quiet, works = _Quiet("a", 2), Beat(0, 1, "h", "a", "update", patience=2)
         >>> waits = Beat(1, 2, "h", "a", "vote", patience=1)
         >>> [bool(quiet.hung({0: works, 1: waits}, now, 3)) for now in (1.0, 2.5, 4.0)]
+        [False, False, True]
+        >>> quiet, also = _Quiet("a", 2), Beat(0, 1, "h", "a", "reduce", patience=2)
+        >>> [bool(quiet.hung({0: also, 1: waits}, now, 3)) for now in (1.0, 1.9, 2.5)]
         [False, False, True]
         """
         passed, self._looked = min(now - self._looked, most), now
@@ -355,7 +363,7 @@ class _Quiet:
             self.seconds[rank] = self.seconds.get(rank, 0.0) + passed if same else 0.0
             self._counts[rank] = one.count
         at_work = [one for one in live.values() if one.place not in WAITING]
-        factor = 1 if at_work else _LONGER
+        factor = 1 if at_work or len(live) == self.size else _LONGER
         late = [
             one
             for one in at_work or live.values()

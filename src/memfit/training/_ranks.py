@@ -143,6 +143,7 @@ class Ranks:
     def settle(self) -> None:
         """Meet all ranks between two steps, and raise if one has failed or stops."""
         self.raise_failed(self.vote(self.ballot()))
+        beat("end")  # until what comes next says so
 
     def ballot(self, **fields: Any) -> Vote:
         """Return a vote of this rank, with what it asks for."""
@@ -151,9 +152,11 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each rank in order; plain values and tensors."""
         self.settle()
+        beat("vote", self.step)
         found: list[Any] = [None] * self.size
         with or_leave("gathering failed"):
             dist.all_gather_object(found, value, group=self.side)
+        beat("end")
         return found
 
     def lead(self, function: Callable[[], Any]) -> Any:

@@ -182,6 +182,7 @@ class Team:
         self.ranks.raise_failed(votes)
         if any(vote.is_half for vote in votes):
             self._heal([vote.rank for vote in votes if not vote.is_half], first=False)
+        beat("end")  # until what comes next says so
 
     def remember(self) -> bool:
         """Tell the sizes how the step went on all ranks; return whether the limit changed."""
