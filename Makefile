@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-faults bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -107,9 +107,6 @@ bench-starts: install ## a run that does nothing, and a job's first line: forked
 bench-overhead: install ## a safe step against a plain loop, several models
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
-bench-faults: install ## 100 faults at every place of a training of four ranks
-	$(BIN)/python benchmarks/faults.py $(ARGS)
-
 bench-folklore: install ## cleaning up every few steps against never
 	$(BIN)/python benchmarks/folklore.py $(ARGS)
 
@@ -157,6 +154,9 @@ bench-estimate: install ## time and memory of estimating a 3B and an 8B model, a
 
 bench-diagnosis: install ## verdicts on the messages of the rules, or on labelled logs (ARGS="--corpus FILE")
 	$(BIN)/python benchmarks/diagnosis.py $(ARGS)
+
+bench-faults: install ## a hundred faults of four ranks: out of memory, errors, kills and hangs at each place (ARGS="--launch SIGKILL")
+	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 bench-conformance: install ## 64 moments of three frameworks, alone and with memfit, and the page's tables (ARGS="--pairwise")
 	@mkdir -p build/conformance

@@ -129,17 +129,20 @@ def test_no_field_can_overwrite_an_events_own_time_job_or_kind(tmp_path):
     assert event["time"] > 0
 
 
-def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
-    run = RunDir.create(tmp_path, "x", "ab" * 32)
+def test_a_forked_child_writes_a_file_of_its_own_and_closes_no_other(tmp_path):
+    run, other = RunDir.create(tmp_path, "x", "ab" * 32), tmp_path / "other"
     code = (
-        "import os; from memfit.rundir import phase\n"
+        "import os, sys; from memfit.rundir import phase\n"
         "phase('parent')\n"
         "pid = os.fork()\n"
-        "if pid == 0: phase('child'); os._exit(0)\n"
+        "if pid == 0:\n"
+        "    os.closerange(3, 64); other = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)\n"
+        "    phase('child'); os.write(other, b'whole'); os._exit(0)\n"
         "os.waitpid(pid, 0)\n"
     )
     env = os.environ | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_2"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    subprocess.run([sys.executable, "-c", code, str(other)], check=True, env=env)
+    assert other.read_bytes() == b"whole"
     assert len(list(run.events_dir.iterdir())) == 2
     assert {e["phase"] for e in run.events()} == {"parent", "child"}
 

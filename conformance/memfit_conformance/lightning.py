@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,11 @@ def run(folder: Path, options: task.Options, trace: Trace, with_memfit: bool) ->
             )
         )
     evaluation = {"val_check_interval": task.EVERY * options.accumulation if options.evaluate == "steps" else 1.0}
+    size = int(os.environ.get("WORLD_SIZE", 1))
     trainer = _Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=size,
+        strategy="ddp" if size > 1 else "auto",
         max_epochs=task.EPOCHS,
         accumulate_grad_batches=options.accumulation,
         gradient_clip_val=1.0,

@@ -109,14 +109,3 @@ def test_two_runs_share_a_real_limit_without_a_kill_or_a_lost_attempt(run, tmp_p
     assert (figures["kills"]["total"], figures["num_wrong"], figures["missing"]) == (0, 0, [])
     assert figures["states"] == {"completed": 20}
     assert len(list((tmp_path / "work/at_once/runs").glob("share_*/run_*"))) == 2
-
-
-@pytest.mark.long
-def test_faults_of_ranks_end_with_the_same_weights(run, tmp_path):
-    done = run(
-        "faults", "--faults", "3", "--each", "3", "--ranks", "2", "--seed", "1", "--json", tmp_path / "rows.json"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 3 and "hang" not in {row["does"] for row in rows}
-    assert "launch 0: completed, 3 of 3 faults, largest difference 0" in done.stdout

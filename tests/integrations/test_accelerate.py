@@ -72,7 +72,8 @@ def train(  # noqa: PLR0913
     **settings,
 ):
     """Train in Accelerate; return the hash of what it leaves, the samples of each batch, and evaluations."""
-    seedable = DataLoaderConfiguration(use_seedable_sampler=settings.pop("seedable", False))
+    dealt = {"use_seedable_sampler": settings.pop("seedable", False), "split_batches": settings.pop("split", False)}
+    seedable = DataLoaderConfiguration(**dealt)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable, **settings
     )
@@ -267,7 +268,16 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(UsageError, match="two keepers"), Stop(accelerator, tmp_path, every=1):
         pass
     accelerator.state._shared_state["num_processes"] = 2
-    with pytest.raises(UsageError, match="2 processes"), Exact(accelerator, tmp_path, seed=1, every=1):
+    for name, changed in (
+        ("dispatch_batches", DataLoaderConfiguration(dispatch_batches=True)),
+        ("even_batches", DataLoaderConfiguration(even_batches=False)),
+    ):
+        accelerator.dataloader_config = changed
+        with pytest.raises(UsageError, match=f"2 processes with {name}"), Exact(accelerator, tmp_path, seed=1, every=1):
+            pass
+    accelerator.dataloader_config = DataLoaderConfiguration()
+    accelerator.state._shared_state["distributed_type"] = "FSDP"
+    with pytest.raises(UsageError, match="2 processes with fsdp"), Stop(accelerator, tmp_path, every=1):
         pass
     assert seen == []
 

@@ -108,6 +108,7 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
         keep_beats(tmp_path)
         found = []
         for now, place, step in [
+            (0, "vote", 1),
             (0, "microbatch", 1),
             (7, "microbatch", 2),
             (8, "save", 2),
@@ -119,8 +120,9 @@ def test_patience_follows_the_longest_step_and_is_longer_before_the_first(tmp_pa
             found.append(read_beats(tmp_path / "ranks")[0].patience)
         return found
 
-    # the step that saved is not as long as others, nor one that waited; the first counts until there is a second
-    assert call(run) == [150, 70, 150, 10, 10]
+    # a wait is never longer by its place; the step that saved is not as long as others, nor one that waited; the first
+    # counts until there is a second
+    assert call(run) == [5, 150, 70, 150, 10, 10]
 
 
 def test_ranks_that_wait_for_memory_at_their_limit_do_not_hang(tmp_path: Path) -> None:

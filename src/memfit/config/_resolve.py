@@ -33,16 +33,10 @@ M = TypeVar("M", bound=BaseModel)
 N = TypeVar("N", bound=BaseModel)
 Keys = tuple[str, ...]
 
-#: Variables that are no settings: those that memfit hands to its own jobs, and the folder of a user's claims.
+#: Variables that are no settings: those that memfit hands to its own jobs, the folder of a user's claims, and the
+#: seconds after which a rank hangs.
 INTERNAL_VARIABLES = frozenset(
-    {
-        "MEMFIT_RUN_DIR",
-        "MEMFIT_JOB_ID",
-        "MEMFIT_CLAIMS_DIR",
-        "MEMFIT_RANKS",
-        "MEMFIT_GENERATION",
-        "MEMFIT_HANG_SECONDS",  # a user's, read in a rank
-    }
+    f"MEMFIT_{one}" for one in ("RUN_DIR", "JOB_ID", "CLAIMS_DIR", "RANKS", "GENERATION", "HANG_SECONDS")
 )
 _WANTS_TEXT = frozenset({"string_type", "path_type", "literal_error", "enum"})
 _WANTS_KEYS = frozenset({"model_type", "dict_type", "mapping_type"})

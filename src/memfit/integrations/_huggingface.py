@@ -18,6 +18,7 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
+from memfit.integrations._accelerated import refused_ranks
 from memfit.integrations._huggingface_recovery import not_recoverable
 from memfit.rundir import record
 from memfit.training import Journal
@@ -176,13 +177,10 @@ def steps_of(loader: Any, args: Any) -> int | None:
 def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: bool) -> None:
     """Refuse what cannot be resumed, or not exactly."""
     args, config = trainer.args, getattr(trainer.accelerator, "dataloader_config", None)
-    strategy = str(trainer.accelerator.distributed_type.value)
     found = [
-        (
-            "world_size",
-            args.world_size > 1 or args.n_gpu > 1 or strategy != "NO",
-            "train in one process, on one device",
-        ),
+        *refused_ranks(trainer.accelerator),
+        ("recover", recover and args.world_size > 1, "leave it out: a rank that runs out of memory begins again"),
+        ("n_gpu", args.n_gpu > 1, "start a rank for each GPU: memfit run --nproc N"),
         ("auto_find_batch_size", args.auto_find_batch_size, "leave it off, and pass recover=True"),
         ("save_only_model", args.save_only_model, "leave it off: a resume needs the optimizer"),
         (

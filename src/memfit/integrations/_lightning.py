@@ -11,14 +11,16 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
-from memfit.training import GOES_ON, Journal, LoopParts, rng_state, samples_in, set_rng_state
+from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
 _STEERED = {"should_stop", "optimizers", "lr_schedulers", "param_groups", "requires_grad"}
@@ -45,6 +47,10 @@ class MemfitCallback(Callback):
         if phase != self._phase:
             self._phase = phase
             self.journal.phase(phase)
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        if not trainer.is_global_zero:
+            self.journal = Unheard()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
@@ -190,6 +196,25 @@ def keeps_state(callback: Callback) -> bool:
     parts = [part for code in codes for part in dis.get_instructions(code)]
     stored = {part.argval for part in parts if part.opname == "STORE_ATTR"}
     return bool(stored - _STEERED and {part.argval for part in parts if isinstance(part.argval, str)} & _STEERED)
+
+
+def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict[str, bool]:
+    """Return what of several ranks cannot be stopped and resumed, by name, and whether it is there."""
+    strategy, size, cluster = trainer.strategy, trainer.world_size, trainer._accelerator_connector.cluster_environment
+    if size == 1:
+        started = isinstance(cluster, TorchElasticEnvironment) and cluster.world_size() > 1
+        return {"several ranks were started, and the Trainer has one device (pass devices=, strategy='ddp')": started}
+    kind = type(strategy)
+    if kind is not DDPStrategy:
+        return {f"{size} ranks train by {kind.__name__}, not by DDPStrategy": True}
+    starts = strategy._start_method != "popen" or not cluster.creates_processes_externally
+    return {
+        f"Lightning would start the {size} ranks (let memfit: memfit run --nproc {size} -- python train.py)": starts,
+        "the module makes its steps itself, on several ranks": not module.automatic_optimization,
+        "sync_batchnorm is set": strategy._layer_sync is not None,
+        "a communication hook has a state that no checkpoint holds": is_exact and strategy._ddp_comm_state is not None,
+        "a model_averaging_period is set": strategy._model_averaging_period is not None,
+    }
 
 
 # --- what Lightning computes on the way, and saves in no checkpoint

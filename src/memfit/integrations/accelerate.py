@@ -5,6 +5,7 @@ The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ try:
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "accelerate", __name__) from error
 
+from torch.nn.parallel import DistributedDataParallel
+
 from memfit.errors import UsageError
-from memfit.training import Journal, Loop, LoopParts, deaf_workers, order_of
+from memfit.integrations._accelerated import refused_ranks
+from memfit.training import Loop, LoopParts, Ranks, Unheard, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
@@ -30,7 +34,9 @@ class _Adapted(Loop):
         super().__init__(folder, **settings)
         self.parts = _Prepared(accelerator)
         if not accelerator.is_main_process:
-            self.journal = _Silent()
+            self.journal = Unheard()
+        if (ranks := Ranks.current()) is not None:
+            self._join(ranks)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch that are left.
@@ -69,27 +75,15 @@ class MemfitCallback(_Adapted):
         super().__init__(accelerator)
 
 
-class _Silent(Journal):
-    """That of the processes beside the first, so that an event is written once."""
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def step(self, *where: Any) -> None:
-        pass
-
-    def epoch(self, *figures: Any) -> None:
-        pass
-
-
 class Stop(_Adapted):
     """Stops a loop of Accelerate by SIGTERM, SIGUSR1 or Ctrl-C after the step under way, and resumes it.
 
     It ends with exit code 75. The newest whole checkpoint is taken, each sample of the epoch is seen once, and random
-    numbers stay as they are: what the data draw is another after a resume than in a training without a stop.
+    numbers stay as they are: what the data draw is another after a resume than in a training without a stop. Of several
+    ranks all stop after the same step, and rank 0 seals what they saved.
 
     Args:
-        accelerator: The ``accelerate.Accelerator``, of one process. What it has prepared or was told to checkpoint
+        accelerator: The ``accelerate.Accelerator``. What it has prepared or was told to checkpoint
             (``register_for_checkpointing``) is saved.
         folder: Where checkpoints are kept.
         every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
@@ -122,7 +116,7 @@ class Exact(_Adapted):
     """Resumes a loop of Accelerate to the same bytes, wherever it was stopped or killed, or refuses it before step 1.
 
     Order, items, collation and the model's draws are functions of seed and position, so they are others than without
-    it, of the same distribution. Weights do not depend on the number of workers.
+    it, of the same distribution. Weights do not depend on the number of workers; another number of ranks is refused.
 
     Args:
         accelerator: As for ``Stop``.
@@ -176,9 +170,9 @@ class _Prepared(LoopParts):
 
     def check(self) -> None:
         accelerator, refused = self.accelerator, None
-        if accelerator.num_processes > 1 or str(accelerator.distributed_type.value) != "NO":
-            kind = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
-            refused = (f"The training has {kind}.", "train in one process, or stay with accelerator.save_state")
+        ranks = next((one for one in refused_ranks(accelerator) if one[1]), None)
+        if ranks is not None:
+            refused = (f"The training has {accelerator.num_processes} processes with {ranks[0]}.", ranks[2])
         elif accelerator.dataloader_config.use_stateful_dataloader:
             refused = ("use_stateful_dataloader is on: there would be two keepers of one position.", "leave it off")
         elif accelerator.project_configuration.automatic_checkpoint_naming:
@@ -186,13 +180,17 @@ class _Prepared(LoopParts):
         elif not (accelerator._models and accelerator._optimizers):
             refused = ("The accelerator has prepared no model or no optimizer.", "call prepare(...) before `with`")
         if refused:
-            rule = "one process keeps its position and saves what accelerator.prepare() was given."
+            rule = "a position is kept, and what accelerator.prepare() was given is saved; nothing else."
             raise UsageError(refused[0], rule=rule, remedy=refused[1])
         for loader in accelerator._dataloaders:  # those of an evaluation too
             deaf_workers(getattr(loader, "base_dataloader", loader))
 
     def models(self) -> dict[str, torch.nn.Module]:
         return {f"model {number}": model for number, model in enumerate(self.accelerator._models)}
+
+    def wrappers(self) -> list[Any]:
+        bare = {id(one) for one in self.accelerator._models}  # their wrappers are the script's alone
+        return [one for one in gc.get_objects() if type(one) is DistributedDataParallel and id(one.module) in bare]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [one.optimizer for one in self.accelerator._optimizers]
@@ -203,7 +201,7 @@ class _Prepared(LoopParts):
     def identity(self) -> dict[str, Any]:
         accelerator = self.accelerator
         own = {"accumulation": accelerator.gradient_accumulation_steps, "mixed_precision": accelerator.mixed_precision}
-        return own | super().identity()
+        return own | {"world_size": accelerator.num_processes} | super().identity()
 
     def save(self, path: Path) -> None:
         self.accelerator.save_state(str(path))
@@ -214,14 +212,28 @@ class _Prepared(LoopParts):
     def skip(self, loader: Any, count: int) -> Any:
         return _accelerate.skip_first_batches(loader, count)
 
+    def skip_ordered(self, loader: Any, order: Any, num_samples: int, count: int) -> Any:
+        if self.accelerator.num_processes == 1:
+            return super().skip_ordered(loader, order, num_samples, count)
+        return self.skip(loader, count) if count else loader  # its first batches fill up the last ones
+
     def placed(self, batch: Any) -> Any:
         return _accelerate.utils.send_to_device(batch, self.accelerator.device)
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         loader.iteration = epoch  # a resumed process would begin at 0
 
+    def dealt(self, count: int, before: int, now: int) -> int:
+        return count if self.accelerator.dataloader_config.split_batches else super().dealt(count, before, now)
+
     def is_over(self, loader: Any) -> bool:
         return bool(loader.end_of_dataloader)
 
     def source(self, loader: Any) -> Any:
+        if self.accelerator.num_processes > 1 and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            raise UsageError(
+                f"The training data are a stream, and there are {self.accelerator.num_processes} ranks.",
+                rule="the position of a stream is kept in one process alone.",
+                remedy="give the data an index, or train in one process",
+            )
         return super().source(getattr(loader, "base_dataloader", loader))

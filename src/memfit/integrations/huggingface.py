@@ -38,16 +38,22 @@ from memfit.training import (
     CheckpointWarning,
     KeyedStream,
     LoopParts,
+    Ranks,
     Sealed,
     SealedFolder,
     Stopper,
+    Unheard,
+    among_peers,
+    beat,
     check_first_forward,
     check_loader,
     deaf_workers,
     environment,
     exports_position,
+    keep_beats,
     load_checkpoint,
     order_of,
+    order_sums,
     refuse_changed,
     rehearse,
     save_checkpoint,
@@ -73,10 +79,11 @@ def stoppable(trainer: transformers.Trainer, *, recover: bool = False, allow: Co
     """Let SIGTERM, SIGUSR1 or Ctrl-C stop ``trainer.train()`` after the step under way, and let it go on from there.
 
     It ends with exit code 75. ``trainer.train()`` takes the newest whole checkpoint by itself. Random numbers stay as
-    they are: what the data draw is another after a resume than in a training without a stop.
+    they are: what the data draw is another after a resume than in a training without a stop. Of several ranks in
+    ``DistributedDataParallel`` all stop after the same step, and rank 0 seals what they saved.
 
     Args:
-        trainer: Before its ``train``; of one process.
+        trainer: Before its ``train``.
         recover: Split a batch smaller that runs out of memory, and repeat its step; the batch size stays.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
@@ -92,10 +99,11 @@ def exact(
     """Let ``trainer.train()`` go on to the same bytes, wherever it was stopped or killed, or refuse it before step 1.
 
     It does what ``stoppable`` does. Order, items, collation and the model's draws are functions of seed and position,
-    so they are others than without it, of the same distribution. The number of workers changes no weight.
+    so they are others than without it, of the same distribution. The number of workers changes no weight; another
+    number of ranks is refused.
 
     Args:
-        trainer: Before its ``train``; of one process.
+        trainer: Before its ``train``.
         seed: Other seeds, other order and draws; by default the Trainer's ``data_seed`` or ``seed``.
         recover: As for ``stoppable``.
         allow: As for ``stoppable``, and parts that may move, such as ``"collator.counter"``.
@@ -106,7 +114,7 @@ def exact(
     args = trainer.args
     if seed is None:
         seed = args.seed if args.data_seed is None else args.data_seed
-    guard = _Guard(trainer, allow, KeyedStream(seed), recover)
+    guard = _Guard(trainer, allow, KeyedStream(seed, trainer.args.process_index), recover)
     guard.get_train_dataloader()  # it checks the data
     guard.is_checked = True
 
@@ -122,6 +130,11 @@ class _Guard(MemfitCallback):
         self.trainer: Any = trainer
         self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
         self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
+        self.ranks = self.folder.ranks = Ranks.current()
+        if self.ranks is not None:
+            self.stopper.join(self.ranks)
+            keep_beats(self.folder.path)
+            self.journal = Unheard() if self.ranks.rank else self.journal
         self.found: Sealed | None = None
         self.loader: Any = None
         self.source: Positioned | None = None
@@ -144,13 +157,15 @@ class _Guard(MemfitCallback):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
+            beat("load")
+            stack.enter_context(among_peers())
             stack.enter_context(self.folder.held())
             stack.callback(setattr, self.trainer.args, "ignore_data_skip", self.trainer.args.ignore_data_skip)
             self.stopper.listen()
             stack.callback(self.stopper.close)
             self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
-            self.found, self.seconds, self.identity = None, 0.0, {}
-            path = self._choose(resume_from_checkpoint)
+            self.seconds, self.identity = 0.0, {}
+            path, self.found = self.folder.lead(lambda: self._choose(resume_from_checkpoint))
             self.at, self.is_begun = [0, 0] if self.found is None else [*self.found.facts["pass"]], False
             if self.stream is not None:
                 stack.callback(check_first_forward(self.trainer.model, allow=self.allow).remove)
@@ -164,28 +179,27 @@ class _Guard(MemfitCallback):
                         lasting._shutdown_workers()
                 raise
 
-    def _choose(self, named: Any) -> str | None:
-        """Return the checkpoint to go on from: the one that is named, or the newest whole one."""
+    def _choose(self, named: Any) -> tuple[str | None, Sealed | None]:
+        """Return the checkpoint to go on from, and its seal: the one that is named, or the newest whole one."""
         if named is False:
-            return None
+            return None, None
+        newest = SealedFolder(self.folder.path, PREFIX)
         path = Path(named) if isinstance(named, str | Path) else None
         is_there = path is not None and path.is_dir()
-        found, foreign = self.folder.newest(), self.folder.foreign()
+        found, foreign = newest.newest(), newest.foreign()
         if path is not None and is_there == path.is_dir():  # else it was torn, and is removed now
             folder, number = SealedFolder(path.parent, PREFIX), path.name.removeprefix(PREFIX)
-            if is_there and number.isdigit() and path not in folder.foreign():
-                self.found = folder.read(int(number))
-            return str(path)
+            is_sealed = is_there and number.isdigit() and path not in folder.foreign()
+            return str(path), folder.read(int(number)) if is_sealed else None
         if foreign and (found is None or int(foreign[0].name.removeprefix(PREFIX)) > found.step):
             if named is True:
-                return str(foreign[0])
+                return str(foreign[0]), None
             raise UsageError(
                 f"{foreign[0]} is newer than what memfit has sealed there.",
                 rule="a checkpoint without a seal may be torn, so it is taken only when it is named.",
                 remedy=f'trainer.train(resume_from_checkpoint="{foreign[0]}"), or take another output_dir',
             )
-        self.found = found
-        return str(found.path) if found else None
+        return str(found.path) if found else None, found
 
     def get_train_dataloader(self) -> Any:
         loader = self._prepared(self.own["get_train_dataloader"], self._change)
@@ -235,6 +249,12 @@ class _Guard(MemfitCallback):
         data = loader.dataset
         if not isinstance(data, torch.utils.data.IterableDataset):
             return loader
+        if self.ranks is not None:
+            raise UsageError(
+                f"The training data are a stream ({type(data).__name__}), and there are {self.ranks.size} ranks.",
+                rule="the position of a stream is kept in one process alone.",
+                remedy="give the data an index, or train in one process",
+            )
         if loader.num_workers or not exports_position(data):
             if self.at[0] and length_of(loader) is None:  # transformers runs forward within one pass only
                 self.trainer.args.ignore_data_skip = True
@@ -247,6 +267,7 @@ class _Guard(MemfitCallback):
         return torch.utils.data.DataLoader(self.source, **options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        beat("data")
         batches, number = self.own["get_batch_samples"](*args, **kwargs)
         self.at[1] += len(batches)
         if self.source is not None:
@@ -264,7 +285,8 @@ class _Guard(MemfitCallback):
             saved = dict(self.found.facts["identity"])
             if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
                 saved |= {name: self.identity[name] for name in stream_identity(None)}
-            changed = refuse_changed(self.found.path, saved, self.identity, self.allow)
+            allow = self.allow if stream is not None else {*self.allow, "world_size"}
+            changed = refuse_changed(self.found.path, saved, self.identity, allow)
         elif stream is not None and not is_between:
             raise UsageError(
                 f"{checkpoint} was saved within an epoch, and not by exact.",
@@ -273,7 +295,8 @@ class _Guard(MemfitCallback):
             )
         self.own["_load_optimizer_and_scheduler"](checkpoint)
         parts.take({name: self.identity[name] for name in changed if name in self.identity})
-        if changed.keys() & {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last"}:
+        counted = {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last", "world_size"}
+        if changed.keys() & counted:
             now = trainer.state.global_step / self._num_steps
             self.journal.inexact(
                 f"{trainer.state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}"
@@ -305,14 +328,16 @@ class _Guard(MemfitCallback):
         finally:
             args.save_total_limit = limit
         running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
-        facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": running}
+        sums = [running] if self.ranks is None else self.ranks.gather(running)
+        facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": sums}
         if self.recovery is not None:
             facts["recovery"] = self.recovery.step.state_dict()
         seconds = self.seconds + time.time() - self.began
         at = [self.at[0] + 1, 0] if getattr(self.loader, "end_of_dataloader", False) else self.at
         self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, "pass": at, **facts})
         self.saved_step = step
-        rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
+        if args.should_save:
+            rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         return self.own["_finalize_training"](trial, num_train_samples, start_time - self.seconds)
@@ -333,6 +358,7 @@ class _Guard(MemfitCallback):
             "drop_last": args.dataloader_drop_last,
             "sampler": str(getattr(args, "train_sampling_strategy", None)),
             "recover": self.recovery is not None,
+            "world_size": args.world_size,
             "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
             **stream_identity(stream),
             **parts.identity(),
@@ -349,7 +375,8 @@ class _Guard(MemfitCallback):
             self.recovery.open(self._parts().optimizers()[0], saved)
         if self.found is not None:
             facts, trainer = self.found.facts, self.trainer
-            loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"]
+            rank = args.process_index if args.process_index < len(facts["running"]) else 0
+            loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"][rank]
             trainer._tr_loss = torch.tensor(loss, device=args.device)
             trainer._initial_global_step, self.seconds = 0, facts["seconds"]
             if self.stream is not None and facts["environment"] != environment():
@@ -360,12 +387,15 @@ class _Guard(MemfitCallback):
         elif self.found is None and state.global_step:
             self.journal.inexact("the checkpoint has no seal of memfit")
         self._end_if_saved(state)
+        if self.ranks is not None and self.stream is not None:
+            order_sums(self.trainer.model_wrapped)
         if "rehearsal" not in self.allow and not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
             self._rehearse()
 
     def _rehearse(self) -> None:
         """Say whether the largest batch fits, or refuse it."""
-        trainer, model = self.trainer, self.trainer.model_wrapped
+        trainer = self.trainer
+        model = trainer.model_wrapped if self.ranks is None else trainer.model  # no peer is waited for here
 
         def loss(batch: Any) -> torch.Tensor:
             with trainer.compute_loss_context_manager():
@@ -397,6 +427,7 @@ class _Guard(MemfitCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_begin(args, state, control, **kwargs)
         self._end_if_saved(state)
+        beat("microbatch", state.global_step)
         if self.stream is not None:
             self.stream.step(state.global_step)
         if self.recovery is not None:
@@ -405,9 +436,14 @@ class _Guard(MemfitCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_open = True
+        beat("microbatch", state.global_step)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        beat("validate")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_open = False
+        self.stopper.vote(state.global_step)
         is_between = control.should_epoch_stop or not self._position(state)[1]  # then after what the epoch's end brings
         control.should_save |= bool(self.stopper.noted) and not is_between and not control.should_training_stop
         super().on_step_end(args, state, control, **kwargs)

@@ -16,8 +16,10 @@ try:
     import torch
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from torch.utils.data import DataLoader, IterableDataset
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
@@ -29,15 +31,20 @@ from memfit.integrations._lightning import (
     keeps_state,
     metric_numbers,
     put_means,
+    refused_ranks,
     running_means,
     silent,
 )
 from memfit.training import (
     KeyedStream,
     LoopParts,
+    Ranks,
     Sealed,
     SealedFolder,
     Stopper,
+    Unheard,
+    among_peers,
+    beat,
     check_compiled,
     check_loader,
     check_model,
@@ -45,8 +52,10 @@ from memfit.training import (
     deaf_workers,
     environment,
     find_longest,
+    keep_beats,
     load_checkpoint,
     order_of,
+    order_sums,
     refuse_changed,
     rehearse,
     rng_state,
@@ -58,14 +67,15 @@ from memfit.training import (
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
-_FILE, _DRAWS = "lightning.ckpt", "draws.pt"
+_FILE, _DRAWS, _MEANS = "lightning.ckpt", "draws-{}.pt", "means-{}.pt"  # the first is rank 0's
 
 
 class Stop(MemfitCallback):
     """Stops a training by SIGTERM, SIGUSR1 or Ctrl-C after the optimizer step under way, and resumes it.
 
     It ends with exit code 75. The newest whole checkpoint is taken, each sample of the epoch is seen once, and random
-    numbers stay as Lightning draws them: what the data draw differs from that of a training without a stop.
+    numbers stay as Lightning draws them: what the data draw differs from that of a training without a stop. Of several
+    ranks (strategy ``"ddp"``) all stop after the same step, and rank 0 seals what they saved.
 
     Args:
         folder: Where checkpoints are kept.
@@ -84,6 +94,7 @@ class Stop(MemfitCallback):
         super().__init__()
         self.folder, self.every, self.keep, self.allow = SealedFolder(folder), every, keep, frozenset(allow)
         self._stopper = Stopper()
+        self._ranks: Ranks | None = None
         self._found: Sealed | None = None
         self._loader: Any = None
         self._data: dict[str, Any] = {}
@@ -107,23 +118,63 @@ class Stop(MemfitCallback):
         """
         self._refuse(trainer, model)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
-        with self.folder.held(), ExitStack() as stack:
+        with ExitStack() as stack:
+            self._join(trainer, stack)
+            stack.enter_context(self.folder.held())
             self._stopper.listen()
             stack.callback(self._stopper.close)
             self._found, self._is_asked = None if trainer.fast_dev_run else self.folder.newest(), True
             if self._found is not None:
+                self._resumed = self._drawn(self._found.path)
                 options["ckpt_path"] = self._found.path / _FILE
                 stack.enter_context(warnings.catch_warnings())  # Lightning knows of no position but its loaders'
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+            prepare = partial(self._prepare, trainer)
             holder = train if isinstance(train, LightningDataModule) else options.get("datamodule") or model
             if train is None or holder is train:
-                for name, change in (("train_dataloader", self._prepare), ("val_dataloader", _deaf)):
+                for name, change in (("train_dataloader", prepare), ("val_dataloader", _deaf)):
                     if is_overridden(name, holder):
                         setattr(holder, name, partial(_changed, getattr(holder, name), change))
                         stack.callback(vars(holder).pop, name)
             else:
-                train = self._prepare(train)
+                train = prepare(train)
             trainer.fit(model, train, _deaf(val), weights_only=False, **options)
+
+    def _join(self, trainer: Any, stack: ExitStack) -> None:
+        """Meet the other ranks, if there are any."""
+        signals = trainer._signal_connector
+        signals._sigterm_notifier_fn = lambda *_: (
+            None
+        )  # it ends a training without a save, and calls a collective alone
+        stack.callback(vars(signals).pop, "_sigterm_notifier_fn")
+        if trainer.world_size == 1:
+            return
+        keep_beats(self.folder.path)
+        beat("begin")
+        stack.enter_context(among_peers())
+        trainer.strategy.setup_environment()
+        ranks = self._ranks = self.folder.ranks = Ranks.current()
+        assert ranks is not None
+        self._stopper.join(ranks)
+        if ranks.rank:
+            self.journal = Unheard()
+        if self.stream is not None:
+            self.stream.rank = ranks.rank
+        data, deals = trainer._data_connector, trainer._data_connector._requires_distributed_sampler
+        data._requires_distributed_sampler = lambda one: one is not self._loader and deals(one)
+        stack.callback(vars(data).pop, "_requires_distributed_sampler")
+        beat("load")
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.rank
+
+    def _drawn(self, path: Path) -> dict[str, Any]:
+        """Return what this rank had drawn; one that was not there began its epoch as rank 0 did."""
+        own, first = (path / _DRAWS.format(rank) for rank in (self._rank, 0))
+        if own.exists() or not first.exists():
+            return load_checkpoint(own) if own.exists() else {}
+        return {"position": load_checkpoint(first)["position"]}
 
     def _refuse(self, trainer: Any, model: LightningModule) -> None:
         kind = type(trainer)
@@ -135,7 +186,7 @@ class Stop(MemfitCallback):
             cluster.auto_requeue = False
             say("Lightning's own requeueing is off: a stop ends with exit code 75, on which memfit's script requeues")
         faults = {
-            f"the training has {trainer.world_size} processes": trainer.world_size > 1,
+            **refused_ranks(trainer, model, self.stream is not None),
             "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
             "overfit_batches is set": trainer.overfit_batches > 0,
         }
@@ -150,48 +201,71 @@ class Stop(MemfitCallback):
         if found := [name for name, is_there in faults.items() if is_there]:
             raise UsageError(
                 f"This training cannot be stopped and resumed{' exactly' * bool(self.stream)}: {'; '.join(found)}.",
-                rule="it has one process, one training loader, optimizers that step, and callbacks with a state.",
+                rule="it has one process or DDP's ranks, one loader, optimizers that step, and callbacks with a state.",
                 remedy="change that (a callback has state_dict and load_state_dict, or is allowed by its name), or "
                 "watch it alone: callbacks=[MemfitCallback()]",
             )
 
     # --- the way to the first step
 
-    def _prepare(self, train: Any) -> Any:
+    def _prepare(self, trainer: Any, train: Any) -> Any:
         """Return the loader to train on, at the place where the checkpoint was."""
         several = isinstance(train, list | tuple | dict | CombinedLoader)
         self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
-        self._loader = self._bind(_deaf(train))
+        deals = trainer._data_connector._requires_distributed_sampler
+        is_dealt = self._ranks is not None and isinstance(train, DataLoader) and deals(train)
+        self._loader = self._bind(trainer, _deaf(train), is_dealt)
         self._data = data_identity(self._loader)
         if self._found is not None:
             changed = self._compare(self._found.facts["data"], self._data)
-            epoch, batch = self._found.facts["epoch"], self._found.facts["batch"]
+            epoch, batch = self._found.facts["epoch"], self._batch(trainer)
             self._enter_epoch(epoch, batch)
             if changed and batch:
                 self.journal.inexact(f"the changed data go on at batch {batch + 1} of epoch {epoch + 1}")
         return self._loader
 
-    def _bind(self, train: Any) -> Any:
-        return Replayed(train)
+    def _batch(self, trainer: Any) -> int:
+        """Return the batch of its epoch to go on at: other ranks take the last one before which all was trained."""
+        assert self._found is not None
+        batch: int = self._found.facts["batch"]
+        if self._has_other_ranks(trainer):
+            batch = batch * self._found.facts["identity"]["world_size"] // trainer.world_size
+            batch -= batch % trainer.accumulate_grad_batches
+        return batch
+
+    def _has_other_ranks(self, trainer: Any) -> bool:
+        return self._found is not None and self._found.facts["identity"]["world_size"] != trainer.world_size
+
+    def _bind(self, trainer: Any, train: Any, is_dealt: bool) -> Any:
+        if is_dealt:
+            train = trainer._data_connector._prepare_dataloader(train, shuffle=True, mode=RunningStage.TRAINING)
+        made = Replayed(train)
+        is_stream = made.source is not None or isinstance(getattr(train, "dataset", None), IterableDataset)
+        self._refuse_any({"the training data of several ranks are a stream": is_stream and self._ranks is not None})
+        return made
 
     def _enter_epoch(self, epoch: int, batch: int) -> None:
-        assert self._found is not None
-        if (path := self._found.path / _DRAWS).exists():
-            self._resumed = load_checkpoint(path)
+        if "position" in self._resumed:
             why = self._loader.begin(batch, self._resumed["position"])
             if batch:
                 self.journal.inexact(why)
 
     def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._found is not None
-        allow = set(self.allow)
+        allow = {*self.allow, *["world_size"] * (self.stream is None)}
         if saved.get("seed", 0) is None and not self._found.facts["batch"]:
             allow |= stream_identity(None).keys()  # between two epochs Stop may become Exact
         return refuse_changed(self._found.path, saved, now, allow)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._resumed["means"] = checkpoint.get("memfit")
-        at = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        loops = checkpoint["loops"]["fit_loop"]
+        if self._has_other_ranks(trainer):
+            self._resumed["means"], counts = None, loops["epoch_loop.batch_progress"]["current"]
+            counts |= dict.fromkeys(counts, self._batch(trainer))
+        elif self._found is not None and self._rank:
+            self._resumed["means"] = torch.load(self._found.path / _MEANS.format(self._rank), weights_only=False)
+        at = loops["epoch_progress"]["current"]
         if self._found is None and self.stream is not None:
             self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
             self.journal.inexact("the checkpoint has no seal of memfit")
@@ -211,6 +285,7 @@ class Stop(MemfitCallback):
             "gradient_clip": [trainer.gradient_clip_val, trainer.gradient_clip_algorithm],
             "limit_train_batches": trainer.limit_train_batches,
             "max_steps": trainer.max_steps,
+            "world_size": trainer.world_size,
             **_parts(trainer).identity(),
         }
         if (found := self._found) is not None:
@@ -222,16 +297,19 @@ class Stop(MemfitCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(lambda made, *_: self._stepped.add(made))
+            optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
+        if self._ranks is not None and self.stream is not None:
+            order_sums(trainer.strategy.model)
         if self._found is None:
             self._rehearse(trainer, pl_module)
         else:
             _parts(trainer).take({name: self._identity[name] for name in self._changed if name in self._identity})
-            facts = self._found.facts
-            self.journal.resume(self._found.path, (facts["epoch"], facts["epoch_step"]))
+            epoch, batch = self._found.facts["epoch"], self._batch(trainer)
+            self.journal.resume(self._found.path, (epoch, batch // trainer.accumulate_grad_batches))
+            if batch and self._has_other_ranks(trainer):
+                self.journal.inexact(f"the changed ranks go on at batch {batch + 1} of epoch {epoch + 1}")
             self._saved = self._found.step
         self._stopper.listen()
-        trainer._signal_connector.received_sigterm = False  # it would end the training without a save, with exit code 0
         if self.stream is not None:
             loop = trainer.fit_loop.epoch_loop
             loop._on_after_fetch = partial(self._seed_between, trainer, loop._on_after_fetch)  # before a batch's hooks
@@ -265,8 +343,13 @@ class Stop(MemfitCallback):
         if (order := order_of(self._loader)) is not None:
             order.set_epoch(trainer.current_epoch)  # Lightning tells no batch_sampler
 
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.add(optimizer)
+        beat("data")  # callbacks may save, too
+
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *batch: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *batch)
+        beat("data")
         self._num_open += 1
         if len(self._stepped) == len(trainer.optimizers):
             self._stepped.clear()
@@ -294,6 +377,7 @@ class Stop(MemfitCallback):
             put_means(trainer, pl_module, resumed["means"])
         if "now" in resumed:
             set_rng_state(resumed["now"])
+        self._stopper.vote(trainer.global_step)  # all have their batch: nobody waits for long within the step
         if self._is_between_steps(trainer, batch_idx):
             step, noted = trainer.global_step, self._stopper.noted
             is_due = step // self.every > self._saved // self.every or (noted and step != self._saved)
@@ -304,7 +388,18 @@ class Stop(MemfitCallback):
                 raise self._stopper.end(f"after step {step}", self.folder.holds(step), **where)
             if self.stream is not None:
                 self.stream.step(step)
+        beat("microbatch", trainer.global_step)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_validation_batch_start(self, *batch: Any) -> None:
+        beat("validate")
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        beat("vote")  # metrics of all ranks are summed
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        beat("data")
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the end, so that the same command ends at once."""
@@ -318,10 +413,12 @@ class Stop(MemfitCallback):
         with self.folder.writing():
             trainer.save_checkpoint(path / _FILE)
             if self.stream is None and is_over is None:
-                save_checkpoint(path / _DRAWS, {"position": self._loader.position(batch_idx), "now": rng_state()})
+                own = {"position": self._loader.position(batch_idx), "now": rng_state()}
+                save_checkpoint(path / _DRAWS.format(self._rank), own)
+            if self._rank:
+                torch.save(running_means(trainer, trainer.lightning_module), path / _MEANS.format(self._rank))
         facts = {"identity": self._identity, "data": self._data, "environment": environment(), "is_over": bool(is_over)}
-        at = {"epoch": epoch, "batch": batch_idx, "epoch_step": batch_idx // trainer.accumulate_grad_batches}
-        self.folder.seal(step, {**at, **facts})
+        self.folder.seal(step, {"epoch": epoch, "batch": batch_idx, **facts})
         self.folder.prune(self.keep)
         self._saved = step
 
@@ -365,10 +462,13 @@ class Exact(Stop):
         super().__init__(folder, every=every, keep=keep, allow=allow)
         self.stream = KeyedStream(seed)
 
-    def _bind(self, train: Any) -> Any:
+    def _bind(self, trainer: Any, train: Any, is_dealt: bool) -> Any:
         assert self.stream is not None
         made = self.stream.loader(train)
         check_loader(train, self.allow)
+        order = order_of(made)
+        if is_dealt and self._ranks is not None and order is not None:
+            order.deal(self._ranks.rank, self._ranks.size)
         return made
 
     def _enter_epoch(self, epoch: int, batch: int) -> None:

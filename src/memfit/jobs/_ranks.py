@@ -309,7 +309,9 @@ class Agent:
         if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
             return f"rank {cause.number} left: a rank of another node was lost"
         seconds = round(time.time() - last.time, 1) if last and last.count else None
-        where = f" in {last.where}" if last and last.count else ""
+        where = f" in {last.where}" if last and last.count and last.place != "end" else ""
+        if has_hung and last and last.place in (*WAITING, "begin"):
+            where += " (or a peer: all waited there)"
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
         if not has_hung and (cause.code or 0) < 0:
             how = f"was ended by {_signal_name(-(cause.code or 0))}"

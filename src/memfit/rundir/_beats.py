@@ -26,7 +26,7 @@ LOST = re.compile(
     r"|Socket Timeout|Broken pipe|Connection refused|ncclRemoteError|NCCL communicator was aborted"
 )
 #: Why a rank leaves that only noticed that another was lost.
-_FOLLOWS = re.compile(r"a peer is lost|it lost its peers|rank \d+ (?:hangs|left)")
+_FOLLOWS = re.compile(r"it lost its peers|[Rr]ank \d+ (?:hangs|left|failed)")
 _BYTES = 768
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": int}

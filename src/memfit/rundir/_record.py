@@ -37,7 +37,7 @@ def record(kind: str, **fields: Any) -> None:
     try:
         events_dir, job_id, writer = current[0].events_dir, current[1], _Current.writer
         if writer is None or (writer.pid, writer.path.parent, writer.job_id) != (os.getpid(), events_dir, job_id):
-            if writer is not None:
+            if writer is not None and writer.pid == os.getpid():  # a fork may have another file at that descriptor
                 writer.close()
             _Current.writer = None
             writer = _Current.writer = EventWriter(events_dir, job_id)

@@ -30,6 +30,7 @@ from memfit.training._identity import environment as environment
 from memfit.training._identity import optimizer_identity as optimizer_identity
 from memfit.training._identity import refuse_changed as refuse_changed
 from memfit.training._journal import Journal as Journal
+from memfit.training._journal import Unheard as Unheard
 from memfit.training._keyed import KeyedDataset as KeyedDataset
 from memfit.training._keyed import KeyedSampler as KeyedSampler
 from memfit.training._keyed import TrainingData as TrainingData
@@ -37,11 +38,11 @@ from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import Leak as Leak
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
-from memfit.training._loop import data_identity as data_identity
-from memfit.training._loop import order_of as order_of
 from memfit.training._loop_parts import GOES_ON as GOES_ON
 from memfit.training._loop_parts import LoopParts as LoopParts
+from memfit.training._loop_parts import data_identity as data_identity
 from memfit.training._loop_parts import exports_position as exports_position
+from memfit.training._loop_parts import order_of as order_of
 from memfit.training._oom import Cleanup as Cleanup
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom
@@ -63,6 +64,9 @@ from memfit.training._process import rng_state as rng_state
 from memfit.training._process import say as say
 from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
+from memfit.training._ranks import Ranks as Ranks
+from memfit.training._ranks import among_peers as among_peers
+from memfit.training._ranks import order_sums as order_sums
 from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy

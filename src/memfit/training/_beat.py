@@ -119,7 +119,7 @@ def leave(why: str) -> NoReturn:
 def joined_group() -> Iterator[int]:
     """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank.
 
-    All leave together: a rank that has done its part waits for the others.
+    All leave together: a rank that has done its part waits for the others, and one whose peer failed leaves at once.
 
     Raises:
         UsageError: If there are GPUs, and fewer than ranks.
@@ -140,6 +140,8 @@ def joined_group() -> Iterator[int]:
         beat("vote")
         group.barrier()
         beat("end")
+    except PeerFailedError as error:
+        leave(error.what)  # an interpreter with torch needs a second of a core to end, which the failed rank needs
     except Exception as error:
         if not peers_lost(error):
             raise
@@ -300,7 +302,7 @@ class _Pulse:
         least = _HANG_SECONDS if self._given is None else self._given
         usual = max(least, _STEPS * (self._longest or self._first))
         is_first = place == "validate" != self.last.place or not self._has_stepped
-        is_long = self._repeats or is_first or place in _LONG_PLACES
+        is_long = place not in WAITING and (self._repeats or is_first or place in _LONG_PLACES)
         return max(usual, _LONGER * least) if is_long else usual
 
     def _look(self) -> None:

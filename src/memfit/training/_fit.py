@@ -24,7 +24,7 @@ from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tens
 from memfit.training._deal import own_part
 from memfit.training._ema import Ema
 from memfit.training._fsdp import ShardedFolder
-from memfit.training._journal import Journal
+from memfit.training._journal import Journal, Unheard
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, check_save_seconds, rng_state, seed_rank
@@ -34,15 +34,6 @@ from memfit.training._resume import Progress, Resume
 from memfit.training._setup import Plan, Setup
 from memfit.training._split import samples_in
 from memfit.training._validation import Validation, attempt_twice
-
-
-class _Unheard(Journal):
-    """The journal of a rank that tells nothing: it keeps the times alone."""
-
-    def _ignore(self, *args: Any, **fields: Any) -> None:
-        pass
-
-    phase = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
 
 
 class Fit:
@@ -60,7 +51,7 @@ class Fit:
             refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
-        self.progress, self.journal = Progress(), (Journal if self.is_first else _Unheard)(plan.num_epochs)
+        self.progress, self.journal = Progress(), (Journal if self.is_first else Unheard)(plan.num_epochs)
         if self.ranks is not None:
             self._join(self.ranks)
         self.validation = Validation(setup, plan, self._where, self._stop_alone)

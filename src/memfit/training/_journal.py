@@ -170,6 +170,15 @@ class Journal:
         record("stop", signal=signal_name, epoch=epoch, step=step)
 
 
+class Unheard(Journal):
+    """The journal of a rank that tells nothing: it keeps the times alone."""
+
+    def _ignore(self, *args: Any, **fields: Any) -> None:
+        pass
+
+    phase = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
+
+
 def _describe(figures: Mapping[str, float | None]) -> str:
     """Return the figures as a line for people.
 

@@ -377,6 +377,7 @@ def _parts(batches: Any) -> list[Any]:
 def _generators(batches: Any) -> list[torch.Generator]:
     """Return the ``generator=`` of a loader and its samplers, each once."""
     held = [getattr(part, "generator", None) for part in _parts(batches)]
+    held.append(getattr(batches, "synchronized_generator", None))  # of Accelerate, on several ranks
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
 

@@ -20,19 +20,19 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
-from memfit.training._loop_parts import GOES_ON, LoopParts
+from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of, order_of
 from memfit.training._preflight import rehearse
 from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, say, set_rng_state
+from memfit.training._ranks import Ranks, leave_uncaught, order_sums
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
-from memfit.training._stream import KeyedOrder, KeyedStream, deaf_workers, stream_identity
-
-_DRAWS = "draws.pt"
+from memfit.training._stream import KeyedStream, deaf_workers, stream_identity
 
 
 @dataclass
@@ -144,6 +144,18 @@ class Loop:
         self._first_state: Any = None
         self._loss: Any = None
         self._numbers: dict[str, float] = {}
+        self._ranks: Ranks | None = None
+
+    def _join(self, ranks: Ranks) -> None:
+        """Stop, save and resume together with the other ranks of a group."""
+        self._ranks = ranks
+        if self._stream is not None:
+            self._stream.rank = ranks.rank
+        if self._folder is not None:
+            self._folder.ranks = ranks
+            self._stopper.join(ranks)
+            keep_beats(self._folder.path)
+            leave_uncaught()
 
     # --- what a loop says
 
@@ -246,12 +258,13 @@ class Loop:
         self._rehearse(loader)
         self.journal.phase("train")
         self._stop_or_save()
-        at, num_batches = self._at, _length(loader)
+        at, num_batches = self._at, length_of(loader)
         source = None if self._stream or self._folder is None else self.parts.source(loader)
         states: deque[Any] = deque([None] * self.parts.look_ahead, maxlen=self.parts.look_ahead + 1)
         batches = self._open(loader, source)
         while True:
             began = time.perf_counter()
+            self._beat("data")
             batch = next(batches, batches)
             waited = time.perf_counter() - began
             self._restore_draws()
@@ -262,6 +275,7 @@ class Loop:
                 self._draws |= {"source": states[0], "is_over": self.parts.is_over(loader)}
             if self._stream and not self._is_open:
                 self._stream.step(at.step)
+            self._beat("microbatch")
             was_open, self._is_open = self._is_open, True
             at.batch, at.sample = at.batch + 1, at.sample + self._data_size
             try:
@@ -275,6 +289,7 @@ class Loop:
                 is_due = at.step % (self._every or at.step) == 0
                 self._stop_or_save(is_due=is_due and not (at.batch == num_batches and self._is_in_epochs))
         self.journal.phase("validate")
+        self._beat("end")  # what follows is the script's own
         if self._stream:
             self._stream.step(at.step)
 
@@ -302,12 +317,11 @@ class Loop:
         """Begin an epoch, at the batch after those that were trained."""
         at, order, draws = self._at, order_of(loader), self._draws
         self.parts.enter_epoch(loader, at.epoch)
-        size, count = self._data_size, at.sample // self._data_size
-        at.batch = count
+        count = at.batch = at.sample // self._data_size
         if order is not None:
             order.set_epoch(at.epoch)
-            order.skip(at.sample)
-            return iter(() if count == self._num_batches else loader)
+            left = () if count == self._num_batches else self.parts.skip_ordered(loader, order, at.sample, count)
+            return iter(left)
         if _kind_of(loader) == "indexed":
             self._restore_draws()
             if hasattr(loader, "set_epoch"):
@@ -322,13 +336,18 @@ class Loop:
             set_rng_state(draws["start"])
             for generator, state in zip(generators, draws["generators"], strict=False):
                 generator.set_state(state)
-        if not count:
-            if self._first_state is not None and source is not None:
-                source.load_state_dict(self._first_state)
-                self._first_state = None
-            return iter(loader)
-        if source is None and _is_stream(loader):
-            why = f"{count * size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
+        if count:
+            return self._go_on(loader, source, count, draws)
+        if self._first_state is not None and source is not None:
+            source.load_state_dict(self._first_state)
+            self._first_state = None
+        return iter(loader)
+
+    def _go_on(self, loader: Any, source: Any, count: int, draws: Mapping[str, Any]) -> Iterator[Any]:
+        """Go on within an epoch of data in the loader's own order, after ``count`` batches; say what is not exact."""
+        if source is None and is_stream(loader):
+            at = self._at
+            why = f"{count * self._data_size} samples of epoch {at.epoch + 1} are seen again: no state_dict of them"
             self.journal.inexact(why)
             return iter(loader)
         if source is not None and (state := draws.get("source")) is not None:
@@ -354,6 +373,7 @@ class Loop:
         at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
         where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": self._steps_of(at)}
         self.journal.step(where, self._loss)
+        self._stopper.vote(at.step)
         return True
 
     def _steps_of(self, at: _Position) -> int:
@@ -400,7 +420,7 @@ class Loop:
         with folder.writing():
             self.parts.save(path)
             if self._stream is None:
-                save_checkpoint(path / _DRAWS, {**(self._draws or {}), "now": rng_state()})
+                save_checkpoint(path / self._draws_file, {**(self._draws or {}), "now": rng_state()})
         facts = {"identity": self._identity, "data": self._data, "position": asdict(at), "environment": environment()}
         folder.seal(at.step, {"epoch": at.epoch, **facts})
         folder.prune(self._keep)
@@ -416,11 +436,15 @@ class Loop:
             self.parts.check()
             self._identity = stream_identity(self._stream)
             self._identity |= self.settings | self.parts.identity()
+            self._beat("load")
+            self._stack.callback(self._beat, "end")
             self._stack.enter_context(self._folder.held())
             self._stopper.listen()
             self._stack.callback(self._stopper.close)
             if (found := self._folder.newest()) is not None:
                 self._resume(found)
+        for wrapper in self.parts.wrappers() if self._stream and self._ranks else ():
+            order_sums(wrapper)
         for model in self.parts.models().values() if self._stream else ():
             self._stack.callback(check_first_forward(model, lambda: self._is_open, self.allow).remove)
 
@@ -432,11 +456,16 @@ class Loop:
         self._at = _Position(**facts["position"])
         if facts["identity"]["seed"] is None and not self._at.batch:  # between two epochs Stop may become Exact
             allow |= stream_identity(None).keys()
+        if self._stream is None:
+            allow.add("world_size")
         changed = refuse_changed(found.path, facts["identity"], self._identity, allow)
         self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})
-        if self._stream is None and (found.path / _DRAWS).exists():
-            self._draws = load_checkpoint(found.path / _DRAWS)
+        if "world_size" in changed and self._at.batch:
+            self._at.sample = self.parts.dealt(self._at.sample, *changed["world_size"])
+            self.journal.inexact("other ranks are dealt other batches; what is left over of a step is seen again")
+        if self._stream is None and (found.path / self._draws_file).exists():
+            self._draws = load_checkpoint(found.path / self._draws_file)
             if not self._at.batch:
                 set_rng_state(self._draws["now"])
         else:
@@ -445,41 +474,18 @@ class Loop:
         self._saved = replace(self._at)
         self.journal.resume(found.path, (self._at.epoch, self._at.epoch_step))
 
+    def _beat(self, place: str) -> None:
+        if self._folder is not None:
+            beat(place, self._at.step)
+
+    @property
+    def _draws_file(self) -> str:
+        return f"draws-{self._ranks.rank}.pt" if self._ranks is not None and self._ranks.rank else "draws.pt"
+
     def _check_data(self, loader: Any) -> None:
         """Refuse other data than the checkpoint's."""
         now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
             refuse_changed(self._folder.path, self._data, now, self.allow)
-        self._data, self._num_batches = now, _length(loader)
+        self._data, self._num_batches = now, length_of(loader)
         self._data_size = now["batch_size"] or 1
-
-
-def order_of(loader: Any) -> KeyedOrder | None:
-    """Return the order of a loader that a ``KeyedStream`` has made, also after a framework has wrapped it."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None))
-    return next((one for one in found if isinstance(one, KeyedOrder)), None)
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
-def _is_stream(loader: Any) -> bool:
-    return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
-
-
-def data_identity(loader: Any) -> dict[str, Any]:
-    """Return what must not change of a loader between a checkpoint and its resume; workers may."""
-    batches, data, order = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader), order_of(loader)
-    sampler = order.sampler if order is not None else getattr(batches, "sampler", batches)
-    size = getattr(batches, "batch_size", None) or getattr(loader, "batch_size", None)
-    return {
-        "num_samples": _length(data),
-        "batch_size": None if order is not None and batches is order else size,
-        "drop_last": getattr(batches, "drop_last", None),
-        "sampler": type(sampler).__name__,
-    }

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import optimizer_identity
-from memfit.training._stream import _KEPT, _KEPT_BY_WORKERS
+from memfit.training._stream import _KEPT, _KEPT_BY_WORKERS, KeyedOrder
 
 #: Why a resume from an exported position is not exact.
 GOES_ON = "the stream goes on where its state_dict says; what a shuffle buffer held may not come again"
@@ -56,6 +56,10 @@ class LoopParts:
 
     def models(self) -> dict[str, torch.nn.Module]:
         return {name: one for name, one in self.parts.items() if isinstance(one, torch.nn.Module)}
+
+    def wrappers(self) -> list[Any]:
+        """Return the models as the loop calls them."""
+        return list(self.models().values())
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for one in self.parts.values() if isinstance(one, torch.optim.Optimizer)]
@@ -126,12 +130,21 @@ class LoopParts:
             options["batch_sampler"] = _Rest(loader.batch_sampler, count)
         return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **options)
 
+    def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
+        """Return what is left of an epoch in a known order."""
+        order.skip(num_samples)
+        return loader
+
     def placed(self, batch: Any) -> Any:
         """Return a batch where the training has it, if not its loop but its loader brings it there."""
         return batch
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         """Tell a loader the epoch, counted from 0, if it keeps one."""
+
+    def dealt(self, count: int, before: int, now: int) -> int:
+        """Return how many samples of an epoch each rank has had, if the ranks of now had dealt them."""
+        return count * before // now
 
     def is_over(self, loader: Any) -> bool:
         """Return whether a stream is known to have given its last batch."""
@@ -150,6 +163,38 @@ def exports_position(stream: Any) -> bool:
         return False
     parameters = inspect.signature(stream.state_dict).parameters.values()
     return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+
+
+def order_of(loader: Any) -> KeyedOrder | None:
+    """Return the order of a loader that a ``KeyedStream`` has made, also after a framework has wrapped it."""
+    batches = getattr(loader, "batch_sampler", None)
+    shared = getattr(batches, "batch_sampler", None)  # what Accelerate deals to several ranks
+    found = (batches, shared, *(getattr(one, "sampler", None) for one in (batches, shared, loader)))
+    return next((one for one in found if isinstance(one, KeyedOrder)), None)
+
+
+def length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def is_stream(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def data_identity(loader: Any) -> dict[str, Any]:
+    """Return what must not change of a loader between a checkpoint and its resume; workers may."""
+    batches, data, order = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader), order_of(loader)
+    sampler = order.sampler if order is not None else getattr(batches, "sampler", batches)
+    size = getattr(batches, "batch_size", None) or getattr(loader, "batch_size", None)
+    return {
+        "num_samples": length_of(data),
+        "batch_size": None if order is not None and batches is order else size,
+        "drop_last": getattr(batches, "drop_last", None),
+        "sampler": type(sampler).__name__,
+    }
 
 
 class _Rest(Sampler[Any]):

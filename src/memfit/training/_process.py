@@ -196,11 +196,25 @@ class Stopper:
         self._signals = StopSignals()
         self._stack = ExitStack()
         self._heard: dict[int, Any] = {}
+        self._ranks: Any = None
 
     @property
     def noted(self) -> str | None:
-        """The name of the signal that asks for a stop; None if none does."""
-        return self._signals.noted
+        """The name of the signal that asks for a stop, on any rank at the last vote; None if none does."""
+        if self._ranks is None:
+            return self._signals.noted
+        return signal.Signals(self._ranks.request).name if self._ranks.request > 0 else None
+
+    def join(self, ranks: Any) -> None:
+        """Stop where all ``Ranks`` of a group stop: each tells in its votes what it has noted."""
+        self._ranks = ranks
+        ranks.wants = lambda: 0 if self._signals.noted is None else int(signal.Signals[self._signals.noted])
+
+    def vote(self, step: int) -> None:
+        """Hear, after an optimizer step, what the other ranks have noted; nothing in a process that trains alone."""
+        if self._ranks is not None:
+            self._ranks.step = step
+            self._ranks.settle()
 
     def listen(self) -> None:
         """Note the signals from now on; again, after a framework has put handlers of its own in their place."""

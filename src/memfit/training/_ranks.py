@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from memfit.errors import MemfitError, PeerFailedError, StoppedError
+from memfit.errors import MemfitError, PeerFailedError, StoppedError, UsageError
 from memfit.training._beat import beat, leave, lost_peers, peers_lost
 
 OK, FATAL, STOPPED = range(3)
@@ -155,6 +158,24 @@ class Ranks:
             dist.all_gather_object(found, value, group=self.side)
         beat("end")
         return found
+
+    def lead(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 alone, and return on all ranks what it returned: plain values.
+
+        Raises:
+            PeerFailedError: It failed there; rank 0 raises its error.
+        """
+        box, own = [None], None
+        if self.rank == 0:
+            try:
+                box = [function()]
+            except Exception as error:
+                own = error
+        text = "" if own is None else first_line(own)
+        self.raise_failed(self.vote(self.ballot(status=OK if own is None else FATAL, text=text)), own)
+        with or_leave("the word of rank 0 failed"):
+            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.side)
+        return box[0]
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers in their next vote that this rank ends, unless they end as well."""
@@ -308,6 +329,56 @@ def or_leave(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         leave(lost_peers(error) if peers_lost(error) else f"{what}: {first_line(error)}")
+
+
+def order_sums(model: Any) -> None:
+    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it.
+
+    It puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where
+    a gradient lies: the first step after a resume would differ. So this makes a pass without a model, as if the
+    gradients came from the last weight to the first.
+
+    Raises:
+        UsageError: The wrapper has ``static_graph=True``, so that its first pass differs from the others.
+    """
+    if getattr(model, "static_graph", False):
+        raise UsageError(
+            "DistributedDataParallel has static_graph=True.",
+            rule="exact: all steps add gradients in the same order, also the first one after a resume.",
+            remedy="leave it off",
+        )
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:  # then it keeps its first ones
+        return
+    weights = [one for one in model.module.parameters() if one.requires_grad]
+    model.reducer.prepare_for_backward([])
+    torch.autograd.backward([one.sum() * 0 for one in weights])
+    for one in weights:
+        one.grad = None
+
+
+@contextmanager
+def among_peers() -> Iterator[None]:
+    """Leave with exit code 79 if an error says that another rank is lost, and watch this rank no longer afterwards."""
+    try:
+        yield
+    except Exception as error:
+        if peers_lost(error):
+            leave(f"a peer is lost: {first_line(error)}")
+        raise
+    finally:
+        beat("end")  # what follows is the script's own
+
+
+def leave_uncaught() -> None:
+    """Leave with exit code 79 after an error that nobody caught if it says that another rank is lost."""
+    before = sys.excepthook
+
+    def leaves(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if peers_lost(error):
+            leave(f"a peer is lost: {first_line(error)}")
+
+    sys.excepthook = leaves
 
 
 def first_line(error: BaseException) -> str:

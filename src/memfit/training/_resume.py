@@ -125,7 +125,7 @@ class Resume:
         taken = None if folder is None or (ranks and ranks.rank) else folder.newest()
         if ranks is not None and folder is not None:
             path = ranks.gather(str(taken[0]) if taken else "")[0]
-            beat("load")
+            beat("load")  # no longer at the vote
             taken = taken or ((Path(path), folder.read(Path(path))) if path else None)
         return None if taken is None else self._restore(*taken)
 

@@ -13,19 +13,22 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, refresh, sync_folder
 from memfit.rundir import record
+from memfit.training._beat import beat
 from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
 from memfit.training._identity import environment
 from memfit.training._process import check_save_seconds
+from memfit.training._ranks import Ranks
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
@@ -66,6 +69,9 @@ class SealedFolder:
         path: The folder.
         prefix: Begins the name of each checkpoint.
 
+    Attributes:
+        ranks: Several ranks call each method together: rank 0 alone locks, marks, seals and chooses, and tells them.
+
     Example:
         >>> import tempfile
         >>> folder = SealedFolder(tempfile.mkdtemp())
@@ -79,13 +85,15 @@ class SealedFolder:
     def __init__(self, path: Path | str, prefix: str = "step-") -> None:
         self.path = Path(path)
         self.prefix = prefix
+        self.ranks: Ranks | None = None
         self._began = time.monotonic()
         self._name = re.compile(re.escape(prefix) + r"(\d+)")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the only process that writes here."""
-        with hold(self.path):
+        """Be the only training that writes here."""
+        with ExitStack() as stack:
+            self.lead(lambda: stack.enter_context(hold(self.path)))
             yield
 
     @contextmanager
@@ -105,14 +113,19 @@ class SealedFolder:
 
     def begin(self, step: int) -> Path:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
-        path, self._began = self.folder_of(step), time.monotonic()
+        beat("save", step)
+        self._began = time.monotonic()
+        self.lead(partial(self._begin, step))
+        return self.folder_of(step)
+
+    def _begin(self, step: int) -> None:
+        path = self.folder_of(step)
         with self.writing():
             if (path / SEAL).exists():
                 shutil.rmtree(self._replaced(step), ignore_errors=True)
                 path.rename(self._replaced(step))
             path.mkdir(parents=True, exist_ok=True)
             (path / _MARK).touch()
-        return path
 
     def seal(self, step: int, facts: Mapping[str, Any]) -> Path:
         """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values).
@@ -120,6 +133,14 @@ class SealedFolder:
         Raises:
             JobFailedError: The disk refuses it; older checkpoints stay.
         """
+        if self.ranks is not None:
+            self.ranks.settle()  # all have written
+            beat("save", step)
+        self.lead(partial(self._seal, step, facts))
+        beat("sealed", step)
+        return self.folder_of(step)
+
+    def _seal(self, step: int, facts: Mapping[str, Any]) -> None:
         path = self.folder_of(step)
         with self.writing():
             files = _hash_all(path, sync=True)
@@ -136,10 +157,11 @@ class SealedFolder:
             shutil.rmtree(self._replaced(step), ignore_errors=True)
         record("checkpoint", path=str(path), step=step, epoch=facts.get("epoch"), bytes=_total(files))
         check_save_seconds(time.monotonic() - self._began)
-        return path
 
     def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
         """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``."""
+        if self.ranks is not None and self.ranks.rank:
+            return
         sealed = [path for path in self._paths().values() if (path / SEAL).exists()]
         for path in sealed[keep:]:
             if path not in spared:
@@ -153,6 +175,10 @@ class SealedFolder:
         Raises:
             DamagedError: All that were sealed are damaged: starting over silently would hide the loss.
         """
+        found: Sealed | None = self.lead(self._newest)
+        return found
+
+    def _newest(self) -> Sealed | None:
         self._clear()
         damaged = []
         for step, path in self._paths().items():
@@ -176,11 +202,16 @@ class SealedFolder:
         Raises:
             DamagedError: A file is missing, or differs from its hash.
         """
-        return _read(self.folder_of(step), step)
+        found: Sealed = self.lead(lambda: _read(self.folder_of(step), step))
+        return found
 
     def foreign(self) -> list[Path]:
         """Return the folders named like checkpoints that were never sealed, newest first: the framework's own."""
         return [path for path in self._paths().values() if not (path / SEAL).exists() and not (path / _MARK).exists()]
+
+    def lead(self, function: Callable[[], Any]) -> Any:
+        """Call a function, of several ranks on rank 0 alone, and return on all what it returned."""
+        return function() if self.ranks is None else self.ranks.lead(function)
 
     def _clear(self) -> None:
         """Remove what was never sealed; put back what was to be replaced by it."""

@@ -8,6 +8,7 @@ then change nothing, and a training may go on with another number of workers.
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import multiprocessing.context
 import signal
@@ -37,6 +38,7 @@ class KeyedStream:
 
     Args:
         seed: Other seeds, other order and draws, of the same distribution.
+        rank: Of several ranks each draws its own numbers in the model; order, items and collation know no rank.
 
     Example:
         >>> class Noisy:
@@ -55,12 +57,13 @@ class KeyedStream:
 
     version = STREAM
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, rank: int = 0) -> None:
+        self.seed, self.rank = seed, rank
 
     def step(self, number: int) -> None:
         """Seed the global generators of Python, NumPy and torch, on every device, for the optimizer step ``number``."""
-        seed = seed_key(self.seed, _ORDER, number)  # torch.manual_seed formats a traceback for each unused device
+        # torch.manual_seed formats a traceback for each unused device
+        seed = seed_key(self.seed, _ORDER, number, *[self.rank] * (self.rank > 0))
         for device in (torch.cuda, torch.xpu):
             if device.is_initialized():
                 device.manual_seed_all(seed)
@@ -127,6 +130,17 @@ class KeyedOrder(Sampler[Any]):
     def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
         self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
         self.epoch = self._skip = 0
+        self._rank, self._size = 0, 1
+
+    def deal(self, rank: int, size: int) -> None:
+        """Give every ``size``-th sample (or batch) from ``rank`` on; the first ones again, so that all have as many.
+
+        >>> order = KeyedOrder(torch.utils.data.SequentialSampler(range(5)), seed=3)
+        >>> order.deal(1, 2)
+        >>> list(order), len(order)
+        ([(0, 1), (0, 3), (0, 0)], 3)
+        """
+        self._rank, self._size = rank, size
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of this epoch, counted from 0; another than before begins at its start."""
@@ -138,7 +152,7 @@ class KeyedOrder(Sampler[Any]):
         self._skip = count
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return -(-len(self.sampler) // self._size)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.epoch, self._skip
@@ -152,6 +166,9 @@ class KeyedOrder(Sampler[Any]):
                 if isinstance(generator := getattr(one, "generator", None), torch.Generator):
                     generator.manual_seed(int(torch.randint(2**62, ())))
             order = list(self.sampler)
+        if self._size > 1:
+            count = -(-len(order) // self._size) * self._size
+            order = list(itertools.islice(itertools.cycle(order), self._rank, count, self._size))
         for one in order[start:]:
             yield [(epoch, _index(index)) for index in one] if self.of_batches else (epoch, _index(one))
 

@@ -1,0 +1,94 @@
+"""A loop of Accelerate on several ranks: one seal, one step of a stop, and each rank's bytes as without a stop."""
+
+import functools
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+
+import ranked  # noqa: E402
+from integrations import test_accelerate  # noqa: E402
+from memfit.integrations.accelerate import Stop  # noqa: E402
+from training.loops import NUM_SAMPLES, plain  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def train(rank, size, folder, victim=None, settings=()):
+    """Train on one rank; ``victim``: (rank, moment, signal)."""
+    AcceleratorState._reset_state(True)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+    def at(moment):
+        if victim is not None and (rank, moment) == victim[:2]:
+            os.kill(os.getpid(), victim[2])
+
+    return test_accelerate.train(folder, at, **dict(settings))
+
+
+def run(size, folder, victim=None, **settings):
+    folder.mkdir(exist_ok=True)
+    return ranked.run(size, folder, train, size, folder / "kept", victim, tuple(settings.items()))
+
+
+@functools.cache
+def whole(size, **settings):
+    """What each rank ends with if nothing stops it."""
+    return ranked.values(run(size, Path(tempfile.mkdtemp()), **settings))
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, {}),
+        (4, {"workers": 1}),
+        (2, {"split": True}),
+        (2, {"form": Stop, "collate": plain}),
+        (2, {"with_loss": True}),
+    ],
+    ids=["dealt", "four with workers", "split", "stop", "rehearsed"],
+)
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_each_goes_on_to_its_bytes(tmp_path, size, settings):
+    at = ("batch", 1, 2 if size == 2 else 1)
+    ends = run(size, tmp_path, (1, at, signal.SIGTERM), **settings)
+    steps = {end.error.partition("StoppedError: Stopped by SIGTERM after ")[2][:6] for end in ends}
+    assert len(steps) == 1 and steps != {""}, ends[0].error
+    found = ranked.values(run(size, tmp_path, **settings))
+    assert [left for left, *_ in found] == [left for left, *_ in whole(size, **settings)]
+    for (_, seen, _), (_, undisturbed, _) in zip(found, whole(size, **settings), strict=True):
+        assert seen == undisturbed[-len(seen) :]
+    first_epoch = {one for _, seen, _ in whole(size, **settings) for batch in seen[: len(seen) // 3] for one in batch}
+    assert first_epoch == {*range(1, NUM_SAMPLES + 1)}
+
+
+def killed(rank, folder):
+    """Lose rank 1 within a save."""
+    if rank == 1:
+        return train(rank, 2, folder, None, (("tear", True),))
+    return train(rank, 2, folder)
+
+
+def test_a_save_in_which_a_rank_died_is_not_taken_and_another_number_of_ranks_is_refused(tmp_path):
+    ends = ranked.run(2, tmp_path, killed, tmp_path / "kept")
+    assert [end.code for end in ends] == [79, -9]
+    sealed = {path.name: (path / "SEAL.json").exists() for path in (tmp_path / "kept").glob("step-*")}
+    assert sorted(sealed.values()) == [False, True, True]
+    refused = run(3, tmp_path)
+    assert all("world_size: 2 then, 3 now" in end.error for end in refused)
+    allowed = ranked.values(run(3, tmp_path, allow=("world_size",)))
+    assert len({left for left, *_ in allowed}) == 1
+
+
+def test_with_four_ranks_a_lost_one_changes_no_byte(tmp_path):
+    ends = run(4, tmp_path, (2, ("batch", 2, 1), signal.SIGKILL))
+    assert ends[2].code == -9
+    found = ranked.values(run(4, tmp_path))
+    assert [left for left, *_ in found] == [left for left, *_ in whole(4)]
