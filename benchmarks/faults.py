@@ -1,274 +1,421 @@
-"""Faults at every place of a training of several ranks: no stall, the same weights, nothing hangs.
+"""Faults of ranks: each place of a training x what happens there, on four ranks under memfit's agent.
 
-    python benchmarks/faults.py [--faults 100] [--ranks 4] [--each 10] [--seed 0] [--sharded] [--json FILE]
+    python benchmarks/faults.py [--launch WORDS] [--json FILE]
 
-Each launch is a job under memfit's agent, as ``memfit run --nproc 4``: memfit's Trainer on a model in
-DistributedDataParallel, or sharded by ``fully_shard``, with validation and a checkpoint after each step. It meets
-``--each`` faults one after another. A fault is a place (forward, loss, backward, in the update, reduction, validation,
-save, rendezvous, load), what happens there (out of memory, an error, SIGKILL, a hang) and a rank. The weights are
-compared with those of a launch without a fault: to the byte where no batch was split, else to 1e-9 in float64.
-
-Printed for each fault: the time to the next optimizer step, and the steps that were done again. Exit status 0: every
-launch ended by itself with the same weights, and no next step took longer than 10 s and one start of the ranks; after a
-hang, longer than its rule and that. The ranks are forked from a process that has imported torch.
+A small model is trained by memfit's Trainer, wrapped in DistributedDataParallel, as ``memfit run --nproc 4 -- python``.
+Faults strike at ten places: out of memory (torch.OutOfMemoryError), an error, SIGKILL and a hang (SIGSTOP, or a sleep
+for ever). A launch has many of them: those that cost a restart strike in one generation each. Printed for each fault:
+how it ended, the stall (until all ranks had left, or the next step), the seconds to the next optimizer step of that
+rank with all imports, and the steps that were made again. A hang may stall for as long as memfit's rule allows.
+Exit status: 0 every launch ended with the bytes of a training without faults, no stall was longer than 10 s, and an
+honest step of 40 s was not ended; else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import itertools
+import hashlib
 import json
 import os
-import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-PLACES = ("forward", "loss", "backward", "update", "reduction", "validation", "save", "rendezvous", "load")
-HAPPENS = ("out of memory", "error", "SIGKILL", "hang")
-#: What ends the generation before it has a checkpoint, so that two in a row would end the job.
-EARLY = ("rendezvous", "load")
-HANG_SECONDS, NUM_STEPS, LONGEST_SECONDS = 1.0, 16, 10.0
-_LONGER = 30
+from memfit.rundir import RANKS_VARIABLE, WAITING, read_beats, read_events
+from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, joined_group
+
+RANKS = 4
+PLACES = (
+    "forward", "loss", "backward", "trial", "update", "reduction", "validation", "save", "rendezvous", "load",
+)  # fmt: skip
+OUT_OF_MEMORY, ERROR, KILL, HANG, SLOW = "out of memory", "error", "SIGKILL", "hang", "slow"
+#: Where no generation has made a checkpoint yet.
+_STARTS = frozenset({"rendezvous", "load"})
+#: Those at the end of an epoch.
+_ENDS = frozenset({"validation", "save"})
+STEPS_PER_EPOCH = 4
+_HANG_SECONDS, _MOST_STALL, _MOST_START, _LONGER = 1.0, 10.0, 60.0, 30
 
 
-class Fault(Exception):
-    """An error of the user's own."""
+@dataclass(frozen=True)
+class Fault:
+    """What happens once, to some ranks, at a place of the step after ``at`` steps, or as a generation starts."""
+
+    number: int
+    place: str
+    what: str
+    ranks: tuple[int, ...]
+    at: int | None = None
+    generation: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        where = "all ranks" if len(self.ranks) == RANKS else f"rank {', '.join(map(str, self.ranks))}"
+        return f"{self.what} in {self.place}, {where}"
 
 
-class Plan:
-    """The faults of a launch, one after another, in files that all ranks see."""
+# --- the training
 
-    def __init__(self, folder: Path, faults: list[dict[str, Any]]) -> None:
-        self.folder, self.faults, self.rank = folder, faults, int(os.environ["RANK"])
-        self.began, self.fired = self._count("steps"), self._count("fired")
 
-    def _count(self, name: str) -> int:
-        path = self.folder / name
-        return len(path.read_bytes().splitlines()) if path.exists() else 0
+class Faults:
+    """Strikes at the places of one rank, and notes when, and when each optimizer step was done."""
 
-    def note(self, name: str, *numbers: object) -> None:
-        with open(self.folder / name, "a") as file:
-            file.write(" ".join(map(str, (time.time(), *numbers))) + "\n")
+    def __init__(self, folder: Path) -> None:
+        self.rank, self.generation = int(os.environ["RANK"]), int(os.environ["MEMFIT_GENERATION"])
+        self.folder = folder
+        self.optimizer: Any = None
+        plan = [Fault(**one) for one in json.loads((folder / "plan.json").read_text())]
+        self.own = [one for one in plan if self.rank in one.ranks]
+        self.log = os.open(folder / f"log_{self.rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def note_step(self, number: Callable[[], int], outcome: object) -> None:
-        self.note("steps", number())
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps so far, those before a checkpoint included."""
+        states: Any = () if self.optimizer is None else self.optimizer.state.values()
+        return max((int(state["step"]) for state in states), default=0)
 
-    def at(self, place: str) -> None:
-        """Do what is next if it is for here: after two steps of this generation, where it is not at its start."""
-        fired, steps = self._count("fired"), self._count("steps")
-        if fired == len(self.faults):
-            return
-        fault = self.faults[fired]
-        if steps and fired and fired != self.fired:  # by another rank, in this generation
-            self.fired, self.began = fired, steps
-        is_due = place in EARLY or steps >= self.began + 2
-        if (fault["place"], fault["rank"]) != (place, self.rank) or not is_due:
-            return
-        self.note("fired", fired)
-        self.fired, self.began = fired + 1, steps
-        if fault["does"] == "SIGKILL":
+    def note(self, **fields: Any) -> None:
+        content = {"time": time.time(), "rank": self.rank, "generation": self.generation, **fields}
+        os.write(self.log, json.dumps(content).encode() + b"\n")
+
+    def at(self, place: str, half: Callable[[], object] = lambda: None) -> None:
+        """Strike if a fault is due here; ``half`` is done before."""
+        for one in self.own:
+            if one.place != place or self.generation != (self.generation if one.at is not None else one.generation):
+                continue
+            if one.at is not None and one.at != self.num_steps:
+                continue
+            with suppress(FileExistsError):
+                os.close(os.open(self.folder / f"struck_{one.number}_{self.rank}", os.O_CREAT | os.O_EXCL))
+                self._strike(one, half)
+
+    def _strike(self, one: Fault, half: Callable[[], object]) -> None:
+        import torch
+
+        beat = read_beats(Path(os.environ[RANKS_VARIABLE]))[self.rank]
+        rule = (beat.patience or 0.0) * (_LONGER if beat.place in WAITING else 1)
+        waits = beat.place in (*WAITING, "begin")  # so do its peers: nobody can tell which of them hangs
+        self.note(fault=one.number, steps=self.num_steps, rule=rule if one.what == HANG else 0.0, waits=waits)
+        half()
+        if one.what == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if one.what == ERROR:
+            raise ValueError("a fault on purpose")
+        if one.what == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault["does"] == "hang":
-            time.sleep(3600)
-        if fault["does"] == "error":
-            raise Fault(f"at {place}")
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+        if one.what == HANG and self.rank % 2 == 0 and self.rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(one.seconds or 1e6)
+
+    def before(self, holder: Any, name: str, place: str, of: type = object) -> None:
+        """Strike before each call of a function whose first argument, if it has one, is an ``of``."""
+        call = getattr(holder, name)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(next(iter(args), None), of):
+                self.at(place)
+            return call(*args, **kwargs)
+
+        setattr(holder, name, faulty)
 
 
-def parts_of(plan: Plan) -> tuple[Any, Any, Any, Any]:
-    """Return the model, its optimizer's class, the data and the loss, with faults in them."""
+def train(folder: str, num_epochs: int) -> None:
+    """Train on one rank of a group, with the faults of ``plan.json``; leave a digest of all that was trained."""
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
 
-    class Backward(torch.autograd.Function):
+    torch.set_num_threads(1)
+    faults = Faults(Path(folder))
+    faults.before(dist, "init_process_group", "rendezvous")
+    faults.before(torch, "load", "load")
+    faults.before(dist, "all_reduce", "reduction")
+    if faults.rank == 0:
+        faults.before(torch, "save", "save", of=dict)  # of a checkpoint
+    else:
+        faults.before(dist, "all_gather_object", "save")
+
+    class FailsBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            plan.at("backward")
-            return gradient
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            faults.at("backward")
+            return grad
 
-    class Model(torch.nn.Sequential):
-        def forward(self, x: Any) -> Any:
-            plan.at("forward" if self.training else "validation")
-            apply: Any = Backward.apply
-            for layer in self:
-                x = layer(x)
-            return apply(x)
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.dropout = torch.nn.Linear(6, 64), torch.nn.Linear(64, 1), torch.nn.Dropout(0.2)
 
-    class Optimizer(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            found = super().step(closure)
-            plan.at("update")
-            return found
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                faults.at("forward")
+            return self.last(torch.relu(self.first(self.dropout(x))))  # type: ignore[no-any-return]
 
-    class Data(torch.utils.data.Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 8 * NUM_STEPS
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.randn(8, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-
-    def loss(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        found = (model(x) - x).square().sum()
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        found = (model(x) - x.sum(1, keepdim=True)).square().sum()
+        faults.at("loss" if model.training else "validation")
         if model.training:
-            plan.at("loss")
+            found = FailsBackward.apply(found)  # type: ignore[no-untyped-call]
         return found, len(x)
 
-    torch.manual_seed(1)
-    model = Model(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)).double()
-    return model, Optimizer, Data(), loss
-
-
-def train(folder: str, faults: list[dict[str, Any]], is_sharded: bool = False) -> dict[str, Any]:
-    """Train on each rank; return the weights."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.utils.data import DataLoader
-
-    from memfit.training import KeyedDataset, KeyedSampler, Trainer, joined_group, seed_everything
-
-    plan = Plan(Path(folder), faults)
-
-    def at(place: str, function: Any) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            if not any(isinstance(one, io.BytesIO) for one in given):  # not of what ranks send one another
-                plan.at(place)
-            return function(*given, **named)
-
-        return call
-
-    plan.at("rendezvous")
     with joined_group():
-        dist.all_reduce = at("reduction", dist.all_reduce)
-        torch.save, torch.load = at("save", torch.save), at("load", torch.load)
-        seed_everything(1)
-        model, optimizer, data, loss = parts_of(plan)
-        model = fully_shard(model) if is_sharded else torch.nn.parallel.DistributedDataParallel(model)
-        keyed = KeyedDataset(data, seed=1)
-        loader = DataLoader(keyed, batch_size=8, sampler=KeyedSampler(keyed, seed=1))
-        where: Any = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_seconds": 0.0}
-        own = optimizer(model.parameters())
-        first = next(iter(model.parameters()))
-        told = partial(plan.note_step, lambda: int(own.state[first]["step"]))
-        trainer = Trainer(model, loss=loss, optimizer=own, on_step=told, **where)
-        trainer.fit(loader, DataLoader(keyed, batch_size=8), num_epochs=1 + len(faults) // 3, preflight=False)
-        tensors = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.state_dict().values()]
-        return {"weights": torch.cat([one.flatten() for one in tensors]).tolist()}
+        torch.manual_seed(0)
+        model = Net().double()
+        faults.optimizer = optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        samples = torch.randn(30, 6, generator=torch.Generator().manual_seed(5)).double()
+        data = KeyedDataset(samples, seed=1)
+        loader = DataLoader(data, 8, sampler=KeyedSampler(data, seed=1))
+        ema = Ema(0.9)
+        trainer = Trainer(
+            DistributedDataParallel(model), loss=loss, optimizer=optimizer, ema=ema, seed=3, microbatch_size=1,
+            max_grad_norm=1.0, checkpoint_dir=Path(folder) / "checkpoints",
+        )  # fmt: skip
+        faults.before(trainer.step.guard, "try_memory", "trial")
+        step = optimizer.step
+
+        def update(*args: Any) -> None:
+            faults.at("update", partial(torch.Tensor.mul_, model.last.weight.data, 0.5))
+            step(*args)
+            faults.note(steps=faults.num_steps)
+
+        optimizer.step = update  # type: ignore[assignment,method-assign]
+        result = trainer.fit(loader, list(torch.split(samples, 4)), num_epochs=num_epochs)
+    sha = hashlib.sha256()
+    states = [model.state_dict(), optimizer.state_dict(), ema.state_dict(), [one.metrics for one in result.history]]
+    for leaf in torch.utils._pytree.tree_leaves([*states, torch.get_rng_state()]):
+        sha.update(leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+    (Path(folder) / f"digest_{faults.rank}").write_text(sha.hexdigest())
 
 
-def launch(folder: Path, faults: list[dict[str, Any]], num_ranks: int, parent: Any, is_sharded: bool) -> Any:
-    """Run a training to its end; return its status and its weights."""
-    from memfit.files import read_json
-    from memfit.jobs import Job, LocalBackend, Submission
-    from memfit.rundir import RunDir
-
-    run = RunDir.create(folder, "faults", "0" * 64)
-    backend = LocalBackend(run, parent=parent)
-    arguments = {"folder": str(run.path), "faults": faults, "is_sharded": is_sharded}
-    env = {"MEMFIT_HANG_SECONDS": str(HANG_SECONDS), "PYTHONPATH": str(Path(__file__).parent)}
-    job = Job("train", target="faults:train", arguments=arguments, ranks=num_ranks, env=env, uses=("faults:*",))
-    backend.submit([Submission(job)])
-    while (status := backend.poll()["train"]).state in ("pending", "running"):
-        time.sleep(0.05)
-    result = read_json(run.job_dir("train") / "result.json") or {"result": {"weights": []}}
-    return run, status, result["result"]["weights"]
+# --- the plans
 
 
-def after(run: Any, number: int) -> tuple[float | None, int]:
-    """Return the longest wait for one of the next two optimizer steps, and how many steps were done again.
+@dataclass(frozen=True)
+class Launch:
+    """One launch, and the faults in it."""
 
-    In the update and the reduction, rank 0 may end the step of the fault. None: the next fault came before.
-    """
-    fired = [float(line.split()[0]) for line in (run.path / "fired").read_text().splitlines()]
-    lines = [line.split() for line in (run.path / "steps").read_text().splitlines()]
-    steps = [(float(seconds), int(step)) for seconds, step in lines]
-    later = [one for one in steps if one[0] > fired[number]][:2]
-    before = [step for seconds, step in steps if seconds <= fired[number]]
-    if not later or any(fired[number] < other < later[-1][0] for other in fired):
-        return None, 0
-    times = [fired[number], *(seconds for seconds, _ in later)]
-    waited = max(second - first for first, second in itertools.pairwise(times))
-    return waited, max(0, (before or [0])[-1] + 1 - min(step for _, step in later))
+    name: str
+    faults: tuple[Fault, ...]
+    num_epochs: int
+    hang_seconds: float | None = None
 
 
-def plans(num: int, each: int, num_ranks: int, rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Return the faults of each launch: all pairs of a place and what happens there in turn, on ranks at random."""
-    pairs = [pair for pair in itertools.product(PLACES, HAPPENS) if pair != ("rendezvous", "out of memory")]
-    rng.shuffle(pairs)
-    chosen = list(itertools.islice(itertools.cycle(pairs), num))
-    early = [pair for pair in chosen if pair[0] in EARLY]
-    late = [pair for pair in chosen if pair[0] not in EARLY]
-    found: list[list[dict[str, Any]]] = []
-    while early or late:
-        one: list[dict[str, Any]] = []
-        while len(one) < each and (early or late):
-            # What is at the start of a generation comes after a fault that ended one with a checkpoint.
-            has_begun = bool(one) and one[-1]["place"] not in EARLY and one[-1]["does"] in ("SIGKILL", "hang")
-            place, does = early.pop() if early and has_begun else late.pop() if late else ("loss", "SIGKILL")
-            rank = 0 if place == "save" else rng.randrange(num_ranks)
-            one.append({"place": place, "does": does, "rank": rank})
-        found.append(one)
-    return found
+def in_the_process(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> Launch:
+    """Return a launch whose faults cost no restart: at every second step of an epoch, and at its end."""
+    steps, ends = ([kind for kind in kinds if (kind[0] in _ENDS) == is_end] for is_end in (False, True))
+    faults: list[Fault] = []
+    at = 0
+    while steps or ends:
+        at += 1
+        due = steps if at % 2 else ends if at % STEPS_PER_EPOCH == 0 else []
+        if due:
+            place, ranks = due.pop(0)
+            faults.append(Fault(len(faults), place, OUT_OF_MEMORY, ranks, at))
+    return Launch("out of memory, in the process", tuple(faults), at // STEPS_PER_EPOCH + 2)
+
+
+def with_restarts(name: str, kinds: Sequence[tuple[str, str, int]], hang_seconds: float | None = None) -> Launch:
+    """Return a launch whose faults end one generation each; each but those at a start leaves time for a checkpoint."""
+    faults: list[Fault] = []
+    epoch = 0
+    for number, (place, what, rank) in enumerate(kinds):
+        if place in _STARTS:
+            faults.append(Fault(number, place, what, (rank,), generation=number))
+            continue
+        epoch += 2
+        at = (epoch + 1) * STEPS_PER_EPOCH if place in _ENDS else epoch * STEPS_PER_EPOCH + 2
+        faults.append(Fault(number, place, what, (rank,), at))
+    return Launch(name, tuple(faults), epoch + 3, hang_seconds)
+
+
+#: The places in an order in which two starts never follow each other.
+_ORDER = ("forward", "rendezvous", "loss", "load", "backward", "trial", "update", "reduction", "validation", "save")
+
+
+def launches() -> Iterator[Launch]:
+    """Return all launches of the whole table."""
+    every = tuple(range(RANKS))
+    groups = [*((rank,) for rank in every), (1, 3), every]
+    steps = [(place, ranks) for place in (*PLACES[:5], "validation") for ranks in groups]
+    yield in_the_process([*steps, ("save", (0,))])
+    kinds = ("reduction", 0), ("load", 0), ("reduction", 2), ("load", 2), ("save", 2), ("rendezvous", 0)
+    each = [(place, OUT_OF_MEMORY, rank) for place, rank in (*kinds, ("reduction", 1), ("rendezvous", 2))]
+    yield with_restarts("out of memory, restarts", each)
+    for what in (ERROR, KILL, HANG):
+        for rank in (0, 2):
+            seconds = _HANG_SECONDS if what == HANG else None
+            yield with_restarts(f"{what}, rank {rank}", [(place, what, rank) for place in _ORDER], seconds)
+    yield Launch("an honest step of 40 s", (Fault(0, "loss", SLOW, (3,), 6, seconds=40.0),), 3)
+
+
+# --- running them
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one fault ended."""
+
+    fault: Fault
+    launch: str
+    how: str
+    stall: float
+    over_rule: float
+    next_step: float
+    lost: int
+    is_ok: bool
+
+
+def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return a row for each fault of a launch, from what its ranks and its agent noted."""
+    lines = [json.loads(line) for path in folder.glob("log_*") for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: line["time"])
+    steps = [line for line in lines if "fault" not in line]
+    lost_in = {one["generation"]: one for one in events if one["kind"] == "rank_lost"}
+    rows = []
+    for fault in launch.faults:
+        struck = [line for line in lines if line.get("fault") == fault.number]
+        if {line["rank"] for line in struck} != set(fault.ranks):
+            rows.append(Row(fault, launch.name, "did not strike", 0.0, 0.0, 0.0, 0, False))
+            continue
+        first = struck[0]
+        after = [one for one in steps if one["rank"] == first["rank"] and one["time"] > first["time"]]
+        before = max((one["steps"] for one in steps if one["time"] <= first["time"]), default=0)
+        if not after:
+            rows.append(Row(fault, launch.name, "no step followed", 0.0, 0.0, 0.0, 0, False))
+            continue
+        stall = next_step = after[0]["time"] - first["time"]
+        how, is_named = "in the process", True
+        if (now := after[0]["generation"]) > first["generation"]:
+            end = lost_in[first["generation"]]
+            how, stall = end["text"], end["time"] - first["time"]
+            next_step = stall + after[0]["time"] - lost_in[now - 1]["time"]  # without those of a fault in between
+            is_named = end["rank"] in fault.ranks or (fault.what == HANG and first["waits"])
+        over = max(0.0, stall - first["rule"] - fault.seconds)
+        is_ok = over <= _MOST_STALL and next_step - stall <= _MOST_START and is_named
+        lost = max(0, before - after[0]["steps"] + 1)
+        rows.append(Row(fault, launch.name, how, stall, over, next_step, lost, is_ok))
+    return rows
+
+
+def write_plan(launch: Launch, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps([asdict(one) for one in launch.faults]))
+
+
+def digests(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("digest_*"))]
+
+
+def events_in(runs: Path) -> list[dict[str, Any]]:
+    return [one for path in runs.glob("**/events") for one in read_events(path)]
+
+
+def run_command(launch: Launch, folder: Path, most_seconds: float) -> list[dict[str, Any]]:
+    """Run a launch by ``memfit run --nproc 4``; return its events."""
+    write_plan(launch, folder)
+    train_words = [sys.executable, __file__, "--train", str(folder), "--epochs", str(launch.num_epochs)]
+    words = [sys.executable, "-m", "memfit", "run", "--nproc", str(RANKS), "--runs-dir", str(folder / "runs")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if launch.hang_seconds is not None:
+        env["MEMFIT_HANG_SECONDS"] = str(launch.hang_seconds)
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen([*words, "--", *train_words], env=env, stdout=output, stderr=output)
+        try:
+            process.wait(most_seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+    return events_in(folder / "runs")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--each", type=int, default=10, help="faults of one launch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sharded", action="store_true", help="fully_shard in place of DistributedDataParallel")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
-    given = parser.parse_args()
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--launch", default="", help="only launches with these words in their names")
+    parser.add_argument("--folder", type=Path, help="keep all files here")
+    parser.add_argument("--most", type=float, default=600.0, help="seconds after which a launch counts as hung")
+    parser.add_argument("--json", type=Path, help="write all rows here")
+    args = parser.parse_args()
+    if args.train:
+        train(args.train, args.epochs)
+        return 0
+    with tempfile.TemporaryDirectory() as made:
+        return measure(args, args.folder or Path(made))
 
-    from memfit.jobs import Parent, start_env
 
-    env = {**os.environ, **start_env(tight_malloc=True, cuda_allocator=None)}
-    parent = Parent.start("faults:train", env | {"PYTHONPATH": str(Path(__file__).parent)})
-    assert parent is not None and not parent.refused, parent
-    rows, is_good = [], True
-    references: dict[int, list[float]] = {}
-    print(f"{'place':<12}{'what':<15}{'rank':>4}{'next step':>11}{'lost':>6}  launch")
-    with tempfile.TemporaryDirectory() as name:
-        for number, faults in enumerate(plans(given.faults, given.each, given.ranks, random.Random(given.seed))):
-            run, status, weights = launch(Path(name), faults, given.ranks, parent, given.sharded)
-            if len(faults) not in references:
-                idle = [{"place": "none", "does": "error", "rank": 0}] * len(faults)
-                references[len(faults)] = launch(Path(name), idle, given.ranks, parent, given.sharded)[2]
-            gaps = [abs(a - b) for a, b in zip(weights, references[len(faults)], strict=False)]
-            error = max(gaps) if weights else float("inf")
-            may_split = any(one["does"] == "out of memory" for one in faults)
-            is_same = error < 1e-9 if may_split else error == 0.0
-            num_fired = len((run.path / "fired").read_text().splitlines()) if (run.path / "fired").exists() else 0
-            for place, fault in enumerate(faults[:num_fired]):
-                seconds, lost = after(run, place)
-                is_long = fault["place"] in (*EARLY, "save", "validation")
-                allowed = LONGEST_SECONDS + (HANG_SECONDS * (_LONGER if is_long else 1)) * (fault["does"] == "hang")
-                is_good = is_good and (seconds is None or seconds <= allowed)
-                rows.append({**fault, "seconds": seconds, "lost": lost, "launch": number})
-                told = "next fault" if seconds is None else f"{seconds:.1f} s"
-                print(f"{fault['place']:<12}{fault['does']:<15}{fault['rank']:>4}{told:>11}{lost:>6}  {number}")
-            told = f"launch {number}: {status.state}, {num_fired} of {len(faults)} faults, largest difference {error:g}"
-            print(told + ("" if status.state == "completed" and is_same else f"  NOT AS WANTED: {status.cause[:300]}"))
-            sys.stdout.flush()
-            is_good = is_good and status.state == "completed" and is_same and num_fired == len(faults)
-    parent.close()
-    worst = max((row["seconds"] or 0.0 for row in rows if row["does"] != "hang"), default=0.0)
-    print(f"{len(rows)} faults; the longest until a next step {worst:.1f} s, hangs left out")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=2))
-    return 0 if is_good else 1
+def measure(args: argparse.Namespace, folder: Path) -> int:
+    expected: dict[int, list[str]] = {}
+    rows, is_ok = [], True
+    for number, launch in enumerate(one for one in launches() if args.launch in one.name):
+        plain = expected.get(launch.num_epochs)
+        if plain is None:
+            whole = folder / f"plain_{launch.num_epochs}"
+            run_command(replace(launch, faults=(), hang_seconds=None), whole, args.most)
+            plain = expected[launch.num_epochs] = digests(whole)
+        own, began = folder / str(number), time.monotonic()
+        found = judge(launch, own, run_command(launch, own, args.most))
+        is_same = len(plain) == RANKS and digests(own) == plain
+        is_ok &= is_same and all(row.is_ok for row in found)
+        rows += found
+        verdict = "the same bytes" if is_same else "NOT the same bytes"
+        load = os.getloadavg()[0]
+        print(f"\n{launch.name}: {verdict}, {time.monotonic() - began:.0f} s, load {load:.0f}", flush=True)
+        for row in found:
+            print(line_of(row), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print(f"\n{len(rows)} faults, {sum(row.is_ok for row in rows)} as promised\n")
+    print(table(rows))
+    return 0 if is_ok else 1
+
+
+def line_of(row: Row) -> str:
+    times = f"stall {row.stall:6.2f} s  next step {row.next_step:6.2f} s  lost {row.lost}"
+    return f"{'met   ' if row.is_ok else 'MISSED'} {row.fault.name:40} {times}  {row.how}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the worst of each place and kind as a table in Markdown."""
+    kinds = (OUT_OF_MEMORY, ERROR, KILL, HANG)
+    lines = [f"| place | {' | '.join(kinds)} |", "| --- " * (len(kinds) + 1) + "|"]
+    for place in PLACES:
+        cells = []
+        for kind in kinds:
+            same = [row for row in rows if (row.fault.place, row.fault.what) == (place, kind)]
+            cells.append("; ".join(cell(same, is_again) for is_again in (False, True) if cell(same, is_again)))
+        lines.append(f"| {place} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(rows: Sequence[Row], is_again: bool) -> str:
+    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost.
+
+    Those of a hang count from when its rule allows to end it.
+    """
+    own = [row for row in rows if (row.how != "in the process") == is_again]
+    if not own:
+        return ""
+    how = "again" if is_again else "goes on"
+    seconds, lost = max(row.next_step - row.stall + row.over_rule for row in own), max(row.lost for row in own)
+    return f"{len(own)} {how}, {seconds:.1f} s, {lost} lost"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
