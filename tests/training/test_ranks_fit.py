@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import ranked
 from memfit.errors import MemfitError
-from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, load_checkpoint
-from memfit.training._deal import DealtOrder
+from memfit.training import DealtOrder, Ema, KeyedDataset, KeyedSampler, Trainer, load_checkpoint
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(5)).double()
 VALID = [X[:8], X[8:20], X[20:24]]
