@@ -29,7 +29,7 @@ LIMIT = 120
 #: What strikes rank 1, and the options that it needs. With 48 samples a rank an epoch has 6 steps.
 MOMENTS = {
     "SIGTERM in mid epoch": (Strike("batch", 8, 1, "TERM"), {}),
-    "SIGKILL in mid epoch": (Strike("batch", 8, 1, "KILL"), {}),
+    "SIGKILL in mid epoch": (Strike("batch", 11, 1, "KILL"), {}),
     "SIGKILL at an epoch's end": (Strike("epoch end", 6, 0, "KILL"), {}),
     "SIGKILL in an evaluation": (Strike("evaluation", 6, 0, "KILL"), {"evaluate": "epoch"}),
     "SIGKILL in a save": (Strike("file", 10, 0, "KILL"), {}),

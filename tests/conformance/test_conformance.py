@@ -71,6 +71,15 @@ def test_with_memfit_all_moments_are_the_same_or_refused(suite, framework):
     assert (status, faults(rows)) == (0, {})
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_memfit_two_and_four_ranks_end_in_the_same_bytes(framework):
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "memfit_conformance.ranks", framework, "--with-memfit"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.count("| same |")) == (0, 10), ended.stdout + ended.stderr[-2000:]
+
+
 def test_each_fault_of_a_framework_is_in_the_installed_version(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from memfit_conformance._faults import FAULTS

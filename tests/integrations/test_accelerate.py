@@ -13,7 +13,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate import Accelerator, PartialState  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration  # noqa: E402
 
 from memfit.errors import UsageError  # noqa: E402
 from memfit.integrations.accelerate import Exact, MemfitCallback, Stop  # noqa: E402
@@ -276,7 +276,7 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
         with pytest.raises(UsageError, match=f"2 processes with {name}"), Exact(accelerator, tmp_path, seed=1, every=1):
             pass
     accelerator.dataloader_config = DataLoaderConfiguration()
-    accelerator.state._shared_state["distributed_type"] = "FSDP"
+    accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
     with pytest.raises(UsageError, match="2 processes with fsdp"), Stop(accelerator, tmp_path, every=1):
         pass
     assert seen == []

@@ -422,6 +422,8 @@ class _Guard(MemfitCallback):
         elif args.ignore_data_skip and self.source is None:
             self.at[1] = 0
         self.is_begun = True
+        if (order := order_of(self.loader)) is not None:  # Accelerate does not reach it where ranks skip batches
+            order.set_epoch(self._position(state)[0])
         super().on_epoch_begin(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
