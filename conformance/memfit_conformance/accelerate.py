@@ -97,6 +97,7 @@ class _Plain:
 
     def __init__(self, accelerator: Accelerator, folder: Path, options: task.Options) -> None:
         self.accelerator, self.folder, self.options = accelerator, folder, options
+        self.size = -(-options.batches // accelerator.num_processes)
         self.step = self._batches = 0
 
     def loader(self, loader: Any) -> Any:
@@ -110,13 +111,13 @@ class _Plain:
         if found:
             self.accelerator.load_state(str(found[-1]))
             self._batches = _number(found[-1])
-        size, accumulation = self.options.batches, self.options.accumulation
+        size, accumulation = self.size, self.options.accumulation
         epoch, rest = divmod(self._batches, size)
         self.step = epoch * -(-size // accumulation) + rest // accumulation
         yield from range(epoch, number)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        rest = self._batches % self.options.batches
+        rest = self._batches % self.size
         for batch in self.accelerator.skip_first_batches(loader, rest) if rest else loader:
             yield batch
             self._batches += 1
