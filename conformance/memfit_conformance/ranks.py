@@ -31,7 +31,7 @@ MOMENTS = {
     "SIGTERM in mid epoch": (Strike("batch", 8, 1, "TERM"), {}),
     "SIGKILL in mid epoch": (Strike("batch", 11, 1, "KILL"), {}),
     "SIGKILL at an epoch's end": (Strike("epoch end", 6, 0, "KILL"), {}),
-    "SIGKILL in an evaluation": (Strike("evaluation", 10, 0, "KILL"), {"evaluate": "steps"}),
+    "SIGKILL in an evaluation": (Strike("evaluation", 6, 0, "KILL"), {"evaluate": "epoch"}),
     "SIGKILL in a save": (Strike("file", 10, 0, "KILL"), {}),
 }
 
