@@ -38,6 +38,7 @@ PATCHED = {
     "tests/finance/test_report.py": {"memfit_workloads.finance._report"},
     "tests/integrations/test_notify.py": {"memfit.integrations._notify"},
     "tests/integrations/test_track.py": {"memfit.integrations._track"},
+    "tests/jobs/test_other_hosts.py": {"memfit.memory._locks"},
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
     "tests/pipeline/test_estimate.py": {"memfit.pipeline._probe"},
     "tests/training/stop_driver.py": {"memfit.training._journal"},

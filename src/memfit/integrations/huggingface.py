@@ -158,7 +158,8 @@ class _Guard(MemfitCallback):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             beat("load")
-            stack.enter_context(among_peers())
+            if self.ranks is not None:
+                stack.enter_context(among_peers())
             stack.enter_context(self.folder.held())
             stack.callback(setattr, self.trainer.args, "ignore_data_skip", self.trainer.args.ignore_data_skip)
             self.stopper.listen()

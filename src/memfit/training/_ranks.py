@@ -363,7 +363,7 @@ def among_peers() -> Iterator[None]:
         yield
     except Exception as error:
         if peers_lost(error):
-            leave(f"a peer is lost: {first_line(error)}")
+            leave(lost_peers(error))
         raise
     finally:
         beat("end")  # what follows is the script's own
@@ -376,7 +376,7 @@ def leave_uncaught() -> None:
     def leaves(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if peers_lost(error):
-            leave(f"a peer is lost: {first_line(error)}")
+            leave(lost_peers(error))
 
     sys.excepthook = leaves
 
