@@ -79,7 +79,7 @@ def _rows(given: argparse.Namespace) -> Iterator[Any]:
     from memfit_conformance._task import Options
 
     wanted = set(_numbers(given.moments))
-    moments = [one for one in MOMENTS if not wanted or int(one.number.rstrip("bc")) in wanted]
+    moments = [one for one in MOMENTS if not wanted or int(one.number.rstrip("bcd")) in wanted]
     combinations = [{"moment": one, "masks": not given.plain} for one in moments]
     if given.pairwise:
         combinations = pairwise({"moment": moments, **DIMENSIONS})

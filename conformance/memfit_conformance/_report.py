@@ -63,7 +63,7 @@ def markdown(all_results: Sequence[Mapping[str, Any]]) -> str:
         parts += [f"### {framework}", "", ", ".join(f"{name} {one}" for name, one in versions.items()), ""]
         parts += [f"| moment | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
         names = {number: row["name"] for title in titles for number, row in columns[title].items()}
-        for number in sorted(names, key=lambda number: (int(number.rstrip("bc")), number)):
+        for number in sorted(names, key=lambda number: (int(number.rstrip("bcd")), number)):
             texts = [columns[title].get(number, {"text": ""})["text"] for title in titles]
             parts.append(f"| {number} {names[number]} | {' | '.join(texts)} |")
         parts += ["", *(f"- {title}: {count(list(columns[title].values()))}" for title in titles)]

@@ -20,12 +20,12 @@ OTHERS = {
     ("diagnosis/_runs.py", "open"),
     ("jobs/_death.py", "read_text"),
     ("jobs/_fork.py", "read_text"),
-    ("jobs/_shim.py", "open"),
-    ("jobs/_shim.py", "read_bytes"),
     ("jobs/_stop.py", "read_text"),
     ("jobs/_fork.py", "open"),
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),
+    ("jobs/_nodes.py", "open"),
+    ("jobs/_watch.py", "read_bytes"),
     ("reports/_live.py", "read_text"),
 }
 

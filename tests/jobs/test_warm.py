@@ -356,7 +356,7 @@ def test_a_fork_that_makes_no_progress_is_a_new_interpreter_then(tmp_path):
                 self.path.touch()
                 signal.pause()
 
-    order = {"attempt": 1, "command": (), "target": "builtins:dict", "arguments": {"x": 9}, "stdin": None}
+    order = {"attempt": 1, "command": (), "target": "builtins:dict", "arguments": {"x": 9}, "stdin": None, "ranks": 1}
     order |= {"cwd": str(tmp_path), "env": {}, "data_limit_bytes": None}
     started = spawn(order, tmp_path, Group(), forks=True, patience_seconds=0.5)
     assert not started.is_forked and Group.path.exists()

@@ -75,10 +75,10 @@ def run(
     memfit run config.yaml
 
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
-    that is not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
+    not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
-    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
-    stopped, 79 a rank hung, 130 interrupted. A single command that failed gives its own code.
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75 stopped, 79 a
+    rank hung, 130 interrupted. A single failed command gives its own code.
     """
     command: tuple[str, ...] | None = context.obj
     check_one_given(

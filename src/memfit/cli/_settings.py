@@ -59,7 +59,7 @@ class Flags(Output):
         Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE"), "memory.gpu_job"
     ] = None
     nproc: Annotated[
-        Text, Option(help="Processes (ranks) of each job, as torchrun starts them.", metavar="N"), "resources.ranks"
+        Text, Option(help="Processes (ranks) of each job, as of torchrun.", metavar="N"), "resources.ranks"
     ] = None
     backend: Annotated[
         Text, Option(help="Run jobs on this host, or as job arrays of Slurm.", metavar="local|slurm"), "backend"
