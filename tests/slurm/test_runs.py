@@ -184,7 +184,7 @@ try:
 except RuntimeError as error:
     if not peers_lost(error):
         raise
-    leave(str(error)[:80])
+    leave(str(error))
 beat("end")
 Path(f"end_{rank}").write_text(f"from {first} to {step}: {x.item()}")
 dist.destroy_process_group()

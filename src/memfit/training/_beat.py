@@ -42,6 +42,7 @@ _LONG_PLACES = frozenset({"begin", "load", "data", "save", "repeat"})
 #: So long a collective may take to fail on the peers of a rank that left.
 _NOTICE_SECONDS = 3.0
 _PROGRESS = frozenset({"sealed", "smaller"})
+_LOST_PEERS = "it lost its peers"
 #: A step that holds one of these is not as long as others.
 _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate", "repeat", "end"})
 
@@ -66,7 +67,7 @@ def lost_peers(error: BaseException) -> str:
     'it lost its peers: Read error [::1]:4: Connection reset by peer'
     """
     said = re.sub(r"^\[[^]]*] *", "", str(error)).partition(". ")[0]
-    return f"it lost its peers: {said[:200]}"
+    return f"{_LOST_PEERS}: {said[:160]}"
 
 
 def beat(place: str, step: int | None = None) -> None:
@@ -100,6 +101,8 @@ def keep_beats(folder: Path | str) -> None:
 
 def leave(why: str) -> NoReturn:
     """End this process at once with exit code 79, so that its group can begin again from its last checkpoint."""
+    if LOST.search(why) and not why.startswith(_LOST_PEERS):  # a script passes on what a collective said
+        why = lost_peers(RuntimeError(why))
     pulse = _pulses.get(os.getpid())
     name, where = "this rank", dict[str, Any]()
     if pulse is not None:
