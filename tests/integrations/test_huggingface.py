@@ -234,7 +234,6 @@ def test_cuda_graphs_are_refused_also_where_compiling_is_allowed(tmp_path, monke
     "settings",
     [
         {"torch_compile_backend": "aot_eager"},
-        pytest.param({"torch_compile_mode": "default"}, marks=LONG),
         pytest.param({"torch_compile_mode": "reduce-overhead"}, marks=LONG),
     ],
 )
