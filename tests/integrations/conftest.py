@@ -11,3 +11,8 @@ def _no_accumulation_is_left():
     yield
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.GradientState._reset_state()
+
+
+@pytest.fixture
+def no_device(monkeypatch, one_thread):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a forked child cannot use CUDA

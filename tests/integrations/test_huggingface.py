@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # the optimizers import it: once, for all children
 
 pytestmark = [
+    pytest.mark.usefixtures("no_device"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -25,15 +26,6 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa
 from memfit.training import CheckpointWarning  # noqa: E402
 
 LONG = [pytest.mark.long, pytest.mark.timeout(580)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a forked child cannot use CUDA
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch._dynamo  # the optimizers import it: once, for all children
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_device"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
@@ -21,15 +25,6 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa
 FIRST = 3  # the first step, from 0, in which more than two samples do not fit
 OPTIONS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a forked child cannot use CUDA
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def causal():
