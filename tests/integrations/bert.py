@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import traceback
 
 import torch
 import transformers
@@ -132,13 +133,17 @@ def train(folder, mode="exact", at=None, send="TERM", where="on_step_begin", all
 
 
 def child(*arguments, **settings):
-    """Train in a child with a process group of its own; return its exit code, and the digest if it came to the end."""
+    """Train in a child with a process group of its own; return its exit code, and the digest or what went wrong."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def run():
         os.setsid()
-        sender.send(train(*arguments, **settings))
+        try:
+            sender.send(train(*arguments, **settings))
+        except Exception:
+            sender.send(traceback.format_exc())
+            raise
 
     process = context.Process(target=run)
     process.start()

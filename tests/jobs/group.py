@@ -46,7 +46,7 @@ class Faults:
             leave("out of memory with 8 at once; the group begins again with 4")
         elif fault == "slow":
             beat("repeat")
-            time.sleep(5)
+            time.sleep(8)
         else:
             raise ValueError(fault)
 

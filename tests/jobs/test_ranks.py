@@ -17,7 +17,7 @@ from memfit.rundir import RunDir, read_beats, read_events
 
 RANKS = 3
 pytestmark = pytest.mark.slow
-HANG_SECONDS = 1.5  # three ranks may get a core between them
+HANG_SECONDS = 3  # three ranks may get a core between them
 WEIGHT = float(sum(range(group.STEPS)) * sum(range(1, RANKS + 1)))
 
 

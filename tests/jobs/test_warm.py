@@ -12,6 +12,7 @@ from jobs.contract import is_alive, submit, wait_for_end, wait_until
 from memfit.errors import JobFailedError, UsageError
 from memfit.files import read_json
 from memfit.jobs import Job, LocalBackend, Parent, read_status, spawn, start_env
+from memfit.jobs._fork import end_of
 from memfit.memory import Walls
 from memfit.rundir import RunDir
 
@@ -267,6 +268,13 @@ def test_a_dead_parent_costs_no_job(run_dir, parent):
     assert ["has ended" in one for one in said] == [True]
     status = wait_for_end(backend, "hold")
     assert (status.state, is_warm(status)) == ("completed", True)
+
+
+def test_who_ends_one_twice_does_not_wait_for_what_has_ended(parent):
+    parent.close()
+    with pytest.raises(ChildProcessError):
+        end_of(parent.pid, 3600)
+    parent.close()
 
 
 def test_a_fork_that_crashes_before_its_first_step_is_tried_once_in_a_new_interpreter(run_dir, parent):

@@ -64,9 +64,15 @@ def is_alive(pid: int) -> bool:
 
 
 def end_of(pid: int, seconds: float) -> int | None:
-    """Return the exit code of a child, negative for a signal; None if it still runs after so many seconds."""
-    wait_for_any([pid], seconds)
+    """Return the exit code of a child, negative for a signal; None if it still runs after so many seconds.
+
+    Raises:
+        ChildProcessError: If this process has no such child, or has had its exit code already.
+    """
     found, status = os.waitpid(pid, os.WNOHANG)
+    if not found:
+        wait_for_any([pid], seconds)
+        found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 

@@ -22,7 +22,7 @@ from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
 from memfit.jobs._job import JobStatus
 from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
-from memfit.jobs._ranks import FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
+from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
 from memfit.jobs._watch import Shim, Stop
 from memfit.rundir import EventWriter, read_beats
 
@@ -200,6 +200,7 @@ def _worst(ends: Mapping[str, JobStatus]) -> str:
         key=lambda name: (
             _FIRST.index(ends[name].state),
             ends[name].exit_code == PeerFailedError.exit_code,
+            ELSEWHERE in (ends[name].cause or ""),
             ends[name].ended or 0.0,
             name,
         ),

@@ -45,6 +45,8 @@ from memfit.rundir import (
 #: The folder of the ranks in the job's folder, and what it holds at the end of the job if a rank was lost.
 RANKS, END = "ranks", "end.json"
 LEAVING_SECONDS, _SOON_SECONDS = 10.0, 2.0
+#: What the agent of a node says where the first rank was lost on another one.
+ELSEWHERE = "a rank of another node was lost"
 #: Where a rank has nothing to save yet, and does not notice that another is gone.
 _BEGINS = frozenset({"begin", "load"})
 _LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
@@ -307,7 +309,7 @@ class Agent:
         has_hung = cause.was_killed or (cause.code == _LEFT and not left)
         at_work = [one for one in beats.values() if one.place not in (*WAITING, "end")]
         if self.num_nodes > 1 and has_hung and last != min(at_work, key=attrgetter("time"), default=None):
-            return f"rank {cause.number} left: a rank of another node was lost"
+            return f"rank {cause.number} left: {ELSEWHERE}"
         seconds = round(time.time() - last.time, 1) if last and last.count else None
         where = f" in {last.where}" if last and last.count and last.place != "end" else ""
         if has_hung and last and last.place in (*WAITING, "begin"):
