@@ -198,7 +198,8 @@ def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> 
             how, stall = end["text"], end["time"] - first["time"]
             next_step = stall + after[0]["time"] - lost_in[now - 1]["time"]  # without those of a fault in between
             is_named = end["rank"] in fault.ranks and (fault.what == HANG or " hung" not in how)
-            is_named |= fault.what == HANG and first["waits"]
+            # where a pass holds collectives all ranks wait in it
+            is_named |= fault.what == HANG and (first["waits"] or launch.loop != DDP)
         over = max(0.0, stall - first["rule"] - fault.seconds)
         is_ok = over <= _MOST_STALL and next_step - stall <= _MOST_START and is_named
         lost = max(0, before - after[0]["steps"] + 1)
