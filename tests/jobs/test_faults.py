@@ -91,10 +91,6 @@ def test_a_hang_ends_by_its_rule_and_the_next_group_goes_on(faults, ends):
     check(ends(replace(faults.with_restarts("", kinds), hang_seconds=0.5)), len(kinds))
 
 
-def test_a_sharded_model_that_runs_out_of_memory_begins_again_smaller(faults, ends):
-    check(ends(faults.with_restarts("", [("forward", faults.OUT_OF_MEMORY, 2)], faults.SMALLER)), 1)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
