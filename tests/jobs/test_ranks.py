@@ -74,7 +74,7 @@ def lost_in(run_dir):
         ([fault("smaller", "microbatch", 1, one, step=0) for one in range(3)], 3 * [(1, 79, "smaller")]),
         (
             [fault("ends slowly" if rank == 1 else "smaller", "microbatch", rank, step=3) for rank in range(3)],
-            [(1, 1, "microbatch")],
+            [(1, 1, "end")],
         ),
         ([fault("slow", "microbatch", 0, step=3)], []),
     ],
