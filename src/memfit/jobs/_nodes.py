@@ -116,7 +116,7 @@ class NodesShim(Shim):
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
         self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
         is_final = end.state != "failed" or end.exit_code in FINAL
-        if is_final or not may_begin_again(beats, self.without_checkpoint):
+        if is_final or not may_begin_again(beats, self.without_checkpoint, self.generation):
             return False
         text = (
             f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "

@@ -163,7 +163,7 @@ class Validation:
         with watched(batches, self._setup.first_batch_seconds, "validation") as each:
             for batch in itertools.islice(each, rank, None, size):
                 self._check_stop()
-                if size > 1:
+                if size > 1 or self._step.is_sharded:
                     beat("validate")
                 loss_sum, weight = self._sum(model, batch)
                 total += loss_sum
