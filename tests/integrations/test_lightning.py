@@ -346,6 +346,19 @@ class Steering(Callback):
         trainer.should_stop = self.count > 9
 
 
+class Slowing(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.count = getattr(self, "count", 0) + 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / self.count
+
+
+class Looking(Callback):
+    """Counts, and steers nothing."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ends = getattr(self, "ends", 0) + trainer.should_stop
+
+
 @pytest.mark.parametrize(
     ("module", "data", "options", "named"),
     [
@@ -354,6 +367,12 @@ class Steering(Callback):
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),
         (lambda: Module(ignore), None, {"callbacks": [Steering()]}, r"callbacks\.Steering"),
+        (
+            lambda: Module(ignore),
+            None,
+            {"callbacks": [Looking(), Slowing()]},
+            r"exactly: callbacks\.Slowing steers[^;]*$",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):
