@@ -389,6 +389,20 @@ def test_a_fast_run_of_a_step_leaves_nothing(tmp_path):
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_a_fit_leaves_no_hook_behind_for_the_next_one_of_its_process(tmp_path):
+    module = Module(ignore)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.configure_optimizers = lambda: optimizer  # the same in both fits
+    seen = []
+    module.at = lambda _: seen.append(len(optimizer._optimizer_step_post_hooks))
+    for number in (1, 2):
+        trainer = make_trainer(max_epochs=1)
+        Exact(tmp_path / str(number), seed=1, every=2).fit(trainer, module, loader())
+        assert not optimizer._optimizer_step_post_hooks
+        assert "_on_after_fetch" not in vars(trainer.fit_loop.epoch_loop)
+    assert set(seen) == {1}
+
+
 def test_it_must_be_asked_to_fit(tmp_path):
     with pytest.raises(UsageError, match="not asked to fit"):
         make_trainer(callbacks=[Stop(tmp_path, every=2)]).fit(Module(ignore), loader(plain))
