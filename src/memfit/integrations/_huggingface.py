@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import inspect
 import math
@@ -19,13 +18,15 @@ from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
 from memfit.integrations._accelerated import refused_ranks
+from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations._huggingface_recovery import not_recoverable
 from memfit.rundir import record
 from memfit.training import Journal
 
 PREFIX = "checkpoint-"
 #: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"should_training_stop", "should_save", "should_evaluate", "model", "optimizer", "lr_scheduler"}
+_STEERED = {"model", "optimizer", "lr_scheduler"}
+_FLAGS = {"should_training_stop", "should_save", "should_evaluate"}
 
 
 class MemfitCallback(transformers.TrainerCallback):
@@ -228,11 +229,7 @@ def _keeps_state(callback: Any) -> bool:
     kind = type(callback)
     if kind.__module__.startswith(("transformers.", "memfit.")) or isinstance(callback, ExportableState):
         return False
-    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
-    names = {part.argval for code in codes for part in dis.get_instructions(code) if part.opname == "STORE_ATTR"}
-    used = {name for code in codes for name in (*code.co_varnames, *code.co_consts) if isinstance(name, str)} | names
-    is_own = bool(names - _STEERED - {"should_epoch_stop", "should_log"})
-    return "should_epoch_stop" in names or (is_own and bool(used & _STEERED))
+    return steers_by_count(kind, _FLAGS, _STEERED, always={"should_epoch_stop"}, never={"should_log"})
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
+from memfit.integrations._callbacks import steers_by_count
 from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"should_stop", "optimizers", "lr_schedulers", "param_groups", "requires_grad"}
+_STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}
 
 
 class MemfitCallback(Callback):
@@ -192,10 +192,7 @@ def keeps_state(callback: Callback) -> bool:
     saves = [getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")]
     if kind.__module__.startswith(own) or any(saves):
         return False
-    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
-    parts = [part for code in codes for part in dis.get_instructions(code)]
-    stored = {part.argval for part in parts if part.opname == "STORE_ATTR"}
-    return bool(stored - _STEERED and {part.argval for part in parts if isinstance(part.argval, str)} & _STEERED)
+    return steers_by_count(kind, {"should_stop"}, _STEERED)
 
 
 def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict[str, bool]:

@@ -88,6 +88,10 @@ class NodesShim(Shim):
             with contextlib.suppress(OSError):
                 shutil.copyfile(self.folder / "jobs" / node / name, self.job_dir / name)
         end, status = ends[worst], self._merged(status)
+        is_lost = self.has_ranks and (self.stop.since is None or self._lost_at < self.stop.since)
+        if is_lost and end.state != "out_of_memory" and (gone := self._without_end(ends)):
+            cause = f"{', '.join(gone)} failed: its ranks left no outcome, and those of the other nodes lost them"
+            return replace(status, state="node_fail", cause=cause, ended_by="platform")
         if end.state == "completed" or self.stop.since is not None:
             return status
         cause = f"{end.node or worst}: {end.cause}"
@@ -142,6 +146,12 @@ class NodesShim(Shim):
         """Return how the nodes' parts ended that have ended."""
         found = outlast(lambda: [read_record(path.parent.name, path) for path in self._files(OUTCOME)])
         return {end.job_id: end for end in found if end is not None}
+
+    def _without_end(self, ends: Mapping[str, JobStatus]) -> list[str]:
+        """Return the nodes whose shims wrote no outcome: they were killed with all else there, or never began."""
+        folders = [path.parent for path in self._files(JOB) if path.parent.name not in ends]
+        known = [(folder.name, read_record(folder.name, folder / STATUS)) for folder in folders]
+        return [one.node if one is not None and one.node else name for name, one in known]
 
     def _merged(self, status: JobStatus) -> JobStatus:
         """Return the job's status with the memory of the node that takes most."""

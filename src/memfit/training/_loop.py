@@ -26,9 +26,9 @@ from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of, order_of
-from memfit.training._preflight import rehearse
+from memfit.training._preflight import rehearse, say_verdict
 from memfit.training._probes import check_first_forward, check_loader
-from memfit.training._process import Stopper, rng_state, say, set_rng_state
+from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
@@ -300,7 +300,7 @@ class Loop:
             return
         models = list(self.parts.models().values())
         if loss_of is None or not models or not self._optimizers:
-            say(
+            say_verdict(
                 "no verdict whether the largest batch fits: pass loss=, which returns the loss of a batch; or "
                 "allow=('rehearsal',)"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
@@ -191,8 +192,8 @@ def rehearse(
         split: How the loop cuts a batch that does not fit.
 
     Returns:
-        None, and one line that says why, where there is no verdict: no batch can be taken from the data without losing
-        it for the training, or the loss is not finite.
+        None where there is no verdict, and one line that says why: no batch can be taken from the data without losing
+        it for the training, or the loss is not finite. Of several ranks, rank 0 alone prints its line.
 
     Raises:
         DoesNotFitError: With the figures, and what to do.
@@ -205,12 +206,14 @@ def rehearse(
     """
     step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True, group=None)
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
-        say("no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples")
+        say_verdict(
+            "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"
+        )
         return None
     try:
         report = preflight(step, longest=batches if isinstance(batches, Longest) else find_longest(batches))
     except JobFailedError as error:  # a loss that is not finite says nothing about memory
-        say(f"no verdict whether the largest batch fits: {error.what}")
+        say_verdict(f"no verdict whether the largest batch fits: {error.what}")
         return None
     except SampleTooLargeError as error:
         raise DoesNotFitError(
@@ -222,8 +225,15 @@ def rehearse(
     sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
     sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
     how = report.longest + f", for {_SAMPLE_SECONDS:g} s" * report.out_of_time
-    say(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
+    say_verdict(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
     return report
+
+
+def say_verdict(text: str) -> None:
+    """Say in one process of a group whether the largest batch fits: on rank 0, which asks no other rank."""
+    is_grouped = dist.is_available() and dist.is_initialized()
+    if not is_grouped or dist.get_rank() == 0:
+        say(text)
 
 
 def _can_be_read_ahead(batches: Any) -> bool:
