@@ -55,6 +55,12 @@ class RunFlags(Flags):
     check_files: Annotated[
         bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
     ] = False
+    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase first, and stop: see below.")] = (
+        False
+    )
+    canary_args: Annotated[
+        Text, Option(help="Words that a canary adds to the command.", metavar="'--max_steps 20'")
+    ] = None
 
 
 @with_flags
@@ -93,7 +99,10 @@ def run(
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
     chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_, "check_files": flags.check_files}
     given = flags.overrides(
-        units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
+        units=flags.units and json.dumps(flags.units),
+        skip=json.dumps(flags.skip) if flags.skip else None,
+        canary="true" if flags.canary else None,
+        canary_args=json.dumps(flags.canary_args) if flags.canary_args else None,
     )
     how: dict[str, Any] = {"overrides": given, "choice": Choice(**chosen, combinations=tuple(combinations))}
     how["new"] = flags.new
@@ -201,9 +210,12 @@ def _close(result: RunResult, log: Console, reader: Reader | None, output: Outpu
     reader = reader or Reader(RunDir(result.path))
     reader.read()
     if output.as_json:
-        typer.echo(json.dumps(summarize(reader.state()), indent=2, allow_nan=False))
+        more = {"canary": result.canary} if result.canary else {}
+        typer.echo(json.dumps(summarize(reader.state()) | more, indent=2, allow_nan=False))
     else:
         print_summary(reader.state(), log, verbose=output.verbose)
+        for line in result.canary["text"] if result.canary else ():
+            log.say(line)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\n{_how_to_go_on(result)}")
     raise typer.Exit(exit_code)

@@ -36,6 +36,7 @@ from memfit.rundir import (
     START_PATIENCE,
     WAITING,
     Beat,
+    is_canary,
     launch_of,
     open_beats,
     read_beats,
@@ -162,7 +163,7 @@ class Agent:
             cause = self._cause(ended, beats)
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
-            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
+            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1 or is_canary())
             now = Counters.read(self.group)
             oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
             if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
