@@ -62,7 +62,7 @@ class MemfitCallback(transformers.TrainerCallback):
         self._num_steps = steps_of(train_dataloader, args) or state.max_steps
         self.journal.num_epochs = math.ceil(state.max_steps / self._num_steps)
         self._is_training, self._epoch, self._logged_step = True, -1, state.global_step
-        args.output_dir = str(canary_folder(args.output_dir))
+        args.output_dir = str(canary_folder(str(args.output_dir)))
         self._canary_step = min(state.global_step + CANARY_STEPS, state.max_steps)
         if state.global_step:
             self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))

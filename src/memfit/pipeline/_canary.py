@@ -21,7 +21,7 @@ from memfit.pipeline._order import Order
 from memfit.pipeline._results import Unit
 from memfit.pipeline._supervise import RunResult
 from memfit.rundir import CANARY_VARIABLE, FolderTail, RunDir
-from memfit.units import GIB, MIB, format_bytes, format_duration, list_some, round_up_size, write_size
+from memfit.units import GIB, MIB, format_bytes, list_some, round_up_size, write_size
 
 _LOOK_SECONDS = 0.5
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
@@ -182,13 +182,14 @@ class Canary:
         at = max(told, key=lambda one: max(told[one].values(), default=0.0), default=None)
         phase = phases.get(rank if rank in phases else at, "") or status.phase or "start"  # type: ignore[arg-type]
         ranks = [rank] if rank is not None else sorted(one for one, last in phases.items() if last == phase)
-        named = {"job": status.job_id, "phase": phase, "ranks": ranks, "state": status.state}
+        how = status.state.replace("_", " ") + " at its limit" * (status.state == "failed" and status.wants_more)
+        named = {"job": status.job_id, "phase": phase, "ranks": ranks, "how": how}
         return {**named, "cause": status.cause, "exit_code": status.exit_code}
 
     def _code_of(self, status: JobStatus, *, is_command: bool) -> int:
         """Return 3 for what ran out of memory or was killed; else the code of the command, or 4 in a config."""
         code = status.exit_code
-        if status.state != "failed" or code is None or code < 0:
+        if status.state != "failed" or status.wants_more or code is None or code < 0:
             return DoesNotFitError.exit_code
         is_own = is_command or code == DoesNotFitError.exit_code
         return code if is_own and code else JobFailedError.exit_code
@@ -242,33 +243,28 @@ def _size(count: int) -> str:
 
 def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
     """Return the verdict as lines: what, why, what to do."""
-    peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in found["phase_peak_bytes"].items())
-    peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}" + (f" ({peaks})" if peaks else "")
+    phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found["phase_peak_bytes"].items())
+    peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}{f' ({phases})' if phases else ''}"
+    if found["device_peak_bytes"]:
+        peak += f", of a device {format_bytes(found['device_peak_bytes'])}"
     if broke := found["broke"]:
-        ranks = broke["ranks"]
-        whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" if ranks else "the job"
-        what = f"canary: broke in phase {broke['phase']} ({whose}, {broke['state']}): {broke['cause']}"
-        return [what, peak, "the long run would end so, too: change that first, and give the same command again"]
+        ranks = [str(rank) for rank in broke["ranks"]]
+        whose = f"rank{'s' * (len(ranks) > 1)} {list_some(ranks, 16)}" if ranks else "the job"
+        what = f"canary: broke in phase {broke['phase']} ({whose}; {broke['how']}): {broke['cause']}"
+        return [what, peak, "the long run would end so, too: change that, and give the same command again"]
     if missing := found["not_covered"]:
-        names = " or ".join(f'memfit.phase("{name}")' for name in missing)
-        lines = [
-            f"canary: phase {name} was not seen{_where(found, name)}: not covered, name it by memfit.phase({name!r})"
-            for name in missing
-        ]
-        more = f"--set canary_seconds={2 * settings.canary_seconds:g}"
-        return [*lines, peak, f"mark it: with {names}: ...; or wait longer: {more}"]
+        calls, lines = [f'memfit.phase("{name}")' for name in missing], []
+        for name, call in zip(missing, calls, strict=True):
+            ranks = [str(rank) for rank in found["phases"][name]]
+            where = f" on all ranks (only on {list_some(ranks, 16)})" if ranks else ""
+            lines.append(f"canary: phase {name} was not seen{where}: not covered, name it by {call}")
+        later = f"--set canary_seconds={2 * settings.canary_seconds:g}"
+        return [*lines, peak, f"mark it where it begins, or wait longer: {later}, or leave it out of canary_phases"]
     pace = found["seconds_per_step"]
-    seen = ", ".join(
-        f"{phase} on {len(ranks)} rank{'s' * (len(ranks) != 1)}" for phase, ranks in found["phases"].items()
-    )
-    lines = [f"canary: passed ({seen}{f'; {format_duration(pace)} a step' if pace else ''})"]
-    flags = f"--memory {found['memory']}" + (f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else "")
-    on_device = f", of a device {format_bytes(found['device_peak_bytes'])}" if found["gpu_memory"] else ""
-    why = f"{peak}{on_device}, {settings.memory.slack:.0%} more"
-    return [*lines, f"the long run: {flags}; in Slurm: --mem={found['slurm_mem']} ({why})"]
-
-
-def _where(found: Mapping[str, Any], phase: str) -> str:
-    """Return which ranks alone were seen there."""
-    ranks = found["phases"][phase]
-    return f" on all ranks (only {list_some([str(rank) for rank in ranks])})" if ranks else ""
+    seen = [f"{phase} on {len(ranks)} rank{'s' * (len(ranks) != 1)}" for phase, ranks in found["phases"].items()]
+    on_device = f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else ""
+    return [
+        f"canary: passed ({', '.join(seen)}{f'; {pace:.3g} s a step' if pace else ''})",
+        f"{peak}; {settings.memory.slack:.0%} more for the request",
+        f"the long run: --memory {found['memory']}{on_device}; in Slurm: --mem={found['slurm_mem']}",
+    ]
