@@ -90,7 +90,9 @@ def test_what_a_canary_must_see_can_be_chosen(canary):
     ],
 )
 def test_what_breaks_is_named_with_its_phase_and_rank(canary, ends, code, how):
-    result = canary(f"mark('train'); mark('validate'); time.sleep(1) if rank == 0 else None; {ends}", "resources.ranks=2")
+    result = canary(
+        f"mark('train'); mark('validate'); time.sleep(1) if rank == 0 else None; {ends}", "resources.ranks=2"
+    )
     broke = result.canary["broke"]
     assert (result.state, result.exit_code) == ("failed", code)
     assert (broke["phase"], broke["ranks"], broke["how"]) == ("validate", [1], how)
