@@ -5,6 +5,7 @@ memfit run --canary --canary-args '--steps 5' --nproc 4 -- python examples/canar
 
 import argparse
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ for _ in range(given.steps):
     model(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-if rank == 0 and not os.path.exists("valid.npy"):
+if rank == 0 and not Path("valid.npy").exists():
     np.lib.format.open_memmap("valid.npy", "w+", "f4", (ROWS, WIDTH))[:] = 1.0
 group.barrier()
 
@@ -44,6 +45,6 @@ with torch.no_grad():
 
 if rank == 0:
     phase("checkpoint")
-    folder = os.environ.get("MEMFIT_CANARY", ".")  # a canary's checkpoint is not that of the long run
-    torch.save(model.state_dict(), os.path.join(folder, "last.pt"))
+    folder = Path(os.environ.get("MEMFIT_CANARY", "."))  # a canary's checkpoint is not that of the long run
+    torch.save(model.state_dict(), folder / "last.pt")
 group.barrier()

@@ -26,11 +26,11 @@ def test_a_fit_is_its_preflight_a_few_steps_a_save_and_a_few_batches_of_validati
         seen["train" if model.training else "valid"] += 1
         return model(batch).square().sum(), len(batch)
 
-    def fit():
+    def fit(*, preflight=False):
         model = torch.nn.Linear(2, 1)
         trainer = Trainer(model, loss=loss, checkpoint_dir=folder)
         batches = [torch.ones(3, 2)] * 20
-        return trainer.fit(batches, batches, num_epochs=1, preflight=False)
+        return trainer.fit(batches, batches, num_epochs=1, preflight=preflight)
 
     with pytest.raises(StoppedError, match="The canary ends here"):
         fit()
@@ -39,6 +39,9 @@ def test_a_fit_is_its_preflight_a_few_steps_a_save_and_a_few_batches_of_validati
     assert [event["step"] for event in events("step")] == [1, 2, 3, 4, 5]
     assert not folder.exists()
     kept = load_checkpoint(canary_folder(folder) / "latest_checkpoint.pt")
+    with pytest.raises(StoppedError):
+        fit(preflight=True)
+    assert canary()[4:7] == ["preflight", "train", "validate"]  # each is named if the job dies there
     monkeypatch.delenv(CANARY_VARIABLE)
     fit()
     assert kept["epoch"] == 0 and load_checkpoint(folder / "latest_checkpoint.pt")["epoch"] == 1

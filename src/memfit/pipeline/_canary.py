@@ -115,7 +115,7 @@ class Canary:
                 self.stop.ask()
 
     def _read(self) -> bool:
-        """Take in new events; return whether a rank entered a phase for the first time."""
+        """Take in new events; return whether a rank entered a phase, or made a step."""
         is_new = False
         for event in self._events.read():
             job_id, rank, kind = event.get("job"), event.get("rank", 0), event.get("kind")
@@ -123,9 +123,10 @@ class Canary:
                 continue
             if kind == "step" and not rank and isinstance(event.get("step"), int):
                 self._steps[job_id].append((float(event["time"]), event["step"]))
+                is_new = True
             phase = str(event.get("phase")) if kind == "phase" else "checkpoint" if kind == "checkpoint" else ""
             if phase:
-                is_new |= phase not in self._seen[job_id][rank]
+                is_new = True
                 self._seen[job_id][rank].setdefault(phase, float(event["time"]))
             if kind == "phase":
                 self._last[job_id, rank] = phase

@@ -38,5 +38,5 @@ def canary_over() -> StoppedError:
     return StoppedError(
         "The canary ends here.",
         rule=f"it trains {CANARY_STEPS} steps, saves once, and validates {CANARY_BATCHES} batches.",
-        remedy="start the long run: the same command without --canary",
+        remedy="see what memfit run --canary says; the long run is the same command without it",
     )
