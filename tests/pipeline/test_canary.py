@@ -168,4 +168,5 @@ def test_four_ranks_that_copy_their_validation_data_die_and_those_that_map_it_pa
         assert result.canary["broke"]["phase"] == "validate"
     else:
         assert result.canary["phases"] == {"train": [0, 1, 2, 3], "validate": [0, 1, 2, 3], "checkpoint": [0]}
-        assert result.canary["host_peak_bytes"] < 1 << 30
+        long = memfit.run([sys.executable, str(FOUR), "--steps", "100"], overrides=settings[2:])
+        assert long.statuses["cmd_0001"].peak_bytes == pytest.approx(result.canary["host_peak_bytes"], rel=0.1)

@@ -6,8 +6,7 @@ from torch.utils.data import DataLoader
 
 from memfit.errors import StoppedError
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, CANARY_VARIABLE, canary_folder
-from memfit.training import Loop, Trainer, load_checkpoint
-from memfit.training._journal import Unheard
+from memfit.training import Loop, Trainer, Unheard, load_checkpoint
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ class _Guard(MemfitCallback):
         refuse(trainer, allow, is_exact=stream is not None, recover=recover)
         self.trainer: Any = trainer
         self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
-        trainer.args.output_dir = str(canary_folder(trainer.args.output_dir))
+        trainer.args.output_dir = str(canary_folder(str(trainer.args.output_dir)))
         self.folder, self.stopper = SealedFolder(trainer.args.output_dir, PREFIX), Stopper()
         self.ranks = self.folder.ranks = Ranks.current()
         if self.ranks is not None:

@@ -13,9 +13,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from memfit.errors import DoesNotFitError, JobFailedError, UsageError
+from memfit.errors import DoesNotFitError, JobFailedError, PeerFailedError, UsageError
 from memfit.files import write_json
 from memfit.jobs import ENDED, Job, JobStatus, StopRequest, read_status
+from memfit.memory import Footprint
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._order import Order
 from memfit.pipeline._results import Unit
@@ -58,11 +59,9 @@ class Canary:
     run: RunDir
     settings: RunConfig
     stop: StopRequest
-    #: By job, rank and phase: when it was first entered.
-    _seen: dict[str, dict[int, dict[str, float]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
-    )
-    _last: dict[tuple[str, int], str] = field(default_factory=dict)
+    #: By job: the phases that each rank has entered; its last one, the newest at the end; times and steps of rank 0.
+    _seen: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    _last: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _steps: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     _peak: int = 0
     _look_at: float = 0.0
@@ -109,7 +108,7 @@ class Canary:
                 self._peak, self._changed_at = status.peak_bytes, now
             is_over = status.started is not None and time.time() - status.started > self.settings.canary_seconds
             is_settled = not self._missing(job_id) and now - self._changed_at > _SETTLED_SECONDS
-            has_begun = job_id in self._seen and len(self._missing(job_id)) < len(self.settings.canary_phases)
+            has_begun = len(self._missing(job_id)) < len(self.settings.canary_phases)
             if is_settled or (has_begun if status.state in ENDED else is_over):
                 self._has_asked = True
                 self.stop.ask()
@@ -121,26 +120,25 @@ class Canary:
             job_id, rank, kind = event.get("job"), event.get("rank", 0), event.get("kind")
             if not isinstance(job_id, str) or not isinstance(rank, int):
                 continue
+            is_new |= kind in ("step", "phase", "checkpoint")
             if kind == "step" and not rank and isinstance(event.get("step"), int):
                 self._steps[job_id].append((float(event["time"]), event["step"]))
-                is_new = True
-            phase = str(event.get("phase")) if kind == "phase" else "checkpoint" if kind == "checkpoint" else ""
-            if phase:
-                is_new = True
-                self._seen[job_id][rank].setdefault(phase, float(event["time"]))
-            if kind == "phase":
-                self._last[job_id, rank] = phase
+            elif kind == "checkpoint":
+                self._seen[job_id][rank].add("checkpoint")
+            elif kind == "phase":
+                self._seen[job_id][rank].add(str(event.get("phase")))
+                self._last[job_id].pop(rank, None)
+                self._last[job_id][rank] = str(event.get("phase"))
         return is_new
 
     def _missing(self, job_id: str) -> list[str]:
         """Return the phases that not all ranks have reached; of a checkpoint, one rank is enough."""
-        ranks = list(self._seen[job_id].values()) if job_id in self._seen else []
-        telling = [seen for seen in ranks if "train" in seen or "validate" in seen] or ranks
-        return [
-            phase
-            for phase in self.settings.canary_phases
-            if not (any if phase == "checkpoint" else all)(phase in seen for seen in telling) or not telling
-        ]
+        telling = list(self._seen[job_id].values()) if job_id in self._seen else []
+        if not telling:
+            return [*self.settings.canary_phases]
+        have = {"checkpoint": any}
+        names = self.settings.canary_phases
+        return [name for name in names if not have.get(name, all)(name in seen for seen in telling)]
 
     # --- the verdict
 
@@ -154,6 +152,7 @@ class Canary:
             return result
         job_id = broke.job_id if broke else min(self._seen, key=lambda one: len(self._missing(one)), default="")
         missing = self._missing(job_id)
+        status = statuses.get(job_id) or max(statuses.values(), key=lambda one: one.peak_bytes, default=None)
         found: dict[str, Any] = {
             "passed": not broke and not missing,
             "exit_code": DoesNotFitError.exit_code if missing else 0,
@@ -164,10 +163,10 @@ class Canary:
             "not_covered": missing,
             "broke": self._describe_break(broke) if broke else None,
             "seconds_per_step": _pace(self._steps[job_id]),
-            **self._request([one for one in statuses.values() if one.footprint is not None]),
+            **self._request(status),
         }
         if broke:
-            found["exit_code"] = self._code_of(broke, is_command=len(statuses) == 1 and broke.job_id.startswith("cmd_"))
+            found["exit_code"] = self._code_of(broke)
         found["text"] = _text_of(found, self.settings)
         state = "completed" if found["passed"] else "failed"
         write_json(self.run.path / "canary.json", found)
@@ -178,40 +177,33 @@ class Canary:
 
     def _describe_break(self, status: JobStatus) -> dict[str, Any]:
         """Return the job that broke, in which phase, and which ranks: the one that was lost first, or all in it."""
-        rank, told = status.evidence.get("rank"), self._seen[status.job_id]
-        phases = {one: self._last.get((status.job_id, one), "") for one in told}
-        at = max(told, key=lambda one: max(told[one].values(), default=0.0), default=None)
-        phase = phases.get(rank if rank in phases else at, "") or status.phase or "start"  # type: ignore[arg-type]
-        ranks = [rank] if rank is not None else sorted(one for one, last in phases.items() if last == phase)
+        rank, last = status.evidence.get("rank"), self._last[status.job_id]
+        phase = last.get(int(rank or 0)) or next(reversed(last.values()), "") or status.phase or "start"
+        ranks = [rank] if rank is not None else sorted(one for one in last if last[one] == phase)
         how = status.state.replace("_", " ") + " at its limit" * (status.state == "failed" and status.wants_more)
         named = {"job": status.job_id, "phase": phase, "ranks": ranks, "how": how}
         return {**named, "cause": status.cause, "exit_code": status.exit_code}
 
-    def _code_of(self, status: JobStatus, *, is_command: bool) -> int:
+    def _code_of(self, status: JobStatus) -> int:
         """Return 3 for what ran out of memory or was killed; else the code of the command, or 4 in a config."""
         code = status.exit_code
         if status.state != "failed" or status.wants_more or code is None or code < 0:
             return DoesNotFitError.exit_code
-        is_own = is_command or code == DoesNotFitError.exit_code
+        is_own = self.run.scope == "command" or code in (DoesNotFitError.exit_code, PeerFailedError.exit_code)
         return code if is_own and code else JobFailedError.exit_code
 
-    def _request(self, statuses: Sequence[JobStatus]) -> dict[str, Any]:
+    def _request(self, status: JobStatus | None) -> dict[str, Any]:
         """Return the peaks of a node, and what the long run asks for: with the slack that reservations have."""
-        slack = self.settings.memory.slack
-        host = max((one.peak_bytes for one in statuses), default=0)
-        devices = max((one.footprint.bytes_per_device for one in statuses if one.footprint), default=0)
-        peaks: dict[str, int] = {}
-        for one in statuses:
-            for name, peak in one.footprint.phases.items() if one.footprint else ():
-                peaks[name] = max(peaks.get(name, 0), peak.private_bytes)
-        wanted = round(host * (1 + slack))
+        footprint = (status.footprint if status else None) or Footprint(0)
+        more, peaks = 1 + self.settings.memory.slack, footprint.phases.items()
+        host, device = status.peak_bytes if status else 0, footprint.bytes_per_device
         return {
             "host_peak_bytes": host,
-            "device_peak_bytes": devices,
-            "phase_peak_bytes": peaks,
-            "memory": _size(wanted),
-            "gpu_memory": _size(round(devices * (1 + slack))) if devices else None,
-            "slurm_mem": write_size(round_up_size(wanted)),
+            "device_peak_bytes": device,
+            "phase_peak_bytes": {name: peak.private_bytes for name, peak in peaks},
+            "memory": _size(host * more),
+            "gpu_memory": _size(device * more) if device else None,
+            "slurm_mem": write_size(round_up_size(host * more)),
         }
 
 
@@ -233,7 +225,7 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
     return median(took) if took else None
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     """Return a size for a flag, rounded up.
 
     >>> _size(1900 * MIB), _size(500)
