@@ -272,7 +272,8 @@ class Agent:
                 was_asked = True
                 _send([one for one in live if one.code is None], signal.SIGTERM)
             late = [one for one in live if one.code is None]
-            if late and time.monotonic() > failed + _leaving_seconds(late, ended, folder):
+            since = time.monotonic() - failed  # nothing is read before: at its limit, a job may open no file
+            if late and since > 0 and since > _leaving_seconds(late, ended, folder):
                 for one in late:
                     one.was_killed = True
                 _send(late, signal.SIGKILL)

@@ -177,8 +177,9 @@ class Canary:
 
     def _describe_break(self, status: JobStatus) -> dict[str, Any]:
         """Return the job that broke, in which phase, and which ranks: the one that was lost first, or all in it."""
-        rank, last = status.evidence.get("rank"), self._last[status.job_id]
-        phase = last.get(int(rank or 0)) or next(reversed(last.values()), "") or status.phase or "start"
+        rank: Any = status.evidence.get("rank")
+        last = self._last[status.job_id]
+        phase = last.get(rank) or next(reversed(last.values()), "") or status.phase or "start"
         ranks = [rank] if rank is not None else sorted(one for one in last if last[one] == phase)
         how = status.state.replace("_", " ") + " at its limit" * (status.state == "failed" and status.wants_more)
         named = {"job": status.job_id, "phase": phase, "ranks": ranks, "how": how}
