@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
 from memfit.integrations._callbacks import steers_by_count
+from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary
 from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
@@ -51,6 +52,19 @@ class MemfitCallback(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         if not trainer.is_global_zero:
             self.journal = Unheard()
+        if is_canary() and stage == "fit":
+            trainer.limit_train_batches = CANARY_STEPS * trainer.accumulate_grad_batches
+            trainer.limit_val_batches = CANARY_BATCHES if trainer.limit_val_batches else 0
+            trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1
+            for one in trainer.checkpoint_callbacks:
+                one.dirpath = str(canary_folder(trainer.default_root_dir))
+
+    def _end_canary(self, trainer: Any) -> None:
+        """Save in a canary that has trained and validated, and end it there."""
+        if is_canary():
+            self._enter("checkpoint")
+            trainer.save_checkpoint(canary_folder(trainer.default_root_dir) / "canary.ckpt")
+            raise canary_over()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
@@ -84,8 +98,11 @@ class MemfitCallback(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._ended = 0.0
+        if not trainer.sanity_checking:
+            self._end_canary(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._end_canary(trainer)
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
         self._ended = 0.0

@@ -24,7 +24,7 @@ from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
 from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
 from memfit.jobs._watch import Shim, Stop
-from memfit.rundir import EventWriter, read_beats
+from memfit.rundir import CANARY_VARIABLE, EventWriter, read_beats
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -119,7 +119,7 @@ class NodesShim(Shim):
         end = ends[_worst(ends)]
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
         self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
-        is_final = end.state != "failed" or end.exit_code in FINAL
+        is_final = end.state != "failed" or end.exit_code in FINAL or CANARY_VARIABLE in self.order["env"]
         if is_final or not may_begin_again(beats, self.without_checkpoint, self.generation):
             return False
         text = (

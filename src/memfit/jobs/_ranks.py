@@ -36,6 +36,7 @@ from memfit.rundir import (
     START_PATIENCE,
     WAITING,
     Beat,
+    is_canary,
     launch_of,
     open_beats,
     read_beats,
@@ -164,7 +165,7 @@ class Agent:
             cause = self._cause(ended, beats)
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
-            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
+            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1 or is_canary())
             now = Counters.read(self.group)
             oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
             if not (may_go_on and may_begin_again(beats.values(), without_checkpoint, generation) and not oom):
@@ -274,7 +275,8 @@ class Agent:
                 was_asked = True
                 _send([one for one in live if one.code is None], signal.SIGTERM)
             late = [one for one in live if one.code is None]
-            if late and time.monotonic() > failed + _leaving_seconds(late, ended, folder, begins):
+            since = time.monotonic() - failed  # nothing is read before: at its limit, a job may open no file
+            if late and since > 0 and since > _leaving_seconds(late, ended, folder, begins):
                 for one in late:
                     one.was_killed = True
                 _send(late, signal.SIGKILL)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
-from memfit.rundir import phase, record
+from memfit.rundir import is_canary, phase, record
 from memfit.training._keyed import _kind_of, preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
@@ -267,18 +267,20 @@ def _untouched(step: SafeStep) -> Iterator[None]:
         step.load_state_dict({**state, **learned})
 
 
-def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
+def _take(name: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
     """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
-    meter.phase(phase)
+    meter.phase(name)
+    if is_canary():
+        phase(name)  # it is to be named if the job dies here
     reset_device_peaks()
     result = attempt(action)
-    devices[phase] = device_bytes()
+    devices[name] = device_bytes()
     if not isinstance(result, Failed):
         return result
     raise DoesNotFitError(
-        f"The preflight ran out of {result.kind} memory in its phase '{phase}': {result.first_line}",
+        f"The preflight ran out of {result.kind} memory in its phase '{name}': {result.first_line}",
         rule=memory_now(result.kind),
-        remedy=_REMEDIES[phase],
+        remedy=_REMEDIES[name],
     )
 
 
