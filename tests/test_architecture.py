@@ -40,6 +40,7 @@ PATCHED = {
     "tests/integrations/test_track.py": {"memfit.integrations._track"},
     "tests/jobs/test_other_hosts.py": {"memfit.memory._locks"},
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
+    "tests/jobs/test_warm.py": {"memfit.jobs._fork"},
     "tests/pipeline/test_estimate.py": {"memfit.pipeline._probe"},
     "tests/training/stop_driver.py": {"memfit.training._journal"},
     "tests/training/test_flight.py": {"memfit.training._flight"},
