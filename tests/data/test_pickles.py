@@ -68,7 +68,7 @@ def test_the_same_files_find_their_store_and_check_it_and_others_are_refused(pla
     packed()
     assert packed("scenes/s10.pkl", "scenes/s[12].pkl", "scenes/s1.pkl")["reused"]
     before = Path("out/manifest.json").read_bytes()
-    for change in (lambda: dump("scenes/s2.pkl", [scene(99)] * 3), lambda: os.remove("scenes/s2.pkl")):
+    for change in (lambda: dump("scenes/s2.pkl", [scene(99)] * 3), Path("scenes/s2.pkl").unlink):
         change()
         with pytest.raises(DataError, match=r"out is there already"):
             packed()

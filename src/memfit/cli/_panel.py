@@ -16,6 +16,7 @@ import typer
 from typer import Option
 
 from memfit.cli._terminal import AsJson, answer, bar, console
+from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, list_some
 
@@ -36,6 +37,7 @@ Sources = Annotated[
     typer.Argument(help="Parquet or Arrow files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
 _NUM_NAMED = 12
+_TYPE_WIDTH = 24
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -248,6 +250,66 @@ def _packed(found: dict[str, Any]) -> list[str]:
         lines += [f"  all {found['num_items']} items as lists, by their number: about {whole}"] if share > 1 else []
     lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
     return lines
+
+
+@panel.command(short_help="Compare columns on disk with columns in memory.")
+def sizes(
+    sources: Sources,
+    *,
+    index: Annotated[
+        str | None, Option(help="The columns of dates and of asset codes, for a panel's cells.", metavar="DATE,ASSET")
+    ] = None,
+    flag: Annotated[float, Option(help="Flag columns of at least this ratio.", min=1, metavar="RATIO")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each column of Parquet or Arrow files takes on disk, in pandas 2 and 3, and in a panel.
+
+    memfit panel sizes prices.parquet --index date,code
+
+    The ratio is that of the larger pandas to the disk. Text that repeats is small on disk and large in memory. A panel
+    has a float32 for each date and asset of --index, without it for each row. Reading takes more than the result: the
+    decoded columns, and pandas' copy of them.
+
+    Exit codes: 0 done, whatever is flagged; 2 bad input.
+    """
+    from memfit.data import column_sizes
+
+    keys = _words([index]) if index is not None else None
+    if keys is not None and len(keys) != 2:
+        raise UsageError(
+            f"--index is '{index}'.", rule="it names two columns.", remedy="write for example --index date,code"
+        )
+    with bar("reading") as progress:
+        num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
+    columns = [{**asdict(one), "ratio": one.ratio, "flagged": one.ratio >= flag} for one in found]
+    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
+    total = {name: sum(column[name] or 0 for column in columns) for name in names}
+    facts = {"num_rows": num_rows, "flag_ratio": flag, "columns": columns, "total": total}
+    answer(facts, as_json, lambda log: log.say("\n".join(_sizes(facts))))
+
+
+def _sizes(facts: dict[str, Any]) -> list[str]:
+    total = facts["total"]
+    ratio = max(total["pandas_bytes"], total["pandas2_bytes"]) / max(1, total["disk_bytes"])
+    rows = [*facts["columns"], {**total, "name": "all", "type": f"{facts['num_rows']} rows", "ratio": ratio}]
+    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
+    cells = [["column", "type", "on disk", "pandas 3", "pandas 2", "panel", "ratio"]]
+    for row in rows:
+        sizes = ["-" if row[name] is None else format_bytes(row[name]) for name in names]
+        cells.append(
+            [row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{' !' if row.get('flagged') else ''}"]
+        )
+    widths = [max(len(row[at]) for row in cells) for at in range(7)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if at < 2 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    flagged = [column for column in facts["columns"] if column["flagged"]]
+    lines += [f"! {len(flagged)} columns take at least {facts['flag_ratio']:g} times their disk:"] if flagged else []
+    return lines + [f"  {column['name']}: {column['remedy']}" for column in flagged]
 
 
 def _open(path: Path) -> Panel:
