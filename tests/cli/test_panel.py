@@ -261,7 +261,10 @@ def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
         finally:
             packing.kill()
     assert packing.returncode == 130
-    assert not Path(f"/proc/{(scenes / 'pid').read_text()}").exists()
+    pid, until = (scenes / "pid").read_text(), time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
     assert not list(scenes.glob("*out*"))
 
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import sys
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -180,29 +181,22 @@ def test_a_digest_knows_types_order_and_content():
     assert _pickles.digest_of(torch.zeros(1)) == _pickles.digest_of(np.zeros(1, np.float32))
 
 
-def test_one_file_at_a_time_is_in_memory(place):
-    """The item of a file that was read is gone when the next file is loaded."""
-    alive = []
-
-    class Item:
-        def __init__(self):
-            alive.append(1)
-
-        def __del__(self):
-            alive.pop()
+def test_one_file_at_a_time_is_in_memory(place, monkeypatch):
+    for number in range(4):
+        dump(f"{number}.npy.pkl", [np.full(9, one) for one in range(20)])
+    real, loaded, alive = _pickles._load, [], []
 
     def load(file, opened):
-        found.append(len(alive))
-        opened.read()
-        return [Item() for _ in range(5)]
+        alive.append(sum(one() is not None for one in loaded))
+        found = real(file, opened)
+        loaded.extend(map(weakref.ref, found))
+        return found
 
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pickles, "_load", load)
-        for _ in _pickles._of_files(_pickles.find_pickles(["scenes/*.pkl"]), [], lambda done, total: None):
-            pass
-    assert len(found) == 3
-    assert max(found) <= 1  # the loop above holds the last one
+    monkeypatch.setattr(_pickles, "_load", load)
+    monkeypatch.setattr(_pickles, "_SAMPLE_BYTES", 0)
+    packed("*.npy.pkl")
+    assert len(alive) == 4
+    assert max(alive) <= 1  # the last item, where it was packed
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")

@@ -210,7 +210,7 @@ def pack_(
         except BaseException:
             remove_leftovers(output)
             raise
-    answer(found, as_json, lambda log: log.say("\n".join(_packed(found))))
+    answer(found, as_json, lambda log: log.say("\n".join(_packed(found, ranks))))
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def _bar_of(file: Path) -> Iterator[None]:
             ended.set()
 
 
-def _packed(found: dict[str, Any]) -> list[str]:
+def _packed(found: dict[str, Any], ranks: int) -> list[str]:
     if found["reused"]:
         return [f"{found['path']}: was there already, {found['num_items']} items; every byte as it was written"]
     of = f" of {found['num_files']} files ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
@@ -248,6 +248,8 @@ def _packed(found: dict[str, Any]) -> list[str]:
         lines += [f"  PSS of {measured['num_ranks']} processes with {first} items: {listed} as lists, {mapped} mapped"]
         whole = format_bytes(round(share * measured["list_bytes"]))
         lines += [f"  all {found['num_items']} items as lists, by their number: about {whole}"] if share > 1 else []
+    elif ranks:
+        lines.append("  memory not measured: that needs Linux, and a first item of at most 16 MiB")
     lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
     return lines
 

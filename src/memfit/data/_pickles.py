@@ -36,6 +36,8 @@ from memfit.units import natural_order
 NUM_COMPARED = 100
 #: Ranks are measured with the first items, up to this size as a pickle: each rank holds them as Python objects.
 _SAMPLE_BYTES = 16 << 20
+#: So long a killed process may take to end, and to give up its lock.
+_DEATH_SECONDS = 10
 _ROLLUP = "/proc/{}/smaps_rollup"
 
 
@@ -69,7 +71,8 @@ def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) ->
     with locked(folder):
         if folder.exists() and files and _made_of(folder, files):
             data = PackedDataset.open(folder, verify="full")
-            return {**found, "reused": True, "num_items": len(data), "bytes": data.nbytes, "num_compared": 0}
+            facts_now = {"num_items": len(data), "bytes": data.nbytes, "num_compared": 0, "ranks": None}
+            return {**found, "reused": True, **facts_now}
         with open(Path(scratch) / "sample", "wb") as sample:
             write_packed(items.taken(sample), folder, None if target else facts, items.compare, lambda _: items.place)
     data = PackedDataset.open(folder)
@@ -102,7 +105,7 @@ def find_pickles(words: Sequence[str]) -> list[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove what a killed writer of a folder left beside it, unless another one writes there now."""
     path = path.absolute()
-    with suppress(Timeout, OSError), panel_lock(path).acquire(timeout=0) as lock:
+    with suppress(Timeout, OSError), panel_lock(path).acquire(timeout=_DEATH_SECONDS) as lock:
         shutil.rmtree(path.with_name(f".{path.name}.building"), ignore_errors=True)
         if not path.exists():
             Path(lock.lock_file).unlink()
