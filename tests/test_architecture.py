@@ -29,6 +29,7 @@ PATCHED = {
     "tests/data/test_loader_footprint.py": {"memfit.data._loader_footprint"},
     "tests/data/test_manifest.py": {"memfit.data._manifest"},
     "tests/data/test_measure.py": {"memfit.data._measure"},
+    "tests/data/test_pickles.py": {"memfit.data._pickles"},
     "tests/data/test_sequences.py": {"memfit.data._position"},
     "tests/data/test_source.py": {"memfit.data._source"},
     "tests/data/validation_child.py": {"memfit.training._validation"},
