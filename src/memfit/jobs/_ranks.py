@@ -371,8 +371,8 @@ def _leaving_seconds(late: Sequence[_Rank], ended: Sequence[_Rank], folder: Path
     beats = read_beats(folder)
     begin = all(one.number in beats and beats[one.number].place in begins for one in late)
     ends = any(one.number in beats and beats[one.number].patience is None for one in late)  # an error may be on its way
-    hangs = not ends and all(one.code == _LEFT for one in ended)  # whoever can leave has left
-    return _SOON_SECONDS if begin or hangs else LEAVING_SECONDS
+    hangs = all(one.code == _LEFT for one in ended)  # whoever can leave has left
+    return _SOON_SECONDS if (begin or hangs) and not ends else LEAVING_SECONDS
 
 
 def _send(ranks: Sequence[_Rank], number: signal.Signals) -> None:
