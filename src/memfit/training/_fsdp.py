@@ -44,16 +44,14 @@ class ShardedFolder(CheckpointFolder):
         super().check_room(one_bytes + sharded, num_epochs)
 
     def save_shards(self, position: Position, num_steps: int) -> None:
-        """Write this rank's shards of weights and optimizer."""
+        """Write this rank's shards of weights and optimizer; torch waits for rank 0 before, and for all ranks after."""
         import torch.distributed.checkpoint as dcp
 
         self._num_steps = num_steps
         if self._ranks.rank == 0:
             self._sealed.begin(self._number(position))
-        self._ranks.settle()
         path = self._sealed.folder_of(self._number(position))
         dcp.save(self._shards(), checkpoint_id=path, process_group=self._ranks.side)  # type: ignore[attr-defined]
-        self._ranks.settle()
 
     def save(self, position: Position, state: dict[str, Any]) -> Path:
         number = self._number(position)
