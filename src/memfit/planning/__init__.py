@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.planning._launch import LaunchConfig as LaunchConfig
     from memfit.planning._launch import LaunchFormat as LaunchFormat
     from memfit.planning._launch import Measured as Measured
+    from memfit.planning._machine import Machine as Machine
 
 # A run plans without these, and they take a while to load.
 __getattr__, __dir__ = load_lazily(__name__)
