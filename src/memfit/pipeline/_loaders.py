@@ -31,7 +31,7 @@ def ask_of_loaders(order: Order, function: str) -> tuple[dict[str, Any], list[Li
     """
     own = {"function": function, "target": order.settings.target, "params": dict(order.params)}
     found = call_in_child(f"{__name__}:loaders_in_child", own, env=dict(os.environ) | dict(order.env))
-    lines, *others = [_lines(one, found["own_bytes"]) for one in found["loaders"]]
+    lines, *others = [_lines(one, found) for one in found["loaders"]]
     variants = []
     for one, changed in zip(found["loaders"][1:], others, strict=True):
         if one["workers"] < found["workers"]:
@@ -44,13 +44,14 @@ def ask_of_loaders(order: Order, function: str) -> tuple[dict[str, Any], list[Li
     return found, lines, variants
 
 
-def _lines(one: Mapping[str, Any], own_bytes: int) -> list[Line]:
+def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
     train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
     lines = list(list_loader_lines(train, both, one["workers"]))
+    what, libraries = "an interpreter that has imported what makes the loaders", Amount(facts["mapped_bytes"], "node")
+    lines.append(Line("libraries", libraries, f"{what}, once", "measured", is_mapped=True))
     if "interpreter" in both.parts:
         return lines
-    what = "an interpreter that has imported what makes the loaders"
-    return [Line("interpreter", Amount(own_bytes, "process"), what, "measured"), *lines]
+    return [Line("interpreter", Amount(facts["own_bytes"], "process"), what, "measured"), *lines]
 
 
 def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,8 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
     samples = [None if one is None else _num_samples(one) for one in made]
     facts = {"workers": loaders[0]["workers"], "batch": loaders[0]["batch"], "samples": samples[0], "valid": samples[1]}
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
-    return {"own_bytes": held.held + held.shared_memory if held else 0, "loaders": loaders, **facts}
+    facts |= {"own_bytes": held.held + held.shared_memory, "mapped_bytes": held.file} if held else {}
+    return {"own_bytes": 0, "mapped_bytes": 0, "loaders": loaders} | facts
 
 
 def _num_samples(loader: Any) -> int:

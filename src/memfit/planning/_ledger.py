@@ -37,7 +37,7 @@ class Line:
         formula: How that follows, in words.
         how: Where the figure comes from.
         metric: What is counted: PSS or RSS of processes, or bytes of a device.
-        phases: When it is held; empty for always.
+        phases: When it is held, that which it belongs to first; empty for always.
         number: Of an amount of a process: how many such processes each task has.
         is_mapped: It is mapped from files, which the kernel can drop, so that no limit holds for it.
         in_shm: It lies in /dev/shm.
@@ -75,7 +75,7 @@ class Ledger:
 
     @property
     def _phases(self) -> list[str]:
-        return list(dict.fromkeys(phase for line in self.lines for phase in line.phases)) or ["train"]
+        return list(dict.fromkeys(line.phases[0] for line in self.lines if line.phases)) or ["train"]
 
     def _in_phase(self, phase: str, *, in_shm: bool = False) -> Amount:
         counted = (line for line in self.lines if line.amount.place == "host" and not line.is_mapped)
@@ -118,6 +118,13 @@ class Ledger:
         """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
         alone = replace(self, layout=replace(self.layout, tasks_per_node=1))
         peaks = {name: peak.private_bytes for name, peak in found.phases.items()} or {"": found.private_bytes}
+        if found.phases:  # a phase that the job did not name takes no more than its peak
+            peaks |= {
+                phase: found.private_bytes
+                for phase, size in alone.by_phase().items()
+                if phase not in peaks and size.bytes * num_tasks > found.private_bytes
+            }
+        origin = origin.removeprefix(found.method).lstrip(" :")
         extra = []
         for phase, peak in peaks.items():
             counted = (alone._in_phase(phase) if phase else alone.peak).bytes
@@ -274,7 +281,7 @@ class Forecast:
 
     def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""
-        tasks = ledger.layout.tasks_per_node or 1
+        tasks = 0 if self.fits else ledger.layout.tasks_per_node or 1
         for number in range(tasks - 1, 0, -1):
             gpus = (ledger.layout.gpus_per_node or 0) * number // tasks
             fewer = replace(ledger, layout=replace(ledger.layout, tasks_per_node=number, gpus_per_node=gpus))
