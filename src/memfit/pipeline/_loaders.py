@@ -48,7 +48,7 @@ def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
     train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
     lines = list(list_loader_lines(train, both, one["workers"]))
     what, libraries = "an interpreter that has imported what makes the loaders", Amount(facts["mapped_bytes"], "node")
-    lines.append(Line("libraries", libraries, f"{what}, once", "measured", is_mapped=True))
+    lines.append(Line("libraries", libraries, f"{what}, once", "measured", "RSS", is_mapped=True))
     if "interpreter" in both.parts:
         return lines
     return [Line("interpreter", Amount(facts["own_bytes"], "process"), what, "measured"), *lines]
@@ -63,7 +63,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
 
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    held = ProcReader().rollup(os.getpid())
+    held, status = ProcReader().rollup(os.getpid()), ProcReader().status(os.getpid())
     started = time.monotonic()
     with _limited(function):
         made = make(values)
@@ -80,10 +80,15 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
             sizes = {"train": loader_footprint(train).to_dict(), "both": loader_footprint(train, valid).to_dict()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
-    facts = {"workers": loaders[0]["workers"], "batch": loaders[0]["batch"], "samples": samples[0], "valid": samples[1]}
+    facts: dict[str, Any] = {
+        "workers": loaders[0]["workers"],
+        "batch": loaders[0]["batch"],
+        "samples": samples[0],
+        "valid": samples[1],
+    }
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
-    facts |= {"own_bytes": held.held + held.shared_memory, "mapped_bytes": held.file} if held else {}
-    return {"own_bytes": 0, "mapped_bytes": 0, "loaders": loaders} | facts
+    facts["own_bytes"] = held.held + held.shared_memory if held else 0
+    return facts | {"mapped_bytes": status.file if status else 0, "loaders": loaders}
 
 
 def _num_samples(loader: Any) -> int:

@@ -15,6 +15,7 @@ from memfit.units import MIB, format_bytes, round_up_size, write_size
 
 #: Docker gives a container so much /dev/shm unless it is told otherwise.
 LEAST_SHM_BYTES = 64 * MIB
+Metric = Literal["PSS", "RSS", "device"]
 _NOBODY = Amount(0, "node")
 #: What a loader takes, by its parts: the formula in words.
 _FORMULAS = {
@@ -48,7 +49,7 @@ class Line:
     amount: Amount
     formula: str
     how: Literal["measured", "computed", "declared"]
-    metric: Literal["PSS", "RSS", "device"] = "PSS"
+    metric: Metric = "PSS"
     phases: tuple[str, ...] = ()
     number: int = 1
     is_mapped: bool = False
@@ -116,22 +117,23 @@ class Ledger:
 
     def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
         """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
-        alone = replace(self, layout=replace(self.layout, tasks_per_node=1))
+        then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
         peaks = {name: peak.private_bytes for name, peak in found.phases.items()} or {"": found.private_bytes}
         if found.phases:  # a phase that the job did not name takes no more than its peak
             peaks |= {
                 phase: found.private_bytes
-                for phase, size in alone.by_phase().items()
-                if phase not in peaks and size.bytes * num_tasks > found.private_bytes
+                for phase, size in then.by_phase().items()
+                if phase not in peaks and size.bytes > found.private_bytes
             }
         origin = origin.removeprefix(found.method).lstrip(" :")
         extra = []
         for phase, peak in peaks.items():
-            counted = (alone._in_phase(phase) if phase else alone.peak).bytes
+            counted = (then._in_phase(phase) if phase else then.peak).bytes
             what = origin + (", less the lines above" if counted else "")
             what += f", by {num_tasks} ranks" if num_tasks > 1 else ""
-            rest, when = Amount(math.ceil(peak / num_tasks) - counted, "task"), (phase,) if phase else ()
-            extra.append(Line(found.method, rest, what, found.method, phases=when))
+            rest, when = Amount(math.ceil((peak - counted) / num_tasks), "task"), (phase,) if phase else ()
+            metric: Metric = "PSS" if found.method == "measured" else "RSS"
+            extra.append(Line(found.method, rest, what, found.method, metric, phases=when))
         if on_gpu := found.bytes_per_device:
             extra.append(Line("GPU", Amount(on_gpu, "gpu", "device"), origin, found.method, "device"))
         if found.shared_bytes and not self.mapped.bytes:
@@ -301,9 +303,8 @@ class Forecast:
         if self.fits:
             return ""
         best = next((mode for mode in self.list_modes() if mode.fits), None)
-        if best is None:
-            return f"none of mapped data, fewer workers, smaller batches, fewer tasks a node: raise {self.limit_from}"
-        return f"{best.name}: {best.peak} (cost: {best.cost})"
+        larger = f"--mem={self.request['mem']} on nodes that have it"
+        return larger if best is None else f"{best.name}: {best.peak} (cost: {best.cost}); or {larger}"
 
     @property
     def request(self) -> dict[str, str]:
