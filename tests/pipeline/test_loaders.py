@@ -6,7 +6,6 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.pipeline import _loaders, plan_run
-from memfit.pipeline._loaders import loaders_in_child
 
 MODULE = """
 import time
@@ -38,7 +37,7 @@ def _module(tmp_path, monkeypatch):
 
 
 def ask(name, **params):
-    return loaders_in_child(f"loaders_here:{name}", "", params)
+    return _loaders.loaders_in_child(f"loaders_here:{name}", "", params)
 
 
 def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches():

@@ -242,6 +242,10 @@ def _forecast(
     variants: list[Variant] = []
     if loaders:
         facts, own, variants = ask_of_loaders(order, loaders)
+        workers, cpus = facts["workers"], layout.cpus_per_task or 0
+        notes.append(f"{workers} loader workers x {ranks} ranks = {workers * ranks} in the job")
+        if node.machine is not None and workers + 1 > cpus:
+            notes.append(f"{workers} workers and the rank share {cpus} CPUs of a task: cpus_per_task: {workers + 1}")
         batch = describe_batch(
             facts["samples"], facts["valid"], facts["batch"], ranks, accumulated, drops=facts["drops"]
         )

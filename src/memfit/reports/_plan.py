@@ -51,16 +51,17 @@ def print_run_plan(plan: RunPlan, console: Console) -> None:
 
 def _print_forecast(forecast: Forecast, console: Console, width: int) -> None:
     """Print the ledger, its sums by phase, the global batch, what to request, the modes, and what would fit."""
-    ledger = forecast.ledger
+    ledger, peaks = forecast.ledger, forecast.ledger.by_phase()
     lines = plain_table("line", "each", "on a node", "phases", "how", left=("line", "each", "phases", "how"))
     lines.columns[-1].no_wrap, lines.columns[-1].overflow = False, "fold"
     for line in ledger.lines:
         each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
         what, size = f"{line.how}, {line.metric}: {line.formula}", format_bytes(ledger.on_node(line).bytes)
-        lines.add_row(line.name, each, size, ", ".join(line.phases) or "all", escape(what))
+        phases = ", ".join(phase for phase in line.phases if phase in peaks) or "all"
+        lines.add_row(line.name, each, size, phases, escape(what))
     console.print(Padding(lines, (0, 0, 0, width), expand=False))
-    peaks = ", ".join(f"{phase} {format_bytes(size.bytes)}" for phase, size in ledger.by_phase().items())
-    facts = [f"host memory on a node: {peaks}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}"]
+    sums = ", ".join(f"{phase} {format_bytes(size.bytes)}" for phase, size in peaks.items())
+    facts = [f"host memory on a node: {sums}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}"]
     facts += [forecast.batch] if forecast.batch else []
     facts.append(f"to request: --mem={forecast.request['mem']}, /dev/shm {forecast.request['shm']}")
     for text in (*facts, *forecast.notes):
