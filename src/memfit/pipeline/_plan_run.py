@@ -73,7 +73,8 @@ class StagePlan:
         saved_seconds: How long it took to make the results that are kept or reused.
         footprint: The memory of one job; None while it is not known.
         origin: Where that figure comes from.
-        measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory.
+        measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory; and
+            the setting that names its loaders.
         rows: Memory and time by the number of jobs at once.
         advice: How many run at once, and how more of them would fit.
         model: The answer of ``memfit.planning.ask`` about the model that it names; None if it names none.
@@ -206,6 +207,8 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         origin = f"{origin}; its lines on a node" if footprint else "computed: the sum of its lines"
         footprint = footprint or Footprint(0, method="declared")
         footprint = replace(footprint, private_bytes=host, shared_bytes=mapped, parts={}, phases={})
+    if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model or stage.has_probe):
+        measure.append(f"--set stages.{name}.loaders=module:function")
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
@@ -233,7 +236,7 @@ def _forecast(
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it would say no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    if not (loaders or (order.is_main(stage) and (node.machine or ranks > 1))):
+    if not (loaders or ((order.is_main(stage) or stage.has_model) and (node.machine or ranks > 1))):
         return None
     layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []

@@ -18,7 +18,7 @@ from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation import find_gpu
 from memfit.memory import Budget, Device, Limit, SharedMemory
-from memfit.units import format_bytes
+from memfit.planning._estimate import find_this_gpu
 
 
 def _known(text: str) -> str:
@@ -82,14 +82,14 @@ class Machine(Settings):
         gpus, nodes = len(budget.devices), _number(env, "SLURM_NNODES") or 1
         tasks = _number(env, "SLURM_NTASKS_PER_NODE") or math.ceil((_number(env, "SLURM_NTASKS") or 0) / nodes)
         tasks = tasks or max(1, gpus)
-        memory, device = budget.limit_bytes, budget.devices[0] if gpus >= tasks else None
+        memory = budget.limit_bytes
         return cls(
             nodes=nodes,
             tasks_per_node=tasks,
             cpus_per_task=_number(env, "SLURM_CPUS_PER_TASK") or max(1, budget.num_cpus // tasks),
             gpus_per_task=gpus // tasks,
             node_memory=memory,
-            gpu=device and _gpu_of(device),
+            gpu=find_this_gpu(budget)[0] if gpus >= tasks else None,
             shm=min(budget.shm.total_bytes, memory) if budget.shm else None,
         )
 
@@ -139,10 +139,3 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     """
     found = re.match(r"\d+", env.get(name, ""))
     return int(found[0]) if found else None
-
-
-def _gpu_of(device: Device) -> str:
-    try:
-        return find_gpu(device.name).name
-    except ConfigError:
-        return format_bytes(device.total_bytes)

@@ -95,10 +95,9 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
-    if stage.measure and stage.forecast is None and stage.footprint is None:
-        yield f"or name its loaders: --set stages.{stage.name}.loaders=module:function; docs/plan.md"
+    what = {"memfit estimate": "estimate its GPU memory", "--set stages": "or count it, if you name its loaders"}
     for command in stage.measure:
-        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
+        yield f"{next((text for words, text in what.items() if command.startswith(words)), 'measure one')}: {command}"
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:
