@@ -23,8 +23,10 @@ from memfit.planning import Line, Variant, list_loader_lines
 _SECONDS = 60
 
 
-def ask_of_loaders(order: Order, function: str) -> tuple[dict[str, Any], list[Line], list[Variant]]:
+def ask_of_loaders(order: Order, function: str, accumulated: int) -> tuple[dict[str, Any], list[Line], list[Variant]]:
     """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
+
+    ``accumulated`` counts the batches of an update as it is.
 
     Raises:
         UsageError: If the function fails, takes too long, or returns no loaders that can be counted.
@@ -38,7 +40,7 @@ def ask_of_loaders(order: Order, function: str) -> tuple[dict[str, Any], list[Li
             name = f"{one['workers']} worker{'s' * (one['workers'] != 1)}"
             cost = f"slower where loading limits the step: it had {found['workers']}"
         else:
-            name = f"batch {one['batch']} x {found['batch'] // one['batch']} accumulated"
+            name = f"batch {one['batch']} x {accumulated * found['batch'] // one['batch']} accumulated"
             cost = "the same global batch, in more and smaller passes"
         variants.append(Variant(name, cost, tuple(changed)))
     return found, lines, variants
