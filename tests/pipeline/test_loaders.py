@@ -12,6 +12,8 @@ import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from memfit.data import Padding, SequenceLoader
+
 def data(number):
     return TensorDataset(torch.zeros(number, 1 << 12))
 
@@ -20,6 +22,13 @@ def make(params):
 
 def only_training(params):
     return DataLoader(data(30), batch_size=3, drop_last=True), None
+
+def by_sampler(params):
+    batches = [[0, 1, 2], [3, 4]]
+    return DataLoader(data(30), batch_sampler=batches), None
+
+def sequences(params):
+    return SequenceLoader([{"input_ids": [one, 1]} for one in range(25)], Padding(0), batch=10), None
 
 def single(params):
     return DataLoader(data(30), batch_size=3)
@@ -62,6 +71,13 @@ def test_a_training_without_validation_is_counted():
     found = ask("only_training")
     assert (found["samples"], found["valid"], found["drops"]) == (30, None, True)
     assert set(found["loaders"][0]["both"]["phases"]) == {"train"}
+
+
+def test_samples_and_batch_are_those_that_a_loader_says():
+    found = {name: ask(name) for name in ("by_sampler", "sequences")}
+    assert {name: (one["samples"], one["batch"], len(one["loaders"])) for name, one in found.items()} == {
+        "by_sampler": (30, 0, 1), "sequences": (25, 10, 1),
+    }  # fmt: skip
 
 
 def test_what_returns_no_two_loaders_is_refused():

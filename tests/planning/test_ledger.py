@@ -120,6 +120,7 @@ def test_the_job_of_report_3_is_over_its_nodes_limit_before_it_starts():
 def test_an_epoch_has_the_steps_of_its_samples():
     steps = {(drops, number): describe_batch(100, None, 3, 2, number, drops=drops).split("; ")[1].split()[0]
              for drops in (False, True) for number in (1, 4)}  # fmt: skip
+    assert describe_batch(100, None, 0, 2, 1) == ""
     assert steps == {(False, 1): "17", (True, 1): "16", (False, 4): "5", (True, 4): "4"}
 
 

@@ -93,20 +93,27 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
     return facts | {"mapped_bytes": status.file if status else 0, "loaders": loaders}
 
 
+def _batch_of(loader: Any) -> int:
+    """Return the samples of a batch; 0 where a loader does not say it."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return int(getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0)
+
+
 def _num_samples(loader: Any) -> int:
-    return len(getattr(loader, "dataset", loader))
+    data = getattr(loader, "dataset", getattr(loader, "examples", None))
+    return len(loader) * _batch_of(loader) if data is None else len(data)
 
 
 def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
     """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
-    workers, batch = int(getattr(train, "num_workers", 0)), int(getattr(train, "batch_size", None) or 0)
+    workers, batch = int(getattr(train, "num_workers", 0)), _batch_of(train)
     yield workers, batch, (train, valid)
     if not hasattr(train, "prefetch_factor"):
         return
     for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
-        yield fewer, batch, (_copy(train, fewer, batch), valid and _copy(valid, fewer, None))
+        yield fewer, batch, (_copy(train, fewer, None), valid and _copy(valid, fewer, None))
     for parts in (2, 4):
-        if batch and batch % parts == 0:
+        if train.batch_size and batch % parts == 0:
             yield workers, batch // parts, (_copy(train, workers, batch // parts), valid)
 
 

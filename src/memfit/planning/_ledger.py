@@ -344,11 +344,13 @@ def shm_bytes(batches: int, slack: float) -> int:
 def describe_batch(
     samples: int, valid: int | None, batch: int, num_ranks: int, accumulation: int, *, drops: bool = False
 ) -> str:
-    """Return the equation of the global batch, and the steps of an epoch.
+    """Return the equation of the global batch, and the steps of an epoch; empty if the batch is not known, 0.
 
     >>> describe_batch(85109, 18179, 22, 16, 1)
     'global batch 352 = 22 per rank x 16 ranks x 1 accumulated; 242 steps an epoch of 85,109 samples, 18,179 validated'
     """
+    if not batch:
+        return ""
     whole = batch * num_ranks * accumulation
     steps = samples // whole if drops else math.ceil(samples / whole)
     text = f"global batch {whole} = {batch} per rank x {num_ranks} ranks x {accumulation} accumulated; {steps} steps "
