@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,7 +48,7 @@ test: install ## run the tests of memfit and a smoke of each workload in four pr
 
 test-long: install ## run what make test leaves out: the workloads' kills, a real Slurm, all moments, the other documents
 	@$(PYTEST) -n 4 -m long --junitxml=build/test-long.xml $(ARGS)
-	@$(MAKE) --no-print-directory check-docs DOCS="$(DOCS_LONG)"
+	@test -n "$(WITHOUT_DOCS)" || $(MAKE) --no-print-directory check-docs-long
 
 test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not
 	@$(PYTEST) -n 2 -q -m "not slow and not long" --durations=10 --durations-min=0.5 $(ARGS)
@@ -78,6 +78,9 @@ DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/f
 
 check-docs: install
 	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py
+
+check-docs-long: install
+	@$(MAKE) --no-print-directory check-docs DOCS="$(DOCS_LONG)"
 
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical

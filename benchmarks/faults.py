@@ -2,203 +2,52 @@
 
     python benchmarks/faults.py [--launch WORDS] [--json FILE]
 
-A small model is trained by memfit's Trainer, wrapped in DistributedDataParallel, as ``memfit run --nproc 4 -- python``.
+A small model is trained as ``memfit run --nproc 4 -- python``: by memfit's Trainer in DistributedDataParallel, by the
+same in ``fully_shard`` (FSDP2), and by the Trainer of transformers in DistributedDataParallel with ``exact``.
 Faults strike at ten places: out of memory (torch.OutOfMemoryError), an error, SIGKILL and a hang (SIGSTOP, or a sleep
-for ever). A launch has many of them: those that cost a restart strike in one generation each. Printed for each fault:
+for ever). All of them are tried in the first; of the others, whose faults all cost a restart, some.
+A launch has many of them: those that cost a restart strike in one generation each. Printed for each fault:
 how it ended, the stall (until all ranks had left, or the next step), the seconds to the next optimizer step of that
-rank with all imports, and the steps that were made again. A hang may stall for as long as memfit's rule allows.
-Exit status: 0 every launch ended with the bytes of a training without faults, no stall was longer than 10 s, and an
-honest step of 40 s was not ended; else 1.
+rank with all imports, and the steps that were made again; at the end tables in Markdown. A hang may stall for as long
+as memfit's rule allows.
+Exit status: 0 every launch ended with the bytes of a training without faults, no stall was longer than 10 s, no next
+step came after more than 60 s, and an honest step of 40 s was not ended; else 1. After an out-of-memory FSDP2 goes on
+smaller: that launch ends with the same weights but for rounding (1e-9).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from memfit.rundir import RANKS_VARIABLE, WAITING, read_beats, read_events
-from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, joined_group
+from faults_loops import DDP, ERROR, FSDP2, HANG, KILL, OUT_OF_MEMORY, RANKS, SLOW, SMALLER, TRANSFORMERS, Fault, train
+from memfit.rundir import read_events
 
-RANKS = 4
 PLACES = (
     "forward", "loss", "backward", "trial", "update", "reduction", "validation", "save", "rendezvous", "load",
 )  # fmt: skip
-OUT_OF_MEMORY, ERROR, KILL, HANG, SLOW = "out of memory", "error", "SIGKILL", "hang", "slow"
+#: What a loop does in code of its own, in which no fault can be made to strike.
+_NOT_THERE = {
+    TRANSFORMERS: {"trial": "it has none", "reduction": "inside the backward pass, in C++"},
+}
 #: Where no generation has made a checkpoint yet.
 _STARTS = frozenset({"rendezvous", "load"})
 #: Those at the end of an epoch.
 _ENDS = frozenset({"validation", "save"})
 STEPS_PER_EPOCH = 4
-_HANG_SECONDS, _MOST_STALL, _MOST_START, _LONGER = 1.0, 10.0, 60.0, 30
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens once, to some ranks, at a place of the step after ``at`` steps, or as a generation starts."""
-
-    number: int
-    place: str
-    what: str
-    ranks: tuple[int, ...]
-    at: int | None = None
-    generation: int | None = None
-    seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        where = "all ranks" if len(self.ranks) == RANKS else f"rank {', '.join(map(str, self.ranks))}"
-        return f"{self.what} in {self.place}, {where}"
-
-
-# --- the training
-
-
-class Faults:
-    """Strikes at the places of one rank, and notes when, and when each optimizer step was done."""
-
-    def __init__(self, folder: Path) -> None:
-        self.rank, self.generation = int(os.environ["RANK"]), int(os.environ["MEMFIT_GENERATION"])
-        self.folder = folder
-        self.optimizer: Any = None
-        plan = [Fault(**one) for one in json.loads((folder / "plan.json").read_text())]
-        self.own = [one for one in plan if self.rank in one.ranks]
-        self.log = os.open(folder / f"log_{self.rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps so far, those before a checkpoint included."""
-        states: Any = () if self.optimizer is None else self.optimizer.state.values()
-        return max((int(state["step"]) for state in states), default=0)
-
-    def note(self, **fields: Any) -> None:
-        content = {"time": time.time(), "rank": self.rank, "generation": self.generation, **fields}
-        os.write(self.log, json.dumps(content).encode() + b"\n")
-
-    def at(self, place: str, half: Callable[[], object] = lambda: None) -> None:
-        """Strike if a fault is due here; ``half`` is done before."""
-        for one in self.own:
-            if one.place != place or self.generation != (self.generation if one.at is not None else one.generation):
-                continue
-            if one.at is not None and one.at != self.num_steps:
-                continue
-            with suppress(FileExistsError):
-                os.close(os.open(self.folder / f"struck_{one.number}_{self.rank}", os.O_CREAT | os.O_EXCL))
-                self._strike(one, half)
-
-    def _strike(self, one: Fault, half: Callable[[], object]) -> None:
-        import torch
-
-        beat = read_beats(Path(os.environ[RANKS_VARIABLE]))[self.rank]
-        rule = (beat.patience or 0.0) * (_LONGER if beat.place in WAITING else 1)
-        waits = beat.place in (*WAITING, "begin")  # so do its peers: nobody can tell which of them hangs
-        self.note(fault=one.number, steps=self.num_steps, rule=rule if one.what == HANG else 0.0, waits=waits)
-        half()
-        if one.what == OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        if one.what == ERROR:
-            raise ValueError("a fault on purpose")
-        if one.what == KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if one.what == HANG and self.rank % 2 == 0 and self.rank:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(one.seconds or 1e6)
-
-    def before(self, holder: Any, name: str, place: str, of: type = object) -> None:
-        """Strike before each call of a function whose first argument, if it has one, is an ``of``."""
-        call = getattr(holder, name)
-
-        def faulty(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(next(iter(args), None), of):
-                self.at(place)
-            return call(*args, **kwargs)
-
-        setattr(holder, name, faulty)
-
-
-def train(folder: str, num_epochs: int) -> None:
-    """Train on one rank of a group, with the faults of ``plan.json``; leave a digest of all that was trained."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-
-    torch.set_num_threads(1)
-    faults = Faults(Path(folder))
-    faults.before(dist, "init_process_group", "rendezvous")
-    faults.before(torch, "load", "load")
-    faults.before(dist, "all_reduce", "reduction")
-    if faults.rank == 0:
-        faults.before(torch, "save", "save", of=dict)  # of a checkpoint
-    else:
-        faults.before(dist, "all_gather_object", "save")
-
-    class FailsBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            faults.at("backward")
-            return grad
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last, self.dropout = torch.nn.Linear(6, 64), torch.nn.Linear(64, 1), torch.nn.Dropout(0.2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                faults.at("forward")
-            return self.last(torch.relu(self.first(self.dropout(x))))  # type: ignore[no-any-return]
-
-    def loss(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-        found = (model(x) - x.sum(1, keepdim=True)).square().sum()
-        faults.at("loss" if model.training else "validation")
-        if model.training:
-            found = FailsBackward.apply(found)  # type: ignore[no-untyped-call]
-        return found, len(x)
-
-    with joined_group():
-        torch.manual_seed(0)
-        model = Net().double()
-        faults.optimizer = optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        samples = torch.randn(30, 6, generator=torch.Generator().manual_seed(5)).double()
-        data = KeyedDataset(samples, seed=1)
-        loader = DataLoader(data, 8, sampler=KeyedSampler(data, seed=1))
-        ema = Ema(0.9)
-        trainer = Trainer(
-            DistributedDataParallel(model), loss=loss, optimizer=optimizer, ema=ema, seed=3, microbatch_size=1,
-            max_grad_norm=1.0, checkpoint_dir=Path(folder) / "checkpoints",
-        )  # fmt: skip
-        faults.before(trainer.step.guard, "try_memory", "trial")
-        step = optimizer.step
-
-        def update(*args: Any) -> None:
-            faults.at("update", partial(torch.Tensor.mul_, model.last.weight.data, 0.5))
-            step(*args)
-            faults.note(steps=faults.num_steps)
-
-        optimizer.step = update  # type: ignore[assignment,method-assign]
-        result = trainer.fit(loader, list(torch.split(samples, 4)), num_epochs=num_epochs)
-    sha = hashlib.sha256()
-    states = [model.state_dict(), optimizer.state_dict(), ema.state_dict(), [one.metrics for one in result.history]]
-    for leaf in torch.utils._pytree.tree_leaves([*states, torch.get_rng_state()]):
-        sha.update(leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
-    (Path(folder) / f"digest_{faults.rank}").write_text(sha.hexdigest())
+_HANG_SECONDS, _MOST_STALL, _MOST_START = 1.0, 10.0, 60.0
 
 
 # --- the plans
@@ -212,6 +61,11 @@ class Launch:
     faults: tuple[Fault, ...]
     num_epochs: int
     hang_seconds: float | None = None
+    loop: str = DDP
+
+    def plain(self) -> Launch:
+        """Return the same training without faults."""
+        return replace(self, faults=(), hang_seconds=None)
 
 
 def in_the_process(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> Launch:
@@ -228,8 +82,9 @@ def in_the_process(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> Launch:
     return Launch("out of memory, in the process", tuple(faults), at // STEPS_PER_EPOCH + 2)
 
 
-def with_restarts(name: str, kinds: Sequence[tuple[str, str, int]], hang_seconds: float | None = None) -> Launch:
+def with_restarts(name: str, kinds: Sequence[tuple[str, str, int]], loop: str = DDP) -> Launch:
     """Return a launch whose faults end one generation each; each but those at a start leaves time for a checkpoint."""
+    hang_seconds = _HANG_SECONDS if any(what == HANG for _, what, _ in kinds) else None
     faults: list[Fault] = []
     epoch = 0
     for number, (place, what, rank) in enumerate(kinds):
@@ -239,11 +94,47 @@ def with_restarts(name: str, kinds: Sequence[tuple[str, str, int]], hang_seconds
         epoch += 2
         at = (epoch + 1) * STEPS_PER_EPOCH if place in _ENDS else epoch * STEPS_PER_EPOCH + 2
         faults.append(Fault(number, place, what, (rank,), at))
-    return Launch(name, tuple(faults), epoch + 3, hang_seconds)
+    return Launch(name, tuple(faults), epoch + 3, hang_seconds, loop)
 
 
 #: The places in an order in which two starts never follow each other.
 _ORDER = ("forward", "rendezvous", "loss", "load", "backward", "trial", "update", "reduction", "validation", "save")
+
+
+#: What is tried of the loops that are not tried whole.
+_PAIRWISE: dict[str, dict[str, list[tuple[str, str, int]]]] = {
+    FSDP2: {
+        "smaller": [
+            ("forward", OUT_OF_MEMORY, 2),
+            ("backward", OUT_OF_MEMORY, 1),
+            ("reduction", OUT_OF_MEMORY, 3),
+            ("update", OUT_OF_MEMORY, 0),
+            ("validation", OUT_OF_MEMORY, 2),
+        ],
+        "errors and kills": [
+            ("loss", ERROR, 1),
+            ("rendezvous", KILL, 0),
+            ("trial", KILL, 3),
+            ("load", ERROR, 2),
+            ("update", KILL, 1),
+            ("save", ERROR, 0),
+        ],
+        "hangs": [("backward", HANG, 2), ("reduction", HANG, 0), ("validation", HANG, 3)],
+    },
+    TRANSFORMERS: {
+        "errors, kills and out of memory": [
+            ("forward", OUT_OF_MEMORY, 2),
+            ("rendezvous", KILL, 1),
+            ("loss", ERROR, 3),
+            ("load", ERROR, 0),
+            ("backward", OUT_OF_MEMORY, 0),
+            ("update", KILL, 2),
+            ("validation", ERROR, 1),
+            ("save", KILL, 0),
+        ],
+        "hangs": [("backward", HANG, 2), ("update", HANG, 1)],
+    },
+}
 
 
 def launches() -> Iterator[Launch]:
@@ -257,9 +148,11 @@ def launches() -> Iterator[Launch]:
     yield with_restarts("out of memory, restarts", each)
     for what in (ERROR, KILL, HANG):
         for rank in (0, 2):
-            seconds = _HANG_SECONDS if what == HANG else None
-            yield with_restarts(f"{what}, rank {rank}", [(place, what, rank) for place in _ORDER], seconds)
+            yield with_restarts(f"{what}, rank {rank}", [(place, what, rank) for place in _ORDER])
     yield Launch("an honest step of 40 s", (Fault(0, "loss", SLOW, (3,), 6, seconds=40.0),), 3)
+    for loop, parts in _PAIRWISE.items():
+        for name, kinds in parts.items():
+            yield with_restarts(f"{loop}, {name}", kinds, SMALLER if name == "smaller" else loop)
 
 
 # --- running them
@@ -271,6 +164,7 @@ class Row:
 
     fault: Fault
     launch: str
+    loop: str
     how: str
     stall: float
     over_rule: float
@@ -289,13 +183,13 @@ def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> 
     for fault in launch.faults:
         struck = [line for line in lines if line.get("fault") == fault.number]
         if {line["rank"] for line in struck} != set(fault.ranks):
-            rows.append(Row(fault, launch.name, "did not strike", 0.0, 0.0, 0.0, 0, False))
+            rows.append(Row(fault, launch.name, launch.loop, "did not strike", 0.0, 0.0, 0.0, 0, False))
             continue
         first = struck[0]
         after = [one for one in steps if one["rank"] == first["rank"] and one["time"] > first["time"]]
         before = max((one["steps"] for one in steps if one["time"] <= first["time"]), default=0)
         if not after:
-            rows.append(Row(fault, launch.name, "no step followed", 0.0, 0.0, 0.0, 0, False))
+            rows.append(Row(fault, launch.name, launch.loop, "no step followed", 0.0, 0.0, 0.0, 0, False))
             continue
         stall = next_step = after[0]["time"] - first["time"]
         how, is_named = "in the process", True
@@ -303,11 +197,13 @@ def judge(launch: Launch, folder: Path, events: Sequence[Mapping[str, Any]]) -> 
             end = lost_in[first["generation"]]
             how, stall = end["text"], end["time"] - first["time"]
             next_step = stall + after[0]["time"] - lost_in[now - 1]["time"]  # without those of a fault in between
-            is_named = end["rank"] in fault.ranks or (fault.what == HANG and first["waits"])
+            is_named = end["rank"] in fault.ranks and (fault.what == HANG or " hung" not in how)
+            # where a pass holds collectives all ranks wait in it
+            is_named |= fault.what == HANG and (first["waits"] or launch.loop != DDP)
         over = max(0.0, stall - first["rule"] - fault.seconds)
         is_ok = over <= _MOST_STALL and next_step - stall <= _MOST_START and is_named
         lost = max(0, before - after[0]["steps"] + 1)
-        rows.append(Row(fault, launch.name, how, stall, over, next_step, lost, is_ok))
+        rows.append(Row(fault, launch.name, launch.loop, how, stall, over, next_step, lost, is_ok))
     return rows
 
 
@@ -316,8 +212,21 @@ def write_plan(launch: Launch, folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps([asdict(one) for one in launch.faults]))
 
 
-def digests(folder: Path) -> list[str]:
-    return [path.read_text() for path in sorted(folder.glob("digest_*"))]
+def digests(folder: Path) -> list[tuple[str, list[float]]]:
+    """Return of each rank the SHA-256 of all that it trained, and its numbers."""
+    return [
+        (digest, numbers)
+        for path in sorted(folder.glob("digest_*"))
+        for digest, numbers in [json.loads(path.read_text())]
+    ]
+
+
+def are_same(loop: str, found: Sequence[tuple[str, list[float]]], plain: Sequence[tuple[str, list[float]]]) -> bool:
+    """Return whether a launch ended as its training without faults does."""
+    if loop != SMALLER or len(found) != len(plain):
+        return len(plain) == RANKS and found == plain
+    pairs = [(a, b) for own, other in zip(found, plain, strict=True) for a, b in zip(own[1], other[1], strict=True)]
+    return bool(pairs) and all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in pairs)
 
 
 def events_in(runs: Path) -> list[dict[str, Any]]:
@@ -328,6 +237,7 @@ def run_command(launch: Launch, folder: Path, most_seconds: float) -> list[dict[
     """Run a launch by ``memfit run --nproc 4``; return its events."""
     write_plan(launch, folder)
     train_words = [sys.executable, __file__, "--train", str(folder), "--epochs", str(launch.num_epochs)]
+    train_words += ["--loop", launch.loop]
     words = [sys.executable, "-m", "memfit", "run", "--nproc", str(RANKS), "--runs-dir", str(folder / "runs")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if launch.hang_seconds is not None:
@@ -348,42 +258,55 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--loop", help=argparse.SUPPRESS)
     parser.add_argument("--launch", default="", help="only launches with these words in their names")
     parser.add_argument("--folder", type=Path, help="keep all files here")
     parser.add_argument("--most", type=float, default=600.0, help="seconds after which a launch counts as hung")
     parser.add_argument("--json", type=Path, help="write all rows here")
     args = parser.parse_args()
     if args.train:
-        train(args.train, args.epochs)
+        train(args.train, args.epochs, args.loop)
         return 0
     with tempfile.TemporaryDirectory() as made:
         return measure(args, args.folder or Path(made))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> int:
-    expected: dict[int, list[str]] = {}
-    rows, is_ok = [], True
+    expected: dict[tuple[str, int], list[tuple[str, list[float]]]] = {}
+    rows, is_ok, start, loads = [], True, time.monotonic(), []
     for number, launch in enumerate(one for one in launches() if args.launch in one.name):
-        plain = expected.get(launch.num_epochs)
-        if plain is None:
-            whole = folder / f"plain_{launch.num_epochs}"
-            run_command(replace(launch, faults=(), hang_seconds=None), whole, args.most)
-            plain = expected[launch.num_epochs] = digests(whole)
+        kind = (launch.loop, launch.num_epochs)
+        if kind not in expected:
+            whole = folder / f"plain_{number}"
+            run_command(launch.plain(), whole, args.most)
+            expected[kind] = digests(whole)
         own, began = folder / str(number), time.monotonic()
         found = judge(launch, own, run_command(launch, own, args.most))
-        is_same = len(plain) == RANKS and digests(own) == plain
+        is_same = are_same(launch.loop, digests(own), expected[kind])
         is_ok &= is_same and all(row.is_ok for row in found)
         rows += found
-        verdict = "the same bytes" if is_same else "NOT the same bytes"
-        load = os.getloadavg()[0]
-        print(f"\n{launch.name}: {verdict}, {time.monotonic() - began:.0f} s, load {load:.0f}", flush=True)
+        loads.append(os.getloadavg()[0])
+        same = "the same weights but for rounding" if launch.loop == SMALLER else "the same bytes"
+        verdict = f"{'' if is_same else 'NOT '}{same}, {time.monotonic() - began:.0f} s, load {loads[-1]:.0f}"
+        print(f"\n{launch.name}: {verdict}", flush=True)
         for row in found:
             print(line_of(row), flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    print(f"\n{len(rows)} faults, {sum(row.is_ok for row in rows)} as promised\n")
-    print(table(rows))
+    minutes = (time.monotonic() - start) / 60
+    print(f"\n{len(rows)} faults, {sum(row.is_ok for row in rows)} as promised, in {minutes:.0f} min")
+    print(f"load {min(loads, default=0):.0f} to {max(loads, default=0):.0f}; {longest(rows)}\n\n{tables(rows)}")
     return 0 if is_ok else 1
+
+
+def longest(rows: Sequence[Row]) -> str:
+    """Return the longest stalls in words, those of hangs beyond their rule."""
+    hangs = max((row.over_rule for row in rows if row.fault.what == HANG), default=0.0)
+    others = max((row.stall for row in rows if row.fault.what not in (HANG, SLOW)), default=0.0)
+    again = max((after(row) for row in rows), default=0.0)
+    return (
+        f"most until all had left {others:.1f} s, of hangs {hangs:.1f} s over their rule; most to a step {again:.1f} s"
+    )
 
 
 def line_of(row: Row) -> str:
@@ -391,30 +314,49 @@ def line_of(row: Row) -> str:
     return f"{'met   ' if row.is_ok else 'MISSED'} {row.fault.name:40} {times}  {row.how}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the worst of each place and kind as a table in Markdown."""
-    kinds = (OUT_OF_MEMORY, ERROR, KILL, HANG)
-    lines = [f"| place | {' | '.join(kinds)} |", "| --- " * (len(kinds) + 1) + "|"]
+def tables(rows: Sequence[Row]) -> str:
+    """Return the worst of each place and kind as tables in Markdown: of DDP by kind, then the others."""
+    kinds, loops = (OUT_OF_MEMORY, ERROR, KILL, HANG), (FSDP2, TRANSFORMERS)
+    lines = table_head(kinds)
     for place in PLACES:
-        cells = []
-        for kind in kinds:
-            same = [row for row in rows if (row.fault.place, row.fault.what) == (place, kind)]
-            cells.append("; ".join(cell(same, is_again) for is_again in (False, True) if cell(same, is_again)))
-        lines.append(f"| {place} | {' | '.join(cells)} |")
+        own = [row for row in rows if row.loop == DDP and row.fault.place == place]
+        cells = [[row for row in own if row.fault.what == kind] for kind in kinds]
+        lines.append(f"| {place} | {' | '.join(map(cell, cells))} |")
+    lines += ["", *table_head(loops)]
+    for place in PLACES:
+        cells = [[row for row in rows if row.loop.startswith(loop) and row.fault.place == place] for loop in loops]
+        told = [
+            named_cell(own) or _NOT_THERE.get(loop, {}).get(place, "") for loop, own in zip(loops, cells, strict=True)
+        ]
+        lines.append(f"| {place} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 
-def cell(rows: Sequence[Row], is_again: bool) -> str:
-    """Return how many faults ended in one of both ways, the most seconds to the next step, and the most steps lost.
+def table_head(names: Sequence[str]) -> list[str]:
+    return [f"| place | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+
+
+def named_cell(rows: Sequence[Row]) -> str:
+    """Return a cell of a table whose columns are not kinds."""
+    whats = sorted({row.fault.what for row in rows})
+    return "; ".join(f"{what}: {cell([row for row in rows if row.fault.what == what])}" for what in whats)
+
+
+def cell(rows: Sequence[Row]) -> str:
+    """Return how many faults ended in each of both ways, the most seconds to the next step, and the most steps lost.
 
     Those of a hang count from when its rule allows to end it.
     """
-    own = [row for row in rows if (row.how != "in the process") == is_again]
-    if not own:
-        return ""
-    how = "again" if is_again else "goes on"
-    seconds, lost = max(row.next_step - row.stall + row.over_rule for row in own), max(row.lost for row in own)
-    return f"{len(own)} {how}, {seconds:.1f} s, {lost} lost"
+    told = []
+    for how in ("goes on", "again"):
+        if own := [row for row in rows if (row.how != "in the process") == (how == "again")]:
+            told.append(f"{len(own)} {how}, {max(map(after, own)):.1f} s, {max(row.lost for row in own)} lost")
+    return "; ".join(told)
+
+
+def after(row: Row) -> float:
+    """Return the seconds to the next step, of a hang from when its rule allows to end it."""
+    return row.next_step - row.stall + row.over_rule
 
 
 if __name__ == "__main__":

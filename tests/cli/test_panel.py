@@ -2,16 +2,20 @@
 
 import json
 import os
+import pickle
 import pty
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from memfit.data import Panel
+from memfit.data import PackedDataset, Panel
 
 
 def rows(first, num_dates, num_assets=5):
@@ -161,7 +165,7 @@ def test_append_refuses_new_assets(memfit, prices):
     assert "do:   build a panel anew from the whole source" in done.err
 
 
-@pytest.mark.parametrize("verb", ["build", "info", "verify", "append", "prune"])
+@pytest.mark.parametrize("verb", ["build", "info", "verify", "append", "prune", "pack", "sizes"])
 def test_each_verb_has_help_that_ends_with_its_exit_codes(memfit, verb):
     done = memfit("panel", verb, "--help")
     assert done.exit_code == 0
@@ -181,3 +185,115 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(memfit, prices):
     assert "100%" in shown or "0%" in shown
     assert b"verifying" not in done.stdout
     assert memfit("panel", "verify", "out").err == ""
+
+
+@pytest.fixture
+def scenes(tmp_path):
+    (tmp_path / "scenes").mkdir()
+    for number in (2, 10):
+        items = [{"id": number, "text": f"{one:>200}"} for one in range(200)]
+        (tmp_path / "scenes" / f"{number}.pkl").write_bytes(pickle.dumps(items))
+    return tmp_path
+
+
+def test_pickles_are_packed_proved_measured_and_found_again(memfit, scenes):
+    done = memfit("panel", "pack", "scenes/*.pkl", "-o", "scenes.packed", "--ranks", "1")
+    assert done.exit_code == 0
+    assert f"{scenes / 'scenes.packed'}: packed, 400 items of 2 files (" in done.out
+    assert "equal: 100 of 400 items were read back and compared" in done.out
+    assert "PSS of 1 processes with all items: " in done.out
+    assert "a pickle runs code when it is loaded" in done.err
+    assert [one["id"] for one in PackedDataset.open("scenes.packed")] == [2] * 200 + [10] * 200
+    facts = json.loads(memfit("panel", "pack", "scenes/*.pkl", "-o", "scenes.packed", "--json").out)
+    assert (facts["reused"], facts["num_items"]) == (True, 400)
+
+
+def test_pack_refuses_in_three_parts_and_leaves_nothing(memfit, scenes):
+    (scenes / "scenes" / "3.pkl").write_bytes(pickle.dumps([{"id": 3}]))
+    for word, message in (("none/*", "'none/*' names no file"), ("scenes/*", "scenes/3.pkl, item 0: it lacks 'text'")):
+        done = memfit("panel", "pack", word, "-o", "out", "--ranks", "0")
+        assert done.exit_code == 2
+        assert message in done.err
+        assert "\n  rule: " in done.err
+        assert "\n  do:   " in done.err
+    assert not list(scenes.glob("*out*"))
+
+
+def test_a_function_is_called_without_secrets_and_its_death_leaves_nothing(memfit, scenes, monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "not-for-pickles")
+    monkeypatch.setenv("STORE", "https://me:not-for-pickles@host/")
+    monkeypatch.setenv("PLAIN", "1")
+    (scenes / "given.py").write_text(
+        "import os, signal\n"
+        "def names():\n    return [name for name in ('HUB_TOKEN', 'STORE', 'PLAIN') if name in os.environ]\n"
+        "def killed():\n    yield 1\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = memfit("panel", "pack", "given:names", "-o", "out", "--ranks", "0")
+    assert done.exit_code == 0
+    assert "process without" in done.err
+    assert "HUB_TOKEN" in done.err
+    assert list(PackedDataset.open("out")) == ["PLAIN"]
+    done = memfit("panel", "pack", "given:killed", "-o", "never", "--ranks", "0")
+    assert done.exit_code != 0
+    assert "ended by signal 9" in done.err
+    assert not list(scenes.glob("*never*"))
+
+
+def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
+    (scenes / "given.py").write_text(
+        "import os, pathlib, time\n"
+        "def waiting():\n    yield 'x'\n    pathlib.Path('.pid').write_text(str(os.getpid()))\n"
+        "    os.rename('.pid', 'pid')\n    time.sleep(60)\n"
+    )
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # tests may run in the background
+        "from memfit.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "panel", "pack", "given:waiting", "-o", "out"]
+    with subprocess.Popen(command, cwd=scenes, stderr=subprocess.PIPE, text=True) as packing:
+        try:
+            while not (scenes / "pid").exists():
+                assert packing.poll() is None
+                time.sleep(0.05)
+            assert (scenes / ".out.building").exists()
+            packing.send_signal(signal.SIGINT)
+            packing.communicate(timeout=60)
+        finally:
+            packing.kill()
+    assert packing.returncode == 130
+    pid, until = (scenes / "pid").read_text(), time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not list(scenes.glob("*out*"))
+
+
+def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
+    done = memfit("panel", "sizes", "prices.parquet", "--index", "day,id", "--flag", "1")
+    assert done.exit_code == 0
+    lines = {line.split()[0]: line.split() for line in done.out.splitlines()}
+    assert lines["f1"][1:4] == ["double", *done_size(prices, "f1")]
+    assert lines["f_name"][-2:] != ["!"]
+    assert lines["all"][1:3] == ["50", "rows"]
+    facts = json.loads(memfit("panel", "sizes", "prices.parquet", "--flag", "1000", "--json").out)
+    by_name = {column["name"]: column for column in facts["columns"]}
+    assert (by_name["f1"]["pandas_bytes"], by_name["f1"]["panel_bytes"], by_name["id"]["panel_bytes"]) == (
+        400,
+        200,
+        None,
+    )
+    assert not any(column["flagged"] for column in facts["columns"])
+    assert facts["total"]["pandas_bytes"] == sum(column["pandas_bytes"] for column in facts["columns"])
+    for words in (["--index", "day"], ["--index", "day,none"]):
+        done = memfit("panel", "sizes", "prices.parquet", *words)
+        assert done.exit_code == 2
+        assert "\n  do:   " in done.err
+    pq.write_table(pa.table({"same": [0.0] * 10_000}), "same.parquet")
+    done = memfit("panel", "sizes", "same.parquet")
+    assert "! 1 columns take at least 10 times their disk:\n  same: a panel holds it once" in done.out
+
+
+def done_size(prices, name):
+    column = pq.ParquetFile(prices / "prices.parquet").metadata.row_group(0).column(2)
+    assert column.path_in_schema == name
+    return [str(column.total_compressed_size), "B"]

@@ -128,7 +128,9 @@ def test_a_variable_meets_the_keys_of_a_free_section_in_any_case() -> None:
 
 def test_variables_for_jobs_and_of_other_programs_are_no_settings() -> None:
     own = {rundir.RUN_DIR_VARIABLE, rundir.JOB_ID_VARIABLE, rundir.RANKS_VARIABLE}
-    assert own | {"MEMFIT_CLAIMS_DIR", "MEMFIT_GENERATION", "MEMFIT_HANG_SECONDS"} == INTERNAL_VARIABLES
+    assert (
+        own | {f"MEMFIT_{one}" for one in ("CLAIMS_DIR", "GENERATION", "HANG_SECONDS", "CANARY")} == INTERNAL_VARIABLES
+    )
     env = dict.fromkeys([*INTERNAL_VARIABLES, "SEED", "MEMFITX_SEED", "XMEMFIT_SEED"], "1")
     assert resolve(Run, env=env).value == Run()
 

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "conformance"
 FRAMEWORKS = ["huggingface", "lightning", "accelerate"]
-#: 20 rows of each framework in CI; all others are long.
-SOME = "2,5,7,11,13,18,25,31,37,40,42,45-47,49,51,55,56,59,61"
+#: One row of each kind for each change; make test-long has all of them.
+SOME = "5,7,13,25,31,42,46,49,51,56,59,61"
 SLOW = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 pytestmark = SLOW
@@ -45,7 +45,7 @@ def test_with_memfit_a_stopped_training_is_the_same_or_refused(suite, framework)
     assert faults(rows) == {}
     assert status == 0
     assert rows["61"]["text"] == rows["56"]["text"] == "refused before step 1"
-    assert sum(row["text"] == "same" for row in rows.values()) >= 15
+    assert sum(row["text"] == "same" for row in rows.values()) >= 8
     assert max(row["memory"] for row in rows.values()) < 1 << 30
 
 

@@ -113,6 +113,54 @@ def test_what_a_training_met_and_survived_is_told_with_its_line_among_damaged_on
     assert diagnose(run.path).kind == "shm"  # the other job's event
 
 
+LOST = {
+    "job": "fold_1",
+    "kind": "rank_lost",
+    "rank": 1,
+    "generation": 0,
+    "place": "save",
+    "text": "fold_1 rank 1 hung in save",
+}
+AGAIN = {
+    "job": "fold_1",
+    "kind": "ranks_again",
+    "generation": 1,
+    "text": "fold_1 n1: rank 1 hung. All 2 ranks begin again",
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "events", "cause", "rank", "told"),
+    [
+        ("completed", [LOST, AGAIN], "rank_lost", 1, "rank 1 hung in save; errors of other ranks follow from that. The "
+         "group began again once, and the job completed."),
+        ("completed", [LOST, AGAIN, LOST, AGAIN], "rank_lost", 1, "The group began again 2 times, and the job completed."),
+        ("completed", [AGAIN], "rank_lost", None, "n1: rank 1 hung. All 2 ranks begin again"),
+        ("running", [LOST, AGAIN], "rank_lost", 1, "The group began again once."),
+        ("failed", [LOST, AGAIN, LOST], "own_exception", 1, "The group began again once."),
+        ("failed", [LOST], "exit_status", None, None),
+    ],
+    ids=["once", "twice", "several nodes", "still runs", "then failed", "never began again"],
+)  # fmt: skip
+def test_a_rank_that_was_lost_is_what_happened_to_a_job_whose_group_began_again(
+    tmp_path, state, events, cause, rank, told
+):
+    code = {"completed": 0, "running": None, "failed": 1}[state]
+    run = recorded(tmp_path, counters(0), counters(0), state=state, code=code, cause="")
+    lines = "".join(f"{json.dumps(one | {'time': float(at)})}\n" for at, one in enumerate(events))
+    (run.events_dir / "host-1-1.jsonl").write_text(lines)
+    left = "memfit: rank 0 leaves with exit code 79: it lost its peers: Connection closed by peer [127.0.0.1]:9"
+    (run.job_dir("fold_1") / "err.log").write_text(f"[rank1]: ValueError: bad\n{left}\n" if told else "")
+    found = diagnose(run.path)
+    assert (found.cause, found.where.get("rank"), found.recovered) == (cause, rank, state != "failed")
+    if told is not None:
+        assert told in found.notes[-1]
+    if cause == "rank_lost":
+        assert [one.line for one in found.evidence] == [1 + 2 * (len(events) == 4), 1]
+        assert "ValueError: bad" in found.evidence[1].text
+        assert found.phase == ("unknown" if rank is None else "checkpoint")
+
+
 def test_a_damaged_record_is_passed_over(tmp_path):
     run = recorded(tmp_path, counters(0), counters(0))
     (run.job_dir("fold_1") / "outcome.json").write_text("{torn")

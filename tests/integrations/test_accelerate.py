@@ -282,15 +282,15 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     assert seen == []
 
 
-def safe(folder, at):
-    """Train by a SafeStep in Accelerate, on a device that fits three samples."""
+def safe(folder, at, fits=3):
+    """Train by a SafeStep in Accelerate, on a device that fits so many samples."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = parts()
     run = Exact(accelerator, folder, seed=1, every=2)
     model, optimizer, batches = accelerator.prepare(model, optimizer, run.loader(loader()))
 
     def loss(model, batch):
-        if len(batch[0]) > 3:
+        if len(batch[0]) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return model(batch[1]).square().sum(), len(batch[0])
 

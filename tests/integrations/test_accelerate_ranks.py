@@ -22,6 +22,10 @@ pytestmark = pytest.mark.slow
 
 def train(rank, size, folder, victim=None, settings=()):
     """Train on one rank; ``victim``: (rank, moment, signal)."""
+    return as_rank(rank, size, victim, functools.partial(test_accelerate.train, folder, **dict(settings)))
+
+
+def as_rank(rank, size, victim, function):
     AcceleratorState._reset_state(True)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(value) for name, value in names.items()}
@@ -31,7 +35,7 @@ def train(rank, size, folder, victim=None, settings=()):
         if victim is not None and (rank, moment) == victim[:2]:
             os.kill(os.getpid(), victim[2])
 
-    return test_accelerate.train(folder, at, **dict(settings))
+    return function(at)
 
 
 def run(size, folder, victim=None, **settings):
@@ -92,3 +96,18 @@ def test_with_four_ranks_a_lost_one_changes_no_byte(tmp_path):
     assert ends[2].code == -9
     found = ranked.values(run(4, tmp_path))
     assert [left for left, *_ in found] == [left for left, *_ in whole(4)]
+
+
+def recovered(rank, folder, victim=None):
+    """Train by a SafeStep on one rank of two; the device of the second fits three samples."""
+    return as_rank(rank, 2, victim, functools.partial(test_accelerate.safe, folder, fits=3 if rank else 99))
+
+
+def test_safe_step_recovers_one_rank_and_all_stop_and_go_on_to_the_same_bytes(tmp_path):
+    expected = ranked.values(ranked.run(2, tmp_path, recovered, tmp_path / "whole"))
+    assert [(ooms > 0, step) for _, ooms, step in expected] == [(False, 6), (True, 6)]
+    assert expected[0][0] == expected[1][0]
+    ends = ranked.run(2, tmp_path, recovered, tmp_path / "out", (1, ("batch", 1, 2), signal.SIGTERM))
+    assert all("StoppedError: Stopped by SIGTERM" in end.error for end in ends), ends
+    again = ranked.values(ranked.run(2, tmp_path, recovered, tmp_path / "out"))
+    assert [left for left, *_ in again] == [left for left, *_ in expected]

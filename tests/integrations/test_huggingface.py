@@ -177,6 +177,25 @@ class Patience(transformers.TrainerCallback):
         control.should_training_stop = self.seen > 9
 
 
+class Freezes(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.steps = state.global_step
+        model.requires_grad_(self.steps > 9)
+
+
+class Cuts(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 3
+
+
+class Looks(transformers.TrainerCallback):
+    """Counts saves, and steers nothing but what is logged."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.saves = getattr(self, "saves", 0) + control.should_save
+        control.should_log = bool(self.saves)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(bert.Words())
@@ -191,6 +210,8 @@ class Stream(torch.utils.data.IterableDataset):
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint", "memfit saves at a stop"),
         ({"torch_compile": True}, "torch_compile", "leave it off"),
         ({"callbacks": [Patience()]}, "callbacks.Patience", "ExportableState"),
+        ({"callbacks": [Freezes()]}, "callbacks.Freezes", "ExportableState"),
+        ({"callbacks": [Cuts()]}, "callbacks.Cuts", "ExportableState"),
         ({"data": Stream(), "max_steps": 4}, "Stream", "index"),
         ({"collator": Counting()}, "collator.data_collator.counter", "allow="),
     ],
@@ -200,7 +221,7 @@ def test_what_cannot_be_exact_is_refused_before_anything_is_trained(tmp_path, mo
     with pytest.raises(UsageError) as caught:
         exact(bert.make(tmp_path, **options))
     assert part in caught.value.what and cure in caught.value.remedy
-    allowed = bert.make(tmp_path, collator=Counting())
+    allowed = bert.make(tmp_path, collator=Counting(), callbacks=[Looks()])
     exact(allowed, allow=("collator.counter",))
 
 

@@ -346,6 +346,19 @@ class Steering(Callback):
         trainer.should_stop = self.count > 9
 
 
+class Slowing(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.count = getattr(self, "count", 0) + 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / self.count
+
+
+class Looking(Callback):
+    """Counts, and steers nothing."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ends = getattr(self, "ends", 0) + trainer.should_stop
+
+
 @pytest.mark.parametrize(
     ("module", "data", "options", "named"),
     [
@@ -354,6 +367,12 @@ class Steering(Callback):
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),
         (lambda: Module(ignore), None, {"callbacks": [Steering()]}, r"callbacks\.Steering"),
+        (
+            lambda: Module(ignore),
+            None,
+            {"callbacks": [Looking(), Slowing()]},
+            r"exactly: callbacks\.Slowing steers[^;]*$",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):
@@ -368,6 +387,20 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module,
 def test_a_fast_run_of_a_step_leaves_nothing(tmp_path):
     train(tmp_path, ignore, fast_dev_run=True)
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_fit_leaves_no_hook_behind_for_the_next_one_of_its_process(tmp_path):
+    module = Module(ignore)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.configure_optimizers = lambda: optimizer  # the same in both fits
+    seen = []
+    module.at = lambda _: seen.append(len(optimizer._optimizer_step_post_hooks))
+    for number in (1, 2):
+        trainer = make_trainer(max_epochs=1)
+        Exact(tmp_path / str(number), seed=1, every=2).fit(trainer, module, loader())
+        assert not optimizer._optimizer_step_post_hooks
+        assert "_on_after_fetch" not in vars(trainer.fit_loop.epoch_loop)
+    assert set(seen) == {1}
 
 
 def test_it_must_be_asked_to_fit(tmp_path):

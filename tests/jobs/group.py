@@ -29,7 +29,8 @@ class Faults:
         self.own = [one for one in faults if (one["generation"], one["rank"]) == (self.generation, self.rank)]
 
     def at(self, place: str, step: int | None = None) -> None:
-        beat(place, step)
+        if place != "start":  # before the first beat
+            beat(place, step)
         for one in self.own:
             if one["place"] == place and one.get("step", step) == step:
                 self._do(one["does"])
@@ -44,6 +45,10 @@ class Faults:
         elif fault == "smaller":
             beat("smaller")
             leave("out of memory with 8 at once; the group begins again with 4")
+        elif fault == "ends slowly":
+            beat("end")
+            time.sleep(3)
+            raise ValueError(fault)
         elif fault == "slow":
             beat("repeat")
             time.sleep(8)
@@ -61,6 +66,7 @@ def group_of(faults: Faults) -> Iterator[int]:
 def train(folder: str, faults: list[dict[str, Any]]) -> dict[str, float]:
     """Sum what the ranks draw, step by step; each step is in the checkpoint."""
     may_fail, path = Faults(faults), Path(folder) / "latest.pt"
+    may_fail.at("start")
     keep_beats(folder)
     stops = []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(1))

@@ -61,20 +61,33 @@ def lost_in(run_dir):
         ([fault("an error", "microbatch", step=2)], [(1, 1, "microbatch")]),
         ([fault("kill", "vote", step=1), fault("kill", "save", 0, 1, step=4)], [(1, -9, "vote"), (0, -9, "save")]),
         ([fault("kill", "begin", 2)], [(2, -9, "begin")]),
+        (
+            [
+                fault("kill", "microbatch", step=2),
+                *(fault(does, "start", rank, 1) for rank, does in enumerate(["hang", "kill", "hang"])),
+            ],
+            [(1, -9, "microbatch"), (1, -9, "start")],
+        ),
         ([fault("kill", "load", 0)], [(0, -9, "load")]),
         ([fault("hang", "microbatch", step=3)], [(1, 79, "microbatch")]),
         ([fault("stop", "microbatch", 2, step=3)], [(2, -9, "microbatch")]),
         ([fault("smaller", "microbatch", 1, one, step=0) for one in range(3)], 3 * [(1, 79, "smaller")]),
+        (
+            [fault("ends slowly" if rank == 1 else "smaller", "microbatch", rank, step=3) for rank in range(3)],
+            [(1, 1, "end")],
+        ),
         ([fault("slow", "microbatch", 0, step=3)], []),
     ],
     ids=[
         "error",
         "two kills",
         "rendezvous",
+        "before any sign of life",
         "load",
         "computes for ever",
         "stopped",
         "begins again smaller",
+        "an error that is slow to end",
         "slow and says so",
     ],
 )

@@ -46,7 +46,8 @@ def more(size, *, said, kind=HOST):
             {"restarts": Counter(outside=1)},
             "it was ended from outside memfit again, without a checkpoint in between",
         ),
-        ("node_fail", {}, Retry("its watcher died, the job did not fail")),
+        ("node_fail", {}, Retry("its watcher died; the job did not fail")),
+        ("node_fail", {"cause": "n2 failed"}, Retry("n2 failed; the job did not fail")),
         (
             "preempted",
             {},

@@ -84,8 +84,20 @@ class Cluster:
         self.call("sacctmgr", "-i", "add", "cluster", "memfit")
         self.start_controller("-c")
         for node in self.nodes:
-            self._daemon("slurmd", "-N", node, "-D")
+            self.start_node(node)
         _until(30, "idle nodes", self._is_idle)
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node, again after its death."""
+        self._daemon("slurmd", "-N", node, "-D")
+
+    def kill_node(self, node: str) -> None:
+        """End a node with SIGKILL: its daemon, and all processes of its jobs."""
+        self._kill(int((self.folder / f"spool-{node}/slurmd.pid").read_text()))
+        for path in _CGROUPS.glob(f"freezer/slurm_{node}/**/cgroup.procs"):
+            for pid in path.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def start_controller(self, *options: str) -> None:
         """Start the controller, again after its death without options."""
@@ -94,7 +106,9 @@ class Cluster:
 
     def kill_controller(self) -> None:
         """End the controller with SIGKILL."""
-        pid = int((self.folder / "controller/slurmctld.pid").read_text())
+        self._kill(int((self.folder / "controller/slurmctld.pid").read_text()))
+
+    def _kill(self, pid: int) -> None:
         daemon = next(one for one in self._daemons if one.pid == pid)
         daemon.kill()
         daemon.wait()

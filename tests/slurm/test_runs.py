@@ -175,6 +175,9 @@ try:
         if step == 12 and rank == 3 and sys.argv[1] == "memory" and not Path("again").exists():
             Path("again").touch()
             block = bytearray(600 << 20)
+        if step == 12 and sys.argv[1] == "node" and not Path("again").exists():
+            Path(f"waits_{rank}").touch()
+            time.sleep(1000 if rank == 3 else 0)
         x = torch.full((1,), float(rank))
         beat("reduce", step)
         dist.all_reduce(x)
@@ -244,6 +247,29 @@ def test_a_rank_that_hangs_on_one_node_is_left_by_those_of_the_other(start, tmp_
     assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
     (again,) = [event for event in run_of(tmp_path, "hang").events() if event["kind"] == "ranks_again"]
     assert "rank 3 hung in microbatch of step 12" in again["text"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("index", "cause"), [(1, "{node} failed: its ranks"), (0, "Slurm says NODE_FAIL")])
+def test_a_group_whose_node_dies_is_submitted_again_and_goes_on(cluster, start, tmp_path, index, cause):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4", "--name", "node")
+    process = start("run", *options, "--", sys.executable, "ranks.py", "node")
+    wait_until(lambda: len([*tmp_path.glob("waits_*")]) == 4)
+    _, first, _, node, *_ = (tmp_path / f"begin_0_{2 * index}").read_text().split()
+    (tmp_path / "again").touch()
+    cluster.kill_node(node)
+    job = run_of(tmp_path, "node").job_dir("cmd_0001")
+    if index:
+        wait_until((job / "nodes_1/jobs/node_0/outcome.json").exists)
+    cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
+    cluster.start_node(node)
+    code, out = finish(process, 240)
+    assert code == 0, out
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert not [*tmp_path.glob("begin_1_*")] and (tmp_path / "begin_0_0").read_text().split()[1] != first
+    assert read_json(job / "outcome_1.json")["state"] == "node_fail"
+    assert f"cmd_0001 restarts as attempt 2: {cause.format(node=node)}" in out
 
 
 @pytest.mark.long

@@ -13,11 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import forked
+import ranked
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from memfit.training import (
     KeyedStream,
     Longest,
+    Loop,
     SafeStep,
     Trainer,
     find_longest,
@@ -351,6 +353,20 @@ def test_a_rehearsal_says_that_it_fits_and_changes_nothing(capsys):
     assert torch.equal(rng, torch.get_rng_state())
     assert not optimizer.state
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def rehearsed(rank, folder):
+    model = torch.nn.Linear(4, 4)
+    optimizer, data = torch.optim.SGD(model.parameters()), [torch.ones(3 + rank, 4)]
+    rehearse(model, optimizer, lambda x: model(x).sum(), data)
+    for _ in Loop(folder / str(rank), every=9, model=model, optimizer=optimizer)(data):
+        optimizer.step()
+
+
+def test_of_several_ranks_one_says_whether_its_largest_batch_fits(tmp_path, capfd):
+    ranked.values(ranked.run(2, tmp_path, rehearsed, tmp_path / "kept"))
+    said = capfd.readouterr().err
+    assert (said.count("memfit: fits: "), said.count("memfit: no verdict")) == (1, 1)
 
 
 def test_a_rehearsal_loses_nothing_of_a_stream_and_says_so(capsys):

@@ -57,6 +57,21 @@ def weights(model):
     return torch.cat([one.detach().flatten() for one in whole]).tolist()
 
 
+def best_is_first(rank, folder, num_epochs):
+    """Fit a sharded model whose first epoch is the best; return the name of its best checkpoint."""
+    model, losses = shard(build()), iter([0.0] if num_epochs == 4 else [])
+    trainer = Trainer(model, loss=Most(), optimizer=torch.optim.AdamW(model.parameters()), checkpoint_dir=folder)
+    evaluate = {"evaluate": lambda *_: {"valid_loss": next(losses, 1.0)}}
+    trainer.fit(list(X.split(15)), [X[:8]], num_epochs=num_epochs, **evaluate)
+    return (folder / "best_model.pt").resolve(strict=True).name
+
+
+def test_the_best_checkpoint_outlives_a_resume_between_two_epochs(tmp_path):
+    for num_epochs in (4, 5):
+        found = ranked.values(ranked.run(2, tmp_path, best_is_first, tmp_path / "run", num_epochs))
+        assert found == ["sharded-4", "sharded-4"]
+
+
 def fitted(rank, kind, folder, dropout=0.0, losses=(), **settings):
     """Fit two epochs; return the weights, or the error in words, and the sizes of microbatches."""
     loss = dict(losses).get(rank) or Most()

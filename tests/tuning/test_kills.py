@@ -86,7 +86,7 @@ def test_each_kill_met_what_it_was_to_meet(studies):
     starts = [event for event in events(studies.killed, "run") if event["state"] in ("started", "continued")]
     assert [event["state"] for event in starts] == ["started"] + 3 * ["continued"]
     retried = [event["reason"] for event in events(studies.killed, "retry")]
-    assert retried and set(retried) == {"its watcher died, the job did not fail"}
+    assert retried and all(one.startswith("its watcher died") for one in retried)
     assert any(event["why"] == TAKEN for event in events(studies.killed, "admit"))
     assert not events(studies.quiet, "retry")
 

@@ -49,7 +49,8 @@ _VERBS = {
 _EPILOGS = {
     "run": "\b\nSettings for --set or a config; docs/commands.md lists all:\n"
     "  params.NAME=1  seed=7  units=1-3  max_parallel=4  threads_per_job=2  memory.limit=16GiB\n"
-    "  memory.slack=0.2  memory.job=2GiB  notify.url_variable=NOTIFY_URL  track.to=[tensorboard]"
+    "  memory.slack=0.2  memory.job=2GiB  notify.url_variable=NOTIFY_URL  track.to=[tensorboard]\n"
+    "  canary_seconds=600  canary_phases=[train,validate,checkpoint]"
 }
 #: Verbs and flags that are no more, and what to type.
 _DROPPED = {

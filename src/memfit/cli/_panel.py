@@ -1,8 +1,13 @@
-"""``memfit panel``: build, inspect, check, extend and prune panels."""
+"""``memfit panel``: build, inspect, check, extend and prune panels; pack objects; the sizes of columns."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, answer, bar
-from memfit.units import format_bytes
+from memfit.cli._terminal import AsJson, answer, bar, console
+from memfit.errors import UsageError
+from memfit.masking import mask
+from memfit.units import format_bytes, list_some
 
 if TYPE_CHECKING:
     from memfit.data import Panel
@@ -30,6 +37,7 @@ Sources = Annotated[
     typer.Argument(help="Parquet or Arrow files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
 _NUM_NAMED = 12
+_TYPE_WIDTH = 24
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -157,6 +165,153 @@ def prune_(
         as_json,
         lambda log: log.say("\n".join(lines)),
     )
+
+
+@panel.command("pack", short_help="Turn pickles into one store that all processes map.")
+def pack_(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Pickles, quoted patterns, or module:function, which gives an iterable.", metavar="SOURCE..."
+        ),
+    ],
+    *,
+    output: Annotated[Path, Option("--output", "-o", help="The folder to make.", metavar="FOLDER")],
+    ranks: Annotated[int, Option(help="Measure so many processes; 0 measures none.", min=0, max=64, metavar="N")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Pack pickles into one store, once; the same command again finds it, and checks every byte of it.
+
+    memfit panel pack 'scenes/*.pkl' -o scenes.packed
+
+    A pickle holds a list of items, or one item. All have the keys of the first one. One file at a time is in memory.
+    100 items, drawn at random, are read back and compared. Then N processes hold a list of the first items, and N map
+    the store: their memory (PSS) is shown.
+
+    A pickle runs code when it is loaded. So memfit loads your own files alone, in a child process without variables
+    that hold secrets. That child can still do what you can: pack only files that you trust.
+
+    Exit codes: 0 done, 2 bad input, a full disk, or something else is at FOLDER. Then nothing is left behind.
+    """
+    from memfit.data import remove_leftovers
+    from memfit.jobs import call_in_child
+
+    shown = mask(dict(os.environ))
+    env = {name: value for name, value in os.environ.items() if shown[name] == value}
+    kept = list_some([name for name in os.environ if name not in env])
+    console(stderr=True).say(
+        "memfit: a pickle runs code when it is loaded: pack only files that you trust. They are loaded in a child "
+        f"process{f' without {kept}' if kept else ''}."
+    )
+    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, _bar_of(Path(scratch) / "progress"):
+        wanted = {"words": sources, "path": str(output), "ranks": ranks, "scratch": scratch}
+        try:
+            found = call_in_child("memfit.data:pack_source", wanted, env)
+        except BaseException:
+            remove_leftovers(output)
+            raise
+    answer(found, as_json, lambda log: log.say("\n".join(_packed(found, ranks))))
+
+
+@contextmanager
+def _bar_of(file: Path) -> Iterator[None]:
+    """Show the progress that a child writes into a file as "done total"."""
+    ended = threading.Event()
+
+    def follow(progress: Callable[[int, int], None]) -> None:
+        while not ended.wait(0.2):
+            with suppress(OSError, ValueError):
+                done, total = map(int, file.read_text().split())
+                progress(done, total)
+
+    with bar("packing") as progress:
+        if progress is not None:
+            threading.Thread(target=follow, args=[progress], daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+def _packed(found: dict[str, Any], ranks: int) -> list[str]:
+    if found["reused"]:
+        return [f"{found['path']}: was there already, {found['num_items']} items; every byte as it was written"]
+    of = f" of {found['num_files']} files ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
+    lines = [
+        f"{found['path']}: packed, {found['num_items']} items{of}, {format_bytes(found['bytes'])}",
+        f"  equal: {found['num_compared']} of {found['num_items']} items were read back and compared",
+    ]
+    if measured := found["ranks"]:
+        share = found["num_items"] / measured["num_items"]
+        first = "all" if share == 1 else f"the first {measured['num_items']}"
+        listed, mapped = format_bytes(measured["list_bytes"]), format_bytes(measured["store_bytes"])
+        lines += [f"  PSS of {measured['num_ranks']} processes with {first} items: {listed} as lists, {mapped} mapped"]
+        whole = format_bytes(round(share * measured["list_bytes"]))
+        lines += [f"  all {found['num_items']} items as lists, by their number: about {whole}"] if share > 1 else []
+    elif ranks:
+        lines.append("  memory not measured: that needs Linux, and a first item of at most 16 MiB")
+    lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
+    return lines
+
+
+@panel.command(short_help="Compare columns on disk with columns in memory.")
+def sizes(
+    sources: Sources,
+    *,
+    index: Annotated[
+        str | None, Option(help="The columns of dates and of asset codes, for a panel's cells.", metavar="DATE,ASSET")
+    ] = None,
+    flag: Annotated[float, Option(help="Flag columns of at least this ratio.", min=1, metavar="RATIO")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each column of Parquet or Arrow files takes on disk, in pandas 2 and 3, and in a panel.
+
+    memfit panel sizes prices.parquet --index date,code
+
+    The ratio is that of the larger pandas to the disk. Text that repeats is small on disk and large in memory. A panel
+    has a float32 for each date and asset of --index, without it for each row. Reading takes more than the result: the
+    decoded columns, and pandas' copy of them.
+
+    Exit codes: 0 done, whatever is flagged; 2 bad input.
+    """
+    from memfit.data import column_sizes
+
+    keys = _words([index]) if index is not None else None
+    if keys is not None and len(keys) != 2:
+        raise UsageError(
+            f"--index is '{index}'.", rule="it names two columns.", remedy="write for example --index date,code"
+        )
+    with bar("reading") as progress:
+        num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
+    columns = [{**asdict(one), "ratio": one.ratio, "flagged": one.ratio >= flag} for one in found]
+    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
+    total = {name: sum(column[name] or 0 for column in columns) for name in names}
+    facts = {"num_rows": num_rows, "flag_ratio": flag, "columns": columns, "total": total}
+    answer(facts, as_json, lambda log: log.say("\n".join(_sizes(facts))))
+
+
+def _sizes(facts: dict[str, Any]) -> list[str]:
+    total = facts["total"]
+    ratio = max(total["pandas_bytes"], total["pandas2_bytes"]) / max(1, total["disk_bytes"])
+    rows = [*facts["columns"], {**total, "name": "all", "type": f"{facts['num_rows']} rows", "ratio": ratio}]
+    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
+    cells = [["column", "type", "on disk", "pandas 3", "pandas 2", "panel", "ratio"]]
+    for row in rows:
+        sizes = ["-" if row[name] is None else format_bytes(row[name]) for name in names]
+        cells.append(
+            [row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{' !' if row.get('flagged') else ''}"]
+        )
+    widths = [max(len(row[at]) for row in cells) for at in range(7)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if at < 2 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    flagged = [column for column in facts["columns"] if column["flagged"]]
+    lines += [f"! {len(flagged)} columns take at least {facts['flag_ratio']:g} times their disk:"] if flagged else []
+    return lines + [f"  {column['name']}: {column['remedy']}" for column in flagged]
 
 
 def _open(path: Path) -> Panel:

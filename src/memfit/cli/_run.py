@@ -57,6 +57,10 @@ class RunFlags(Flags):
     check_files: Annotated[
         bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
     ] = False
+    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase before a long run, and stop.")] = (
+        False
+    )
+    canary_args: Annotated[Text, Option(help="What a canary adds to the command.", metavar="'WORDS'")] = None
 
 
 @with_flags
@@ -80,6 +84,12 @@ def run(
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
+    --canary tries a few steps of training, one checkpoint and the start of validation, on all ranks; then it stops by
+    itself. It says what the long run is to request, or gives 3 and names the phase and the rank that ran out of memory
+    or was killed, or a phase that was not seen. It is a run of its own, of one unit. memfit's Trainer, Loop and
+    callbacks obey by themselves. Other scripts mark phases by memfit.phase("validate"), take --canary-args, and write
+    into the folder that the variable MEMFIT_CANARY names.
+
     Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75 stopped, 79 a
     rank hung, 130 interrupted. A single failed command gives its own code.
     """
@@ -96,7 +106,10 @@ def run(
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
     chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_, "check_files": flags.check_files}
     given = flags.overrides(
-        units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
+        units=flags.units and json.dumps(flags.units),
+        skip=json.dumps(flags.skip) if flags.skip else None,
+        canary="true" if flags.canary else None,
+        canary_args=json.dumps(flags.canary_args) if flags.canary_args else None,
     )
     how: dict[str, Any] = {"overrides": given, "choice": Choice(**chosen, combinations=tuple(combinations))}
     how["new"] = flags.new
@@ -212,9 +225,12 @@ def _close(result: RunResult, log: Console, reader: Reader | None, output: Outpu
     reader = reader or Reader(RunDir(result.path))
     reader.read()
     if output.as_json:
-        typer.echo(json.dumps(summarize(reader.state()), indent=2, allow_nan=False))
+        more = {"canary": result.canary} if result.canary else {}
+        typer.echo(json.dumps(summarize(reader.state()) | more, indent=2, allow_nan=False))
     else:
         print_summary(reader.state(), log, verbose=output.verbose)
+        for line in result.canary["text"] if result.canary else ():
+            log.say(line)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\n{_how_to_go_on(result)}")
     raise typer.Exit(exit_code)

@@ -36,7 +36,7 @@ Keys = tuple[str, ...]
 #: Variables that are no settings: those that memfit hands to its own jobs, the folder of a user's claims, and the
 #: seconds after which a rank hangs.
 INTERNAL_VARIABLES = frozenset(
-    f"MEMFIT_{one}" for one in ("RUN_DIR", "JOB_ID", "CLAIMS_DIR", "RANKS", "GENERATION", "HANG_SECONDS")
+    f"MEMFIT_{one}" for one in ("RUN_DIR", "JOB_ID", "CLAIMS_DIR", "RANKS", "GENERATION", "HANG_SECONDS", "CANARY")
 )
 _WANTS_TEXT = frozenset({"string_type", "path_type", "literal_error", "enum"})
 _WANTS_KEYS = frozenset({"model_type", "dict_type", "mapping_type"})

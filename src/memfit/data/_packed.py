@@ -12,7 +12,7 @@ import struct
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,13 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
     if path is None:
         owned = Path(tempfile.mkdtemp(prefix="memfit-packed-"))
         try:
-            return PackedDataset(_Files(_write(objects, owned / "objects"), owned))
+            return PackedDataset(_Files(write_packed(objects, owned / "objects"), owned))
         except BaseException:
             shutil.rmtree(owned, ignore_errors=True)
             raise
     folder = Path(path).absolute()
     with locked(folder):
-        return PackedDataset(_Files(_write(objects, folder)))
+        return PackedDataset(_Files(write_packed(objects, folder)))
 
 
 class PackedDataset(Sequence[Any]):
@@ -193,8 +193,27 @@ def _remove(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(objects: Iterable[Any], path: Path) -> Path:
-    """The folder of the objects, in place and whole."""
+def source_of(path: Path) -> Any:
+    """Return what `write_packed` was given as the source of a folder's objects; None if nothing."""
+    return read_sealed(path, _KIND, [FORMAT_VERSION]).get("source")
+
+
+def write_packed(
+    objects: Iterable[Any],
+    path: Path,
+    source: Any = None,
+    check: Callable[[PackedDataset], object] | None = None,
+    name_of: Callable[[int], str] = "object {}".format,
+) -> Path:
+    """Write the folder of the objects, in place and whole; its lock is held.
+
+    Args:
+        objects: As for `pack`.
+        path: The folder.
+        source: A JSON value for the manifest, taken when all objects are written.
+        check: Called with the data set before the folder gets its name; if it raises, nothing is left.
+        name_of: What an error calls the object of a number.
+    """
     if path.exists():
         raise DataError(
             f"{path} is there already.",
@@ -202,13 +221,16 @@ def _write(objects: Iterable[Any], path: Path) -> Path:
             remedy=f"open it with PackedDataset.open('{path}'), name another path, or remove it: rm -r {path}",
         )
     with writing(path, "the packed objects") as aside:
-        num_objects = _write_objects(objects, aside)
+        num_objects = _write_objects(objects, aside, name_of)
         files = {name: file_facts(aside / name) for name in (_DATA, _OFFSETS)}
-        write_sealed(aside, {"kind": _KIND, "format": FORMAT_VERSION, "num_objects": num_objects, "files": files})
+        fields = {"kind": _KIND, "format": FORMAT_VERSION, "num_objects": num_objects, "files": files}
+        write_sealed(aside, fields | ({"source": source} if source is not None else {}))
+        if check is not None:
+            check(PackedDataset(_Files(aside)))
     return path
 
 
-def _write_objects(objects: Iterable[Any], folder: Path) -> int:
+def _write_objects(objects: Iterable[Any], folder: Path, name_of: Callable[[int], str]) -> int:
     """Write the data and offsets, forced to disk; returns how many objects they are."""
     encoder, number = _Encoder(), -1
     with (
@@ -221,7 +243,7 @@ def _write_objects(objects: Iterable[Any], folder: Path) -> int:
             try:
                 data.write(encoder.encode(one, data.tell()))
             except (_RefusedError, RecursionError) as error:
-                raise _refused(number, error) from None
+                raise _refused(name_of(number), error) from None
             index.write(struct.pack("<q", data.tell()))
         for file in (data, index):
             file.flush()
@@ -233,10 +255,10 @@ class _RefusedError(Exception):
     """A value of a kind that is not packed."""
 
 
-def _refused(number: int, error: Exception) -> DataError:
+def _refused(name: str, error: Exception) -> DataError:
     what = "nested too deep" if isinstance(error, RecursionError) else f"or holds {error}"
     return DataError(
-        f"object {number} cannot be packed: it is {what}.",
+        f"{name} cannot be packed: it is {what}.",
         rule="packed are str, bytes, int, float, bool, None, arrays and tensors of numbers or text, and lists, tuples, "
         "sets and dicts of them; no class derived from one, and no code.",
         remedy="convert it before, for example with dict(...), list(...), str(...) or numpy.asarray(...)",

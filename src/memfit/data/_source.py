@@ -228,7 +228,7 @@ def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequenc
             names[pattern] = None
             continue
         found = [field for field in schema if fnmatchcase(field.name, pattern)]
-        numbers = [field.name for field in found if field.name not in taken and _is(field.type, *_NUMBER[0])]
+        numbers = [field.name for field in found if field.name not in taken and is_of(field.type, *NUMBER[0])]
         if not numbers:
             known = ", ".join(schema.names[:_NUM_NAMED]) + (", ..." if len(schema.names) > _NUM_NAMED else "")
             raise DataError(
@@ -256,8 +256,8 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
                     remedy=nearest(name, set(schema.names)) if count == 0 else "rename or drop one of them",
                 )
             types.setdefault(name, set()).add(str(schema.field(name).type))
-        for name, (kinds, rule) in {date: _DATE, asset: _CODE, **dict.fromkeys(numbers, _NUMBER)}.items():
-            if not _is(kind := schema.field(name).type, *kinds):
+        for name, (kinds, rule) in {date: _DATE, asset: _CODE, **dict.fromkeys(numbers, NUMBER)}.items():
+            if not is_of(kind := schema.field(name).type, *kinds):
                 raise DataError(
                     f"column '{name}' of {part} has type {kind}.",
                     rule=rule,
@@ -266,7 +266,7 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
     return {name: sorted(found) for name, found in types.items()}
 
 
-def _is(kind: pa.DataType, *names: str) -> bool:
+def is_of(kind: pa.DataType, *names: str) -> bool:
     """Tell whether a column's decoded values are of one of pyarrow.types' kinds."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
@@ -277,7 +277,7 @@ _TEXT = ("string", "large_string", "string_view")
 #: What columns of a role may hold, and the rule that says so.
 _DATE = ("date", "timestamp", *_TEXT), "dates are date32, timestamps or ISO 8601 text."
 _CODE = ("integer", *_TEXT), "asset codes are text or integers."
-_NUMBER = ("integer", "floating", "boolean", "decimal"), "features and targets are numbers."
+NUMBER = ("integer", "floating", "boolean", "decimal"), "features and targets are numbers."
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -299,7 +299,7 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
     """Return a column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone."""
     column = _plain(column)
     _refuse_nulls(column, name)
-    if _is(column.type, *_TEXT):
+    if is_of(column.type, *_TEXT):
         try:
             column = column.cast(pa.string()).cast(pa.timestamp("us"))
         except pa.ArrowInvalid as error:

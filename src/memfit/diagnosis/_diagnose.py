@@ -14,7 +14,7 @@ from typing import Any
 from memfit.diagnosis._checkpoints import Checkpoint, judge_checkpoints, names_of
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._granted import find_files
-from memfit.diagnosis._group import explain_group
+from memfit.diagnosis._group import explain_group, explain_lost
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
@@ -32,6 +32,8 @@ from memfit.units import GIB, format_duration
 
 _Readings = Sequence[list[Reading]]
 _MOST_NOTES = 5
+#: What a job may survive, the first of which is told.
+_SURVIVED = ("skipped_batches", "rank_lost", "pressure")
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
 
@@ -107,7 +109,8 @@ def diagnose(
     found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
     # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.
     by_time = found.oom and found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
-    notes = [*found.notes, *(redact(note) for one in files for note in run_notes(one, by_time=by_time))]
+    told = [*explain_lost(witnesses.signs), *(note for one in files for note in run_notes(one, by_time=by_time))]
+    notes = [*found.notes, *map(redact, told)]
     evidence = tuple(replace(one, text=redact(one.text)) for one in found.evidence)
     timeline = tuple(replace(one, text=redact(one.text)) for one in found.timeline)
     return replace(found, evidence=evidence, timeline=timeline, notes=tuple(notes[:_MOST_NOTES]))
@@ -189,9 +192,10 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
     findings = rank(streams, signs, lived)
     best = findings[0] if findings else None
     if best is None or (id(best) in lived and best.kind == "none"):
-        marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
+        marks = [sign for sign in signs if sign.name in _SURVIVED]
         if marks:
-            return _warned(streams, marks, signs, readings)
+            reason = best.lines if best is not None and best.meaning.tier < FOLLOWED else ()
+            return _warned(streams, marks, reason, signs, readings)
         return _ended(streams, signs, readings, witnesses, kept)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
@@ -376,18 +380,20 @@ def _phase_at(streams: list[Stream], index: int, place: int) -> JobPhase:
     return find_phase(streams, Sign("success", (streams[index].lines[place],), {}, index, place))
 
 
-def _warned(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:
-    """Warnings of a shortage, and no end."""
-    skipped = [sign for sign in marks if sign.name == "skipped_batches"]
-    sign = (skipped or marks)[-1]
+def _warned(
+    streams: list[Stream], marks: list[Sign], reason: Sequence[Line], signs: Sequence[Sign], readings: _Readings
+) -> Diagnosis:
+    """Return what a job survived: a shortage, warnings of one, or a rank that was lost."""
+    sign = min(reversed(marks), key=lambda one: _SURVIVED.index(one.name))
     return Diagnosis(
-        oom=bool(skipped),
+        oom=sign.name == "skipped_batches",
         recovered=True,
         kind=sign.kind,
         cause=sign.cause,
-        phase=find_phase(streams, sign),
+        phase=sign.values.get("phase") or find_phase(streams, sign),
         confidence=sign.meaning.sure,
-        evidence=_evidence(sign.lines),
+        evidence=_evidence((*sign.lines, *reason)),
+        where={"rank": sign.values.get("rank")},
         timeline=_timeline(streams, None, signs, readings),
     )
 

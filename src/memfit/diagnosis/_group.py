@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from memfit.diagnosis._signs import Sign
-from memfit.diagnosis._text import Stream
+from memfit.diagnosis._text import Line, Stream
 from memfit.units import list_some
 
 #: The heading of errors in collectives: a rank that prints one waited for another.
 _WAITED = "collective_timeout"
 #: torchrun's table of ranks that failed. Source: torch/distributed/elastic/multiprocessing/errors/__init__.py.
 _IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")
+
+#: The phase of a rank's places, where it is not the training.
+_PHASES = {"begin": "build", "load": "build", "save": "checkpoint", "sealed": "checkpoint", "validate": "validate"}
+
+
+def lost_ranks(events: Iterable[tuple[Line, Mapping[str, Any]]]) -> Iterator[Sign]:
+    """Yield a sign for each rank that was lost and after which its group began again, as the group's agent recorded."""
+    lost: dict[str, tuple[Line, Mapping[str, Any]]] = {}
+    for line, event in events:
+        job = str(event.get("job"))
+        if event.get("kind") == "rank_lost":
+            lost[job] = line, event
+        elif event.get("kind") == "ranks_again":
+            first, told = lost.pop(job, (line, event))
+            place, rank = told.get("place"), told.get("rank")
+            values = {"job": job, "text": str(told.get("text")).removeprefix(f"{job} ")}
+            values |= {"phase": _PHASES.get(str(place), "train")} if place else {}
+            yield Sign("rank_lost", (first,), values | ({"rank": rank} if isinstance(rank, int) else {}))
+
+
+def explain_lost(signs: Sequence[Sign]) -> list[str]:
+    """Return for each job which ranks were lost, how often its group began again, and whether it completed."""
+    lost: dict[str, list[str]] = {}
+    for one in signs:
+        if one.name == "rank_lost":
+            lost.setdefault(one.values["job"], []).append(one.values["text"])
+    done = {one.values.get("job") for one in signs if one.name == "success"}
+    return [
+        f"{job}: {list_some(texts)}; errors of other ranks follow from that. The group began again "
+        f"{'once' if len(texts) == 1 else f'{len(texts)} times'}{', and the job completed' if job in done else ''}."
+        for job, texts in lost.items()
+    ]
 
 
 def explain_group(

@@ -25,6 +25,7 @@ _KINDS = {
 _CAUSES = {
     "killed": "killed; by whom and why is not shown",
     "exit_status": "ended by itself, with an exit status that is an error",
+    "rank_lost": "a rank was lost, and its group began again",
     "limit_touched": "touched its limit of host memory; nothing was killed",
 }
 

@@ -11,10 +11,12 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from memfit.diagnosis._group import lost_ranks
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, PeerFailedError, UsageError
@@ -123,8 +125,15 @@ def run_signs(path: Path) -> list[Sign]:
     if run is None:
         return []
     signs = [sign for folder in folders_of(run, path) for sign in _ends_of(folder)]
+    failed = {sign.values["job"] for sign in signs if sign.name != "success" and not sign.values["recovered"]}
     only = _job_of(run, path)
-    return signs + [sign for path in sorted(run.events_dir.glob("*.jsonl")) for sign in _events(path, only)]
+    for one in sorted(run.events_dir.glob("*.jsonl")):
+        events = [(line, event) for line, event in _read_events(one) if only in (None, event.get("job"))]
+        signs += _survived(events)
+        for sign in lost_ranks(events):
+            again = {"recovered": sign.values["job"] not in failed, "folder": run.job_dir(sign.values["job"])}
+            signs.append(replace(sign, values={**sign.values, **again}))
+    return signs
 
 
 def _job_of(run: RunDir, path: Path) -> str | None:
@@ -204,16 +213,18 @@ def _judge(
     return ("cgroup_kill", "memfit") if is_memfit else ("global_kill", "the kernel")
 
 
-def _events(path: Path, only: str | None) -> Iterator[Sign]:
-    """What a training recorded."""
+def _read_events(path: Path) -> Iterator[tuple[Line, dict[str, Any]]]:
     for number, event in read_or_say(lambda one: EventTail(one).read_lines(), path) or ():
+        text = json.dumps(event, separators=(",", ":"))[:4000]
+        yield Line(str(path), number, text, None, str(event.get("time", ""))), event
+
+
+def _survived(events: Iterable[tuple[Line, Mapping[str, Any]]]) -> Iterator[Sign]:
+    """Yield what a training met and recorded."""
+    for line, event in events:
         name = _EVENTS.get(str(event.get("kind")))
-        if name is None or only not in (None, event.get("job")):
-            continue
-        if event["kind"] == "loader_worker_died" and event.get("exit_code") != _SIGKILL:
+        if name is None or (event["kind"] == "loader_worker_died" and event.get("exit_code") != _SIGKILL):
             continue
         if event["kind"] == "oom" and "device" not in str(event.get("memory")):
             name = "pressure"
-        values = {key: value for key, value in event.items() if key not in ("kind", "time")}
-        text = json.dumps(event, separators=(",", ":"))[:4000]
-        yield Sign(name, (Line(str(path), number, text, None, str(event.get("time", ""))),), values)
+        yield Sign(name, (line,), {key: value for key, value in event.items() if key not in ("kind", "time")})

@@ -83,6 +83,7 @@ MEANINGS: dict[str, Meaning] = {
     "cancelled": Meaning(FOLLOWED, cause="cancelled", sure="likely"),
     "terminated": Meaning(FOLLOWED, cause="terminated", sure="likely"),
     "skipped_batches": Meaning(MARK, "gpu", sure="likely"),
+    "rank_lost": Meaning(MARK, cause="rank_lost"),
     "pressure": Meaning(MARK, cause="recovered", sure="likely"),
     "caught": Meaning(MARK),
     "success": Meaning(MARK),

@@ -101,8 +101,8 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
             one.meaning.tier <= OWN and one.name not in _AFTERMATH for one in later
         ):
             found.discard(id(sign))
-    # memfit's record says which attempts a later one made good; the job's log has them all.
-    made_good = {Path(one.file).parent for one in signs if one.values.get("recovered")}
+    # memfit's record says what a later attempt or generation of ranks made good; the job's log has them all.
+    made_good = {one.values.get("folder", Path(one.file).parent) for one in signs if one.values.get("recovered")}
     recorded = (one for one in signs if Path(one.file).parent in made_good and one.values.get("recovered", True))
     return frozenset(found | {id(one) for one in recorded})
 

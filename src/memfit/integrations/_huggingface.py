@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import inspect
 import math
@@ -19,13 +18,15 @@ from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
 from memfit.integrations._accelerated import refused_ranks
+from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations._huggingface_recovery import not_recoverable
-from memfit.rundir import record
+from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, record
 from memfit.training import Journal
 
 PREFIX = "checkpoint-"
 #: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"should_training_stop", "should_save", "should_evaluate", "model", "optimizer", "lr_scheduler"}
+_STEERED = {"model", "optimizer", "lr_scheduler"}
+_FLAGS = {"should_training_stop", "should_save", "should_evaluate"}
 
 
 class MemfitCallback(transformers.TrainerCallback):
@@ -45,6 +46,8 @@ class MemfitCallback(transformers.TrainerCallback):
         self._losses, self._logged_step = [0.0, 0.0], 0
         self._numbers: dict[str, float] = {}
         self._mark = self._wait = 0.0
+        self._canary_step = 0
+        self._has_saved, self._num_validated = False, 0
 
     def _position(self, state: Any) -> tuple[int, int]:
         """Return the whole epochs, and the steps of the next one."""
@@ -60,6 +63,8 @@ class MemfitCallback(transformers.TrainerCallback):
         self._num_steps = steps_of(train_dataloader, args) or state.max_steps
         self.journal.num_epochs = math.ceil(state.max_steps / self._num_steps)
         self._is_training, self._epoch, self._logged_step = True, -1, state.global_step
+        args.output_dir = str(canary_folder(str(args.output_dir)))
+        self._canary_step = min(state.global_step + CANARY_STEPS, state.max_steps)
         if state.global_step:
             self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))
 
@@ -76,12 +81,35 @@ class MemfitCallback(transformers.TrainerCallback):
         self.journal.took(time.perf_counter() - self._mark, self._wait, size)
         where = {"epoch": self._epoch + 1, "step": state.global_step - self._epoch * self._num_steps}
         self.journal.step({**where, "num_steps": self._num_steps}, self._loss, args.device)
+        self._steer(args, state, control)
         if control.should_evaluate or control.should_save:
             self._phase("validate" if control.should_evaluate else "checkpoint")
         self._mark = time.perf_counter()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_evaluate(args, state, control) if not control.should_evaluate else self._phase("validate")
+        self._steer(args, state, control)
+        if not control.should_evaluate:
+            self._phase("checkpoint" if control.should_save else "train")
+        else:
+            self._phase("validate")
+
+    def _steer(self, args: Any, state: Any, control: Any) -> None:
+        """Let a canary save after a few steps and validate then, whatever the arguments say of the long run."""
+        if not is_canary():
+            return
+        is_due, validates = state.global_step >= self._canary_step, args.eval_strategy != "no"
+        control.should_evaluate = is_due and self._has_saved and validates
+        control.should_training_stop |= is_due and self._has_saved and not validates
+        control.should_save = is_due and not self._has_saved
+        self._has_saved |= is_due
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if is_canary() and self._has_saved:
+            if not self._num_validated:
+                self.journal.phase("validate")
+            self._num_validated += 1
+            if self._num_validated == CANARY_BATCHES:
+                raise canary_over()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in (logs or {}):
@@ -94,6 +122,8 @@ class MemfitCallback(transformers.TrainerCallback):
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float) and name != "epoch" and not name.endswith(("_runtime", "_per_second")):
                 self._numbers[name] = float(value)
+        if self._num_validated:
+            raise canary_over()
         self._phase("checkpoint" if control.should_save else "train")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -228,11 +258,7 @@ def _keeps_state(callback: Any) -> bool:
     kind = type(callback)
     if kind.__module__.startswith(("transformers.", "memfit.")) or isinstance(callback, ExportableState):
         return False
-    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
-    names = {part.argval for code in codes for part in dis.get_instructions(code) if part.opname == "STORE_ATTR"}
-    used = {name for code in codes for name in (*code.co_varnames, *code.co_consts) if isinstance(name, str)} | names
-    is_own = bool(names - _STEERED - {"should_epoch_stop", "should_log"})
-    return "should_epoch_stop" in names or (is_own and bool(used & _STEERED))
+    return steers_by_count(kind, _FLAGS, _STEERED, always={"should_epoch_stop"}, never={"should_log"})
 
 
 @contextmanager

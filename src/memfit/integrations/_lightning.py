@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +19,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
+from memfit.integrations._callbacks import steers_by_count
+from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary
 from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"should_stop", "optimizers", "lr_schedulers", "param_groups", "requires_grad"}
+_STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}
 
 
 class MemfitCallback(Callback):
@@ -51,6 +52,19 @@ class MemfitCallback(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         if not trainer.is_global_zero:
             self.journal = Unheard()
+        if is_canary() and stage == "fit":
+            trainer.limit_train_batches = CANARY_STEPS * trainer.accumulate_grad_batches
+            trainer.limit_val_batches = CANARY_BATCHES if trainer.limit_val_batches else 0
+            trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1
+            for one in trainer.checkpoint_callbacks:
+                one.dirpath = str(canary_folder(trainer.default_root_dir))
+
+    def _end_canary(self, trainer: Any) -> None:
+        """Save in a canary that has trained and validated, and end it there."""
+        if is_canary():
+            self._enter("checkpoint")
+            trainer.save_checkpoint(canary_folder(trainer.default_root_dir) / "canary.ckpt")
+            raise canary_over()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
@@ -84,8 +98,11 @@ class MemfitCallback(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._ended = 0.0
+        if not trainer.sanity_checking:
+            self._end_canary(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._end_canary(trainer)
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
         self._ended = 0.0
@@ -192,10 +209,7 @@ def keeps_state(callback: Callback) -> bool:
     saves = [getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")]
     if kind.__module__.startswith(own) or any(saves):
         return False
-    codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
-    parts = [part for code in codes for part in dis.get_instructions(code)]
-    stored = {part.argval for part in parts if part.opname == "STORE_ATTR"}
-    return bool(stored - _STEERED and {part.argval for part in parts if isinstance(part.argval, str)} & _STEERED)
+    return steers_by_count(kind, {"should_stop"}, _STEERED)
 
 
 def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict[str, bool]:

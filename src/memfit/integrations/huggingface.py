@@ -31,6 +31,7 @@ from memfit.integrations._huggingface import (
     under_own_names,
 )
 from memfit.integrations._huggingface_recovery import Recovery
+from memfit.rundir import canary_folder
 from memfit.training import (
     GOES_ON,
     WHOLE,
@@ -129,7 +130,8 @@ class _Guard(MemfitCallback):
         refuse(trainer, allow, is_exact=stream is not None, recover=recover)
         self.trainer: Any = trainer
         self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
-        self.folder, self.stopper = SealedFolder(str(trainer.args.output_dir), PREFIX), Stopper()
+        trainer.args.output_dir = str(canary_folder(str(trainer.args.output_dir)))
+        self.folder, self.stopper = SealedFolder(trainer.args.output_dir, PREFIX), Stopper()
         self.ranks = self.folder.ranks = Ranks.current()
         if self.ranks is not None:
             self.stopper.join(self.ranks)
@@ -443,6 +445,7 @@ class _Guard(MemfitCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         beat("validate")
+        super().on_prediction_step(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_open = False

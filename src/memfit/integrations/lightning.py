@@ -105,6 +105,7 @@ class Stop(MemfitCallback):
         self._is_asked = False
         self._stepped: set[torch.optim.Optimizer] = set()
         self._num_open = 0  # batches since each optimizer has stepped
+        self._at_end = ExitStack()  # takes off at the end of a fit what it put on
 
     def fit(self, trainer: Any, model: LightningModule, train: Any = None, val: Any = None, **options: Any) -> None:
         """Call ``trainer.fit`` from the newest whole checkpoint.
@@ -118,7 +119,7 @@ class Stop(MemfitCallback):
         """
         self._refuse(trainer, model)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
-        with ExitStack() as stack:
+        with self._at_end as stack:
             self._join(trainer, stack)
             stack.enter_context(self.folder.held())
             self._stopper.listen()
@@ -297,7 +298,8 @@ class Stop(MemfitCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
+            hook = optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
+            self._at_end.callback(hook.remove)
         if self._ranks is not None and self.stream is not None:
             order_sums(trainer.strategy.model)
         if self._found is None:
@@ -313,6 +315,7 @@ class Stop(MemfitCallback):
         if self.stream is not None:
             loop = trainer.fit_loop.epoch_loop
             loop._on_after_fetch = partial(self._seed_between, trainer, loop._on_after_fetch)  # before a batch's hooks
+            self._at_end.callback(vars(loop).pop, "_on_after_fetch")
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
@@ -436,6 +439,7 @@ class Stop(MemfitCallback):
         if isinstance(exception, StoppedError):
             for logger in trainer.loggers:
                 logger.finalize = partial(_finalize, logger.finalize)
+                self._at_end.callback(vars(logger).pop, "finalize")
 
 
 class Exact(Stop):

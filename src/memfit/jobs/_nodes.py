@@ -24,7 +24,7 @@ from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
 from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
 from memfit.jobs._watch import Shim, Stop
-from memfit.rundir import EventWriter, read_beats
+from memfit.rundir import CANARY_VARIABLE, EventWriter, read_beats
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -88,6 +88,10 @@ class NodesShim(Shim):
             with contextlib.suppress(OSError):
                 shutil.copyfile(self.folder / "jobs" / node / name, self.job_dir / name)
         end, status = ends[worst], self._merged(status)
+        is_lost = self.has_ranks and (self.stop.since is None or self._lost_at < self.stop.since)
+        if is_lost and end.state != "out_of_memory" and (gone := self._without_end(ends)):
+            cause = f"{', '.join(gone)} failed: its ranks left no outcome, and those of the other nodes lost them"
+            return replace(status, state="node_fail", cause=cause, ended_by="platform")
         if end.state == "completed" or self.stop.since is not None:
             return status
         cause = f"{end.node or worst}: {end.cause}"
@@ -115,8 +119,8 @@ class NodesShim(Shim):
         end = ends[_worst(ends)]
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
         self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
-        is_final = end.state != "failed" or end.exit_code in FINAL
-        if is_final or not may_begin_again(beats, self.without_checkpoint):
+        is_final = end.state != "failed" or end.exit_code in FINAL or CANARY_VARIABLE in self.order["env"]
+        if is_final or not may_begin_again(beats, self.without_checkpoint, self.generation):
             return False
         text = (
             f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "
@@ -142,6 +146,12 @@ class NodesShim(Shim):
         """Return how the nodes' parts ended that have ended."""
         found = outlast(lambda: [read_record(path.parent.name, path) for path in self._files(OUTCOME)])
         return {end.job_id: end for end in found if end is not None}
+
+    def _without_end(self, ends: Mapping[str, JobStatus]) -> list[str]:
+        """Return the nodes whose shims wrote no outcome: they were killed with all else there, or never began."""
+        folders = [path.parent for path in self._files(JOB) if path.parent.name not in ends]
+        known = [(folder.name, read_record(folder.name, folder / STATUS)) for folder in folders]
+        return [one.node if one is not None and one.node else name for name, one in known]
 
     def _merged(self, status: JobStatus) -> JobStatus:
         """Return the job's status with the memory of the node that takes most."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from memfit.rundir import (
     START_PATIENCE,
     WAITING,
     Beat,
+    is_canary,
     launch_of,
     open_beats,
     read_beats,
@@ -49,6 +50,8 @@ LEAVING_SECONDS, _SOON_SECONDS = 10.0, 2.0
 ELSEWHERE = "a rank of another node was lost"
 #: Where a rank has nothing to save yet, and does not notice that another is gone.
 _BEGINS = frozenset({"begin", "load"})
+#: Where a rank has given no beat of its own yet; a later generation is one of a script that beats.
+_START = "start"
 _LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
 #: Ends that another start would repeat, or that somebody asked for. 10 and 11 are a gate's.
 FINAL = {
@@ -152,7 +155,7 @@ class Agent:
             folder = self.shared_dir / RANKS / f"{self.job['attempt']}_{generation}"
             folder.mkdir(parents=True, exist_ok=True)
             ranks = self._start(generation, folder)
-            ended = self._follow(ranks, folder)
+            ended = self._follow(ranks, folder, generation)
             beats = read_beats(folder)
             code = self._code(ended)
             if code in (0, _STOPPED):
@@ -162,10 +165,10 @@ class Agent:
             cause = self._cause(ended, beats)
             told = self._tell(cause, generation, beats, folder)
             without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
-            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1)
+            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1 or is_canary())
             now = Counters.read(self.group)
             oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
-            if not (may_go_on and may_begin_again(beats.values(), without_checkpoint) and not oom):
+            if not (may_go_on and may_begin_again(beats.values(), without_checkpoint, generation) and not oom):
                 if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
                     told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"
                 self._close(cause, generation, folder, told)
@@ -211,7 +214,7 @@ class Agent:
         def become_rank() -> None:
             die_with(agent)
             launch = f"{launch_of({**os.environ, **env})}:{env['WORLD_SIZE']}"
-            first = Beat(number, os.getpid(), socket.gethostname(), launch, "start", patience=START_PATIENCE)
+            first = Beat(number, os.getpid(), socket.gethostname(), launch, _START, patience=START_PATIENCE)
             descriptor = open_beats(folder, number)
             os.pwrite(descriptor, first.to_line(), 0)
             os.close(descriptor)
@@ -247,10 +250,11 @@ class Agent:
             for one in closed:
                 os.close(one)
 
-    def _follow(self, ranks: Sequence[_Rank], folder: Path) -> list[_Rank]:
+    def _follow(self, ranks: Sequence[_Rank], folder: Path, generation: int) -> list[_Rank]:
         """Wait until all ranks have ended; return them in the order of their ends."""
         ended: list[_Rank] = []
         poll, failed, was_asked = select.poll(), float("inf"), False
+        begins = _BEGINS | {_START} if generation else _BEGINS
         of_pipe = {pipe: one for one in ranks for pipe in one.pipes}
         for descriptor in [*of_pipe, *(end for one in ranks for end in _pidfd(one.pid))]:
             poll.register(descriptor, select.POLLIN)
@@ -271,7 +275,8 @@ class Agent:
                 was_asked = True
                 _send([one for one in live if one.code is None], signal.SIGTERM)
             late = [one for one in live if one.code is None]
-            if late and time.monotonic() > failed + _leaving_seconds(late, ended, folder):
+            since = time.monotonic() - failed  # nothing is read before: at its limit, a job may open no file
+            if late and since > 0 and since > _leaving_seconds(late, ended, folder, begins):
                 for one in late:
                     one.was_killed = True
                 _send(late, signal.SIGKILL)
@@ -343,9 +348,9 @@ class Agent:
         print(f"memfit: {told}", *(line.removeprefix(mark) for line in lines[-1:]), sep="\n", file=sys.stderr)
 
 
-def may_begin_again(beats: Iterable[Beat], without_checkpoint: int) -> bool:
-    """Return whether another generation is worth a try: it beats, so it has checkpoints, and new ones come."""
-    return any(one.count for one in beats) and without_checkpoint < _MOST_WITHOUT_CHECKPOINT
+def may_begin_again(beats: Iterable[Beat], without_checkpoint: int, generation: int) -> bool:
+    """Return whether another generation is worth a try: one has beaten, so it has checkpoints, and new ones come."""
+    return (generation > 0 or any(one.count for one in beats)) and without_checkpoint < _MOST_WITHOUT_CHECKPOINT
 
 
 def read_lost(job_dir: Path) -> dict[str, Any] | None:
@@ -361,12 +366,13 @@ def _first_failure(ended: Sequence[_Rank]) -> _Rank | None:
     return next((one for one in failed if not one.is_consequence), failed[0] if failed else None)
 
 
-def _leaving_seconds(late: Sequence[_Rank], ended: Sequence[_Rank], folder: Path) -> float:
+def _leaving_seconds(late: Sequence[_Rank], ended: Sequence[_Rank], folder: Path, begins: Collection[str]) -> float:
     """Return how long ranks may take to leave once another has: not long where they have nothing to save."""
     beats = read_beats(folder)
-    begins = all(one.number in beats and beats[one.number].place in _BEGINS for one in late)
-    hangs = all(one.code == _LEFT for one in ended)  # whoever can leave has left
-    return _SOON_SECONDS if begins or hangs else LEAVING_SECONDS
+    begin = all(one.number in beats and beats[one.number].place in begins for one in late)
+    ends = any(one.number in beats and beats[one.number].patience is None for one in late)  # an error may be on its way
+    hangs = not ends and all(one.code == _LEFT for one in ended)  # whoever can leave has left
+    return _SOON_SECONDS if begin or hangs else LEAVING_SECONDS
 
 
 def _send(ranks: Sequence[_Rank], number: signal.Signals) -> None:

@@ -145,7 +145,7 @@ RESTARTS = (
     Line(("out_of_memory",), lambda end: end.kind == DEVICE and not end.most, "end", _NO_DEVICE),
     Line(("out_of_memory", "failed"), lambda end: end.had_all, "end", "it had {took}, and {whole} {most}"),
     Line(ENDED, lambda end: end.has_no_retries_left, "end", "it was restarted {retried} times already (retries)"),
-    Line(("node_fail",), _always, "same", "its watcher died, the job did not fail"),
+    Line(("node_fail",), _always, "same", "{cause}; the job did not fail"),
     Line(("preempted",), _always, "same", f"it was ended from outside memfit; {_GOES_ON}"),
     Line(("timeout",), _always, "same", f"it met its time limit; {_GOES_ON}"),
     Line(("out_of_memory", "failed"), _always, "more", "it ran out of {memory}; it gets {more}"),
@@ -163,6 +163,7 @@ def what_follows(end: End) -> Retry | str:
         memory="device memory" if on_device else f"memory at {format_bytes(end.peak)}",
         more=f"{format_bytes(end.more)}{' on each GPU' if on_device else ''}",
         retried=end.restarts["retry"],
+        cause=end.status.cause or "its watcher died",
     )
     if line.then == "end":
         return reason

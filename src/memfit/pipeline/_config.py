@@ -152,6 +152,11 @@ class RunConfig(Settings):
         notify: Who is told how the run goes.
         track: Where its epochs and ends are shown: TensorBoard, Weights & Biases, MLflow, trackio.
         params: The workload's own settings.
+        canary: Try a few steps of every phase, and stop: a run of its own that says whether the long run would hold.
+        canary_args: Words that a canary adds to a command, such as ``--max_steps 20 --eval_steps 10``.
+        canary_phases: The phases that a canary must see. Every rank that marks phases must reach each; of a checkpoint,
+            one rank is enough.
+        canary_seconds: How long a canary waits for them.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
         warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;
             ``never`` starts a new interpreter for each.
@@ -179,6 +184,10 @@ class RunConfig(Settings):
     notify: NotifySettings = NotifySettings()
     track: TrackSettings = TrackSettings()
     params: dict[str, Any] = Field(default_factory=dict)
+    canary: bool = False
+    canary_args: str = ""
+    canary_phases: list[_Name] = Field(default_factory=lambda: ["train", "validate", "checkpoint"], min_length=1)
+    canary_seconds: Annotated[float, Field(gt=0)] = 600.0
     tune: dict[str, Any] = Field(default_factory=dict)
     warm: Literal["auto", "never"] = "auto"
 

@@ -17,6 +17,7 @@ from memfit.files import read_json, write_atomic, write_json
 from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
+from memfit.pipeline._canary import Canary, as_canary
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
@@ -85,6 +86,8 @@ def run(
         )
     with Warm() as warm:
         order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
+        if order.settings.canary:
+            order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
         run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
         if not graph.has_looked or graph.run != run_dir:
@@ -125,6 +128,12 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     run_dir = RunDir.open(run)
     with start_folder(run_dir), Warm() as warm:
         order = order_of_run(run_dir, warm)
+        if order.settings.canary:
+            raise UsageError(
+                f"{run_dir.path} is a canary.",
+                rule="a canary begins anew each time: it says whether a long run would hold.",
+                remedy="give its command again, or start the long run without --canary",
+            )
         graph = Graph(order).look(Results(order, run_dir))
         if order.kind != "commands" and not _goes_on(order, graph):
             raise UsageError(
@@ -202,7 +211,12 @@ def _go_on(
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
-        made = functools.partial(make_job, order, run)
+        made: Callable[[Unit], Job] = functools.partial(make_job, order, run)
+        canary = Canary(run, settings, supervisor.stop) if settings.canary else None
+        if canary is not None:
+            supervisor.events.write("canary", text=canary.headline)
+            made, supervisor.why_no_more = canary.making(made), canary.why_no_more
+            supervisor.tick = _both(supervisor.tick, canary.look)
         source = UnitSource(graph, made, say=supervisor.events.write, is_commands=order.kind == "commands")
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -211,7 +225,15 @@ def _go_on(
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
         statuses = supervisor.schedule(source, known)
         source.close()
-        return _settle(order, supervisor, graph, statuses)
+        return _settle(order, supervisor, graph, statuses, canary)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
 
 
 def write_order(order: Order, run: RunDir) -> None:
@@ -310,7 +332,9 @@ def _known(order: Order, graph: Graph) -> Known:
 # The end
 
 
-def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus]) -> RunResult:
+def _settle(
+    order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus], canary: Canary | None
+) -> RunResult:
     run, units, found = supervisor.run, graph.all_units, {}
     for unit in [unit for unit in units if unit.state != "passed"]:
         status = statuses.get(unit.job_id)
@@ -324,6 +348,10 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
     results = {unit.job_id: unit.result for unit in units if unit.result and unit.state != "stopped"}
     stopped = next((unit.made for unit in units if unit.state == "stopped"), None)
     result = supervisor.settle(found, stopped, results)
+    if canary is not None:
+        result = canary.close(result)
+        supervisor.state = result.state
+        return result
     if tables := _tables(order, graph, found):  # not in this process, whose pyarrow may be in use
         parent = supervisor.parent
         call = parent.call if parent is not None and not parent.refused else call_in_child

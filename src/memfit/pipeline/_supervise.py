@@ -84,6 +84,7 @@ class RunResult:
         exit_code: The exit code for the process.
         statuses: The jobs' last statuses, by job id.
         metrics: What the stages returned, by job id.
+        canary: The verdict of a canary, as in its ``canary.json``; None for another run.
     """
 
     path: Path
@@ -91,6 +92,7 @@ class RunResult:
     exit_code: int
     statuses: Mapping[str, JobStatus]
     metrics: Mapping[str, Mapping[str, Any]]
+    canary: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -106,6 +108,7 @@ class Supervisor:
     claims: Claims
     tick: Callable[[], None]
     parent: Parent | None = None
+    why_no_more: Callable[[], str] = str
     state: str = "failed"
     _adopted: set[str] = field(default_factory=set)
     _budget: Budget | None = field(default=None)
@@ -152,7 +155,7 @@ class Supervisor:
             stop=self.stop,
             on_tick=self.tick,
             still_running=self._adopted,
-            stopped=lambda job_id: graph.given_up(job_id) or take_stop(self.run, job_id),
+            stopped=lambda job_id: graph.given_up(job_id) or take_stop(self.run, job_id) or self.why_no_more(),
         )
 
     def adopt(self, goes_on_with: Callable[[str], bool]) -> None:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from memfit.rundir._beats import launch_of as launch_of
     from memfit.rundir._beats import open_beats as open_beats
     from memfit.rundir._beats import read_beats as read_beats
+    from memfit.rundir._canary import CANARY_BATCHES as CANARY_BATCHES
+    from memfit.rundir._canary import CANARY_STEPS as CANARY_STEPS
+    from memfit.rundir._canary import CANARY_VARIABLE as CANARY_VARIABLE
+    from memfit.rundir._canary import canary_folder as canary_folder
+    from memfit.rundir._canary import canary_over as canary_over
+    from memfit.rundir._canary import is_canary as is_canary
     from memfit.rundir._events import LEVELS as LEVELS
     from memfit.rundir._events import Event as Event
     from memfit.rundir._events import EventTail as EventTail

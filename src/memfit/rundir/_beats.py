@@ -99,7 +99,10 @@ def open_beats(folder: Path, rank: int) -> int:
 def read_beats(folder: Path) -> dict[int, Beat]:
     """Return the last beat of each rank; a file that is torn or of another kind is passed over."""
     found: dict[int, Beat] = {}
-    for path in folder.glob("rank_*"):
+    paths: list[Path] = []
+    with suppress(OSError):  # at its limit, a job may open no folder
+        paths = [*folder.glob("rank_*")]
+    for path in paths:
         with suppress(DamagedError, OSError):
             content = read_json(path, _SHAPE)
             if content is not None and content.keys() == {one.name for one in fields(Beat)}:

@@ -22,7 +22,7 @@ import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.files import sync_folder
-from memfit.rundir import record
+from memfit.rundir import canary_folder, record
 from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
 
@@ -182,7 +182,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
-        self.path = path
+        self.path = canary_folder(path)
         self.keep_epochs = keep_epochs
         self.milestones = frozenset(milestones)
         self._proven = False

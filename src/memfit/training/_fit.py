@@ -15,10 +15,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
-from memfit.rundir import record
+from memfit.rundir import CANARY_STEPS, canary_over, is_canary, record
 from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
@@ -85,6 +85,8 @@ class Fit:
     def _run(self) -> FitResult:
         try:
             resumed_from = self._begin()
+            if is_canary():
+                self._end_as_canary()
             while True:
                 try:
                     self._advance()
@@ -148,6 +150,23 @@ class Fit:
             self._open_epoch()
             self._meet()
         preflight(self.step, longest=longest, validate=validate, save=save, num_batches=num_batches)
+
+    def _end_as_canary(self) -> NoReturn:
+        """Make a few steps, save, and validate a few batches, all ranks together; then end."""
+        self.journal.phase("train")
+        self.step.model.train()
+        self._open_epoch()
+        for _ in range(min(CANARY_STEPS, self.num_steps)):
+            self._stop_or_save()
+            self._step()
+        self._save()
+        self.data.close()
+        if self.plan.valid is not None:
+            self.journal.phase("validate")
+            self.validation.run(self.data)
+        if self.ranks is not None:
+            self.ranks.is_over = True
+        raise canary_over()
 
     # --- epochs and steps
 

@@ -58,7 +58,7 @@ class ShardedFolder(CheckpointFolder):
     def save(self, position: Position, state: dict[str, Any]) -> Path:
         number = self._number(position)
         save_checkpoint(self._sealed.folder_of(number) / _PLAIN, state)
-        return self._sealed.seal(number, {"epoch": position[0], "ranks": self._ranks.size})
+        return self._sealed.seal(number, {"epoch": position[0], "ranks": self._ranks.size, "steps": self._num_steps})
 
     def mark_best(self) -> None:
         if (newest := self._newest_path()) is not None:
@@ -82,8 +82,10 @@ class ShardedFolder(CheckpointFolder):
                 rule="a fit goes on with what wrote its checkpoints.",
                 remedy="train the model as it was, or pass another checkpoint_dir",
             )
-        found = self._sealed.newest()
-        return None if found is None else (found.path, self.read(found.path))
+        if (found := self._sealed.newest()) is None:
+            return None
+        self._num_steps = found.facts["steps"]  # what an epoch's checkpoint is called, before this fit saves one
+        return found.path, self.read(found.path)
 
     def read(self, path: Path) -> dict[str, Any]:
         return load_checkpoint(path / _PLAIN)

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from memfit.memory import ProcReader
-from memfit.rundir import phase, record
+from memfit.rundir import is_canary, phase, record
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
@@ -91,7 +91,7 @@ class Journal:
         now = time.monotonic()
         if now < self._next_step:
             return
-        self._next_step = now + _STEP_EVENT_SECONDS
+        self._next_step = now + (0.0 if is_canary() else _STEP_EVENT_SECONDS)
         record("step", **where, num_epochs=self.num_epochs, loss=None if loss is None else float(loss))
         if device is not None and device.type == "cuda":
             with suppress(Exception):  # a driver without NVML: it raises what it likes
@@ -171,12 +171,16 @@ class Journal:
 
 
 class Unheard(Journal):
-    """The journal of a rank that tells nothing: it keeps the times alone."""
+    """The journal of a rank that tells nothing but, in a canary, its phases: it keeps the times alone."""
 
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    phase = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
+    step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
+
+    def phase(self, name: str) -> None:
+        if is_canary():
+            phase(name)
 
 
 def _describe(figures: Mapping[str, float | None]) -> str:

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.rundir import CANARY_STEPS, canary_over, is_canary
 from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import _generators, _kind_of, keyed_rng
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of, order_of
-from memfit.training._preflight import rehearse
+from memfit.training._preflight import rehearse, say_verdict
 from memfit.training._probes import check_first_forward, check_loader
-from memfit.training._process import Stopper, rng_state, say, set_rng_state
+from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._split import samples_in
@@ -287,7 +288,10 @@ class Loop:
             self.journal.took(time.perf_counter() - began, waited, samples_in(batch))
             if self._count():
                 is_due = at.step % (self._every or at.step) == 0
-                self._stop_or_save(is_due=is_due and not (at.batch == num_batches and self._is_in_epochs))
+                is_over = is_canary() and at.step >= CANARY_STEPS  # a canary begins at 0
+                self._stop_or_save(is_due=is_over or (is_due and not (at.batch == num_batches and self._is_in_epochs)))
+                if is_over:
+                    break
         self.journal.phase("validate")
         self._beat("end")  # what follows is the script's own
         if self._stream:
@@ -300,7 +304,7 @@ class Loop:
             return
         models = list(self.parts.models().values())
         if loss_of is None or not models or not self._optimizers:
-            say(
+            say_verdict(
                 "no verdict whether the largest batch fits: pass loss=, which returns the loss of a batch; or "
                 "allow=('rehearsal',)"
             )
@@ -394,7 +398,9 @@ class Loop:
         self.journal.epoch(at.epoch + 1, numbers | self._numbers, self.journal.pace())
         self._numbers, self._draws = {}, None
         self._at = _Position(epoch=at.epoch + 1, step=at.step)
-        self._stop_or_save(is_due=True, may_stop=not is_last)
+        self._stop_or_save(is_due=not (is_canary() and self._saved), may_stop=not is_last)
+        if is_canary() and self._is_in_epochs:
+            raise canary_over()
 
     # --- checkpoints and stops
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
-from memfit.rundir import phase, record
+from memfit.rundir import is_canary, phase, record
 from memfit.training._keyed import _kind_of, preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
@@ -191,8 +192,8 @@ def rehearse(
         split: How the loop cuts a batch that does not fit.
 
     Returns:
-        None, and one line that says why, where there is no verdict: no batch can be taken from the data without losing
-        it for the training, or the loss is not finite.
+        None where there is no verdict, and one line that says why: no batch can be taken from the data without losing
+        it for the training, or the loss is not finite. Of several ranks, rank 0 alone prints its line.
 
     Raises:
         DoesNotFitError: With the figures, and what to do.
@@ -205,12 +206,14 @@ def rehearse(
     """
     step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True, group=None)
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
-        say("no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples")
+        say_verdict(
+            "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"
+        )
         return None
     try:
         report = preflight(step, longest=batches if isinstance(batches, Longest) else find_longest(batches))
     except JobFailedError as error:  # a loss that is not finite says nothing about memory
-        say(f"no verdict whether the largest batch fits: {error.what}")
+        say_verdict(f"no verdict whether the largest batch fits: {error.what}")
         return None
     except SampleTooLargeError as error:
         raise DoesNotFitError(
@@ -222,8 +225,15 @@ def rehearse(
     sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
     sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
     how = report.longest + f", for {_SAMPLE_SECONDS:g} s" * report.out_of_time
-    say(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
+    say_verdict(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
     return report
+
+
+def say_verdict(text: str) -> None:
+    """Say in one process of a group whether the largest batch fits: on rank 0, which asks no other rank."""
+    is_grouped = dist.is_available() and dist.is_initialized()
+    if not is_grouped or dist.get_rank() == 0:
+        say(text)
 
 
 def _can_be_read_ahead(batches: Any) -> bool:
@@ -257,18 +267,20 @@ def _untouched(step: SafeStep) -> Iterator[None]:
         step.load_state_dict({**state, **learned})
 
 
-def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
+def _take(name: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
     """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
-    meter.phase(phase)
+    meter.phase(name)
+    if is_canary():
+        phase(name)  # it is to be named if the job dies here
     reset_device_peaks()
     result = attempt(action)
-    devices[phase] = device_bytes()
+    devices[name] = device_bytes()
     if not isinstance(result, Failed):
         return result
     raise DoesNotFitError(
-        f"The preflight ran out of {result.kind} memory in its phase '{phase}': {result.first_line}",
+        f"The preflight ran out of {result.kind} memory in its phase '{name}': {result.first_line}",
         rule=memory_now(result.kind),
-        remedy=_REMEDIES[phase],
+        remedy=_REMEDIES[name],
     )
 
 

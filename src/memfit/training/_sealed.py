@@ -23,7 +23,7 @@ from typing import Any
 
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, refresh, sync_folder
-from memfit.rundir import record
+from memfit.rundir import canary_folder, record
 from memfit.training._beat import beat
 from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
 from memfit.training._identity import environment
@@ -83,7 +83,7 @@ class SealedFolder:
     """
 
     def __init__(self, path: Path | str, prefix: str = "step-") -> None:
-        self.path = Path(path)
+        self.path = canary_folder(path)
         self.prefix = prefix
         self.ranks: Ranks | None = None
         self._began = time.monotonic()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from memfit.errors import JobFailedError, MemfitError, UsageError
 from memfit.memory import Budget
-from memfit.rundir import record
+from memfit.rundir import CANARY_BATCHES, is_canary, record
 from memfit.training._beat import beat, leave
 from memfit.training._compute import autocast
 from memfit.training._flight import record_oom
@@ -160,10 +160,11 @@ class Validation:
     def _sums(self, model: torch.nn.Module, batches: Iterable[Any], rank: int = 0, size: int = 1) -> dict[str, float]:
         """Return the sums of losses and weights over the batches, of several ranks over each ``size``-th."""
         total = weight_total = 0.0
+        last = CANARY_BATCHES * size if is_canary() else None
         with watched(batches, self._setup.first_batch_seconds, "validation") as each:
-            for batch in itertools.islice(each, rank, None, size):
+            for batch in itertools.islice(each, rank, last, size):
                 self._check_stop()
-                if size > 1:
+                if size > 1 or self._step.is_sharded:
                     beat("validate")
                 loss_sum, weight = self._sum(model, batch)
                 total += loss_sum

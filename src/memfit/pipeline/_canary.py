@@ -1,0 +1,264 @@
+"""A canary: a few steps of every phase of a long run, on all its ranks, before it; and the verdict."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from memfit.errors import DoesNotFitError, JobFailedError, PeerFailedError, UsageError
+from memfit.files import write_json
+from memfit.jobs import ENDED, Job, JobStatus, StopRequest, read_status
+from memfit.memory import Footprint
+from memfit.pipeline._config import RunConfig
+from memfit.pipeline._order import Order
+from memfit.pipeline._results import Unit
+from memfit.pipeline._supervise import RunResult
+from memfit.rundir import CANARY_VARIABLE, FolderTail, RunDir
+from memfit.units import GIB, MIB, format_bytes, list_some, round_up_size, write_size
+
+_LOOK_SECONDS = 0.5
+#: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
+_SETTLED_SECONDS, _GROWN = 10.0, 1.01
+_BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
+
+
+def as_canary(order: Order) -> Order:
+    """Return the order of a canary: a run of its own, of one unit at a time, with the words that it adds to a command.
+
+    Raises:
+        UsageError: If there are such words and no single command.
+    """
+    settings, words = order.settings, shlex.split(order.settings.canary_args)
+    if words and order.kind != "commands":
+        raise UsageError(
+            f"canary_args are given, and {settings.experiment} is no single command.",
+            rule="they are added to the one command behind --.",
+            remedy=f"let the stage look at the variable: run: python train.py ${{{CANARY_VARIABLE}:+--max_steps 20}}",
+        )
+    own = {"retries": 0, "max_parallel": 1, "on_failure": "stop", "experiment": f"{settings.experiment}-canary"}
+    stages, facts = order.stages, order.facts
+    if order.kind == "commands":
+        [stage] = stages
+        stages = [replace(stage, command=[*(stage.command or ()), *words], units=list(stage.units or [{}])[:1])]
+        facts = {**facts, "combinations": stages[0].units}
+    return replace(order, settings=settings.model_copy(update=own), stages=stages, facts=facts)
+
+
+@dataclass
+class Canary:
+    """Follows a canary's jobs by the phases that their ranks mark, stops them once all were seen, and judges."""
+
+    run: RunDir
+    settings: RunConfig
+    stop: StopRequest
+    #: By job: the phases that each rank has entered; its last one, the newest at the end; times and steps of rank 0.
+    _seen: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    _last: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    _steps: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    _peak: int = 0
+    _look_at: float = 0.0
+    _changed_at: float = 0.0
+    _has_asked: bool = False
+
+    def __post_init__(self) -> None:
+        self._events = FolderTail(self.run.events_dir)
+        self._folder = self.run.path / "canary"
+        self._folder.mkdir(exist_ok=True)
+
+    @property
+    def headline(self) -> str:
+        """What it waits for, and for how long."""
+        phases = list_some(self.settings.canary_phases)
+        return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds)"
+
+    def making(self, make: Callable[[Unit], Job]) -> Callable[[Unit], Job]:
+        """Return what makes the same jobs, which know that they belong to a canary."""
+
+        def made(unit: Unit) -> Job:
+            job = make(unit)
+            return replace(job, env={**job.env, CANARY_VARIABLE: str(self._folder)})
+
+        return made
+
+    def why_no_more(self) -> str:
+        """Return why no other job may start; empty if one may."""
+        self._look_at = 0.0
+        self.look()
+        return "the canary has seen what it needs" if self._has_asked else ""
+
+    def look(self) -> None:
+        """Ask the jobs to stop when all phases were seen, or when the time is over."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        if self._read():
+            self._changed_at = now
+        for job_id in [path.name for path in (self.run.path / "jobs").iterdir()]:
+            status = read_status(self.run, job_id)
+            if status.peak_bytes > _GROWN * self._peak:
+                self._peak, self._changed_at = status.peak_bytes, now
+            is_over = status.started is not None and time.time() - status.started > self.settings.canary_seconds
+            is_settled = not self._missing(job_id) and now - self._changed_at > _SETTLED_SECONDS
+            has_begun = len(self._missing(job_id)) < len(self.settings.canary_phases)
+            if is_settled or (has_begun if status.state in ENDED else is_over):
+                self._has_asked = True
+                self.stop.ask()
+
+    def _read(self) -> bool:
+        """Take in new events; return whether a rank entered a phase, or made a step."""
+        is_new = False
+        for event in self._events.read():
+            job_id, rank, kind = event.get("job"), event.get("rank", 0), event.get("kind")
+            if not isinstance(job_id, str) or not isinstance(rank, int):
+                continue
+            is_new |= kind in ("step", "phase", "checkpoint")
+            if kind == "step" and not rank and isinstance(event.get("step"), int):
+                self._steps[job_id].append((float(event["time"]), event["step"]))
+            elif kind == "checkpoint":
+                self._seen[job_id][rank].add("checkpoint")
+            elif kind == "phase":
+                self._seen[job_id][rank].add(str(event.get("phase")))
+                self._last[job_id].pop(rank, None)
+                self._last[job_id][rank] = str(event.get("phase"))
+        return is_new
+
+    def _missing(self, job_id: str) -> list[str]:
+        """Return the phases that not all ranks have reached; of a checkpoint, one rank is enough."""
+        telling = list(self._seen[job_id].values()) if job_id in self._seen else []
+        if not telling:
+            return [*self.settings.canary_phases]
+        have = {"checkpoint": any}
+        names = self.settings.canary_phases
+        return [name for name in names if not have.get(name, all)(name in seen for seen in telling)]
+
+    # --- the verdict
+
+    def close(self, result: RunResult) -> RunResult:
+        """Judge, and write ``canary.json``; a run that its user stopped stays as it is."""
+        self._read()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        statuses = {job_id: one for job_id, one in result.statuses.items() if one.started is not None}
+        broke = next((one for one in statuses.values() if _is_broken(one)), None)
+        if broke is None and self.stop.level and not self._has_asked:
+            return result
+        job_id = broke.job_id if broke else min(self._seen, key=lambda one: len(self._missing(one)), default="")
+        missing = self._missing(job_id)
+        status = statuses.get(job_id) or max(statuses.values(), key=lambda one: one.peak_bytes, default=None)
+        found: dict[str, Any] = {
+            "passed": not broke and not missing,
+            "exit_code": DoesNotFitError.exit_code if missing else 0,
+            "phases": {
+                phase: sorted(rank for rank, seen in self._seen[job_id].items() if phase in seen)
+                for phase in self.settings.canary_phases
+            },
+            "not_covered": missing,
+            "broke": self._describe_break(broke) if broke else None,
+            "seconds_per_step": _pace(self._steps[job_id]),
+            **self._request(status),
+        }
+        if broke:
+            found["exit_code"] = self._code_of(broke)
+        found["text"] = _text_of(found, self.settings)
+        state = "completed" if found["passed"] else "failed"
+        write_json(self.run.path / "canary.json", found)
+        jobs = {one: {"state": status.state, "cause": status.cause} for one, status in result.statuses.items()}
+        outcome = {"state": state, "exit_code": found["exit_code"], "jobs": jobs, "why": found["text"][0]}
+        write_json(self.run.path / "outcome.json", outcome)
+        return replace(result, state=state, exit_code=found["exit_code"], canary=found)
+
+    def _describe_break(self, status: JobStatus) -> dict[str, Any]:
+        """Return the job that broke, in which phase, and which ranks: the one that was lost first, or all in it."""
+        rank: Any = status.evidence.get("rank")
+        last = self._last[status.job_id]
+        phase = last.get(rank) or next(reversed(last.values()), "") or status.phase or "start"
+        ranks = [rank] if rank is not None else sorted(one for one in last if last[one] == phase)
+        how = status.state.replace("_", " ") + " at its limit" * (status.state == "failed" and status.wants_more)
+        named = {"job": status.job_id, "phase": phase, "ranks": ranks, "how": how}
+        return {**named, "cause": status.cause, "exit_code": status.exit_code}
+
+    def _code_of(self, status: JobStatus) -> int:
+        """Return 3 for what ran out of memory or was killed; else the code of the command, or 4 in a config."""
+        code = status.exit_code
+        if status.state != "failed" or status.wants_more or code is None or code < 0:
+            return DoesNotFitError.exit_code
+        is_own = self.run.scope == "command" or code in (DoesNotFitError.exit_code, PeerFailedError.exit_code)
+        return code if is_own and code else JobFailedError.exit_code
+
+    def _request(self, status: JobStatus | None) -> dict[str, Any]:
+        """Return the peaks of a node, and what the long run asks for: with the slack that reservations have."""
+        footprint = (status.footprint if status else None) or Footprint(0)
+        more, peaks = 1 + self.settings.memory.slack, footprint.phases.items()
+        host, device = status.peak_bytes if status else 0, footprint.bytes_per_device
+        return {
+            "host_peak_bytes": host,
+            "device_peak_bytes": device,
+            "phase_peak_bytes": {name: peak.private_bytes for name, peak in peaks},
+            "memory": _size(host * more),
+            "gpu_memory": _size(device * more) if device else None,
+            "slurm_mem": write_size(round_up_size(host * more)),
+        }
+
+
+def _is_broken(status: JobStatus) -> bool:
+    """Return whether a job failed, or somebody else than memfit ended it with a signal."""
+    is_killed = status.state in ("preempted", "cancelled") and not status.asked and (status.exit_code or 0) < 0
+    return status.state in _BROKEN or is_killed
+
+
+def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
+    """Return the median seconds of a step, without the first.
+
+    >>> _pace([(0.0, 1), (0.5, 2), (1.0, 3), (3.0, 5)])
+    0.5
+    """
+    took = [
+        (after[0] - before[0]) / (after[1] - before[1]) for before, after in pairwise(steps) if after[1] > before[1]
+    ]
+    return median(took) if took else None
+
+
+def _size(count: float) -> str:
+    """Return a size for a flag, rounded up.
+
+    >>> _size(1900 * MIB), _size(500)
+    ('1.9GiB', '1MiB')
+    """
+    return f"{math.ceil(count * 10 / GIB) / 10:g}GiB" if count >= GIB else f"{math.ceil(count / MIB)}MiB"
+
+
+def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
+    """Return the verdict as lines: what, why, what to do."""
+    phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found["phase_peak_bytes"].items())
+    peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}{f' ({phases})' if phases else ''}"
+    if found["device_peak_bytes"]:
+        peak += f", of a device {format_bytes(found['device_peak_bytes'])}"
+    if broke := found["broke"]:
+        ranks = [str(rank) for rank in broke["ranks"]]
+        whose = f"rank{'s' * (len(ranks) > 1)} {list_some(ranks, 16)}" if ranks else "the job"
+        what = f"canary: broke in phase {broke['phase']} ({whose}; {broke['how']}): {broke['cause']}"
+        return [what, peak, "the long run would end so, too: change that, and give the same command again"]
+    if missing := found["not_covered"]:
+        calls, lines = [f'memfit.phase("{name}")' for name in missing], []
+        for name, call in zip(missing, calls, strict=True):
+            ranks = [str(rank) for rank in found["phases"][name]]
+            where = f" on all ranks (only on {list_some(ranks, 16)})" if ranks else ""
+            lines.append(f"canary: phase {name} was not seen{where}: not covered, name it by {call}")
+        later = f"--set canary_seconds={2 * settings.canary_seconds:g}"
+        return [*lines, peak, f"mark it where it begins, or wait longer: {later}, or leave it out of canary_phases"]
+    pace = found["seconds_per_step"]
+    seen = [f"{phase} on {len(ranks)} rank{'s' * (len(ranks) != 1)}" for phase, ranks in found["phases"].items()]
+    on_device = f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else ""
+    return [
+        f"canary: passed ({', '.join(seen)}{f'; {pace:.3g} s a step' if pace else ''})",
+        f"{peak}; {settings.memory.slack:.0%} more for the request",
+        f"the long run: --memory {found['memory']}{on_device}; in Slurm: --mem={found['slurm_mem']}",
+    ]
