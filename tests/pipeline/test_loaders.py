@@ -46,7 +46,7 @@ def _module(tmp_path, monkeypatch):
 
 
 def ask(name, **params):
-    return _loaders.loaders_in_child(f"loaders_here:{name}", "", params)
+    return _loaders.loaders_in_child(f"loaders_here:{name}", "", params, 1)
 
 
 def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches():

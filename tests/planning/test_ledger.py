@@ -1,7 +1,5 @@
 """What a training takes line by line: its sums by phase and node, against a node's memory, and what would fit."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,25 +51,26 @@ def test_what_each_rank_has_is_there_for_each_rank(tasks, sizes):
     assert Ledger(Layout(1, tasks), lines).peak.bytes == tasks * sum(sizes)
 
 
-LOADERS = {"workers": 30, "dataset copies": 21, "batches": 5, "pinned": 0}
+LOADERS = {"workers": 90, "dataset copies": 22, "batches": 6, "pinned": 0}
 
 
-@pytest.mark.parametrize(
-    ("valid", "own"), [*itertools.product([{"workers": 90, "batches": 9}, {"workers": 1}], [0, 40])]
-)
-def test_the_lines_of_loaders_are_what_their_forecast_says_in_each_phase(valid, own):
-    kept = {"data": 7} | ({"interpreter": own} if own else {})
+@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("kept_in_train", [0, 12])
+@pytest.mark.parametrize(("valid", "own"), [({"workers": 90, "batches": 10}, 0), ({"workers": 2}, 40)])
+def test_the_lines_of_loaders_are_what_their_forecast_says_in_each_phase(valid, own, kept_in_train, tasks):
+    kept = {"data": 8} | ({"interpreter": own} if own else {})
     in_train, in_valid = LOADERS | kept, valid | kept
-    phases = {"train": sum(in_train.values()), "validate": sum(in_valid.values())}
-    both = Footprint(max(phases.values()), 8, parts=max(in_train, in_valid, key=lambda one: sum(one.values())),
+    in_both = in_train | {"workers": in_train["workers"] + kept_in_train}  # workers of the validation that live on
+    phases = {"train": sum(in_both.values()), "validate": sum(in_valid.values())}
+    both = Footprint(max(phases.values()), 8, parts=max(in_both, in_valid, key=lambda one: sum(one.values())),
                      phases={name: PhasePeak(size) for name, size in phases.items()}, method="declared")  # fmt: skip
-    train = Footprint(phases["train"], parts=in_train, method="declared")
-    lines = tuple(list_loader_lines(train, both, 3))
-    ledger = Ledger(Layout(1, 1), lines)
+    train = Footprint(sum(in_train.values()), parts=in_train, method="declared")
+    lines = tuple(list_loader_lines(train, both, 3, tasks))
+    ledger = Ledger(Layout(1, tasks), lines)
     assert (sums(ledger), ledger.mapped.bytes) == (phases, 8)
     assert {line.name for line in lines} >= {"data", "training workers", "training dataset copies", "mapped data"}
     [workers] = [line for line in lines if line.name == "training workers"]
-    assert (workers.amount, workers.number, workers.how) == (Amount(10, "process"), 3, "measured")
+    assert (workers.amount, workers.number, workers.how) == (Amount(30 // tasks, "process"), 3, "measured")
 
 
 def test_a_step_is_on_each_gpu_or_on_the_host_of_each_rank():

@@ -23,15 +23,18 @@ from memfit.planning import Line, Variant, list_loader_lines
 _SECONDS = 60
 
 
-def ask_of_loaders(order: Order, function: str, accumulated: int) -> tuple[dict[str, Any], list[Line], list[Variant]]:
+def ask_of_loaders(
+    order: Order, function: str, num_tasks: int, accumulated: int
+) -> tuple[dict[str, Any], list[Line], list[Variant]]:
     """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
 
-    ``accumulated`` counts the batches of an update as it is.
+    ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
+    update as it is.
 
     Raises:
         UsageError: If the function fails, takes too long, or returns no loaders that can be counted.
     """
-    own = {"function": function, "target": order.settings.target, "params": dict(order.params)}
+    own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
     found = call_in_child(f"{__name__}:loaders_in_child", own, env=dict(os.environ) | dict(order.env))
     lines, *others = [_lines(one, found) for one in found["loaders"]]
     variants = []
@@ -48,7 +51,7 @@ def ask_of_loaders(order: Order, function: str, accumulated: int) -> tuple[dict[
 
 def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
     train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
-    lines = list(list_loader_lines(train, both, one["workers"]))
+    lines = list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
     what, libraries = "an interpreter that has imported what makes the loaders", Amount(facts["mapped_bytes"], "node")
     lines.append(Line("libraries", libraries, f"{what}, once", "measured", "RSS", is_mapped=True))
     if "interpreter" in both.parts:
@@ -56,8 +59,8 @@ def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
     return [Line("interpreter", Amount(facts["own_bytes"], "process"), what, "measured"), *lines]
 
 
-def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Make loaders, and return in JSON what this process held before, their numbers, and the forecasts of them.
+def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
+    """Make loaders, and return in JSON what this process held before, their numbers, and their forecasts for a node.
 
     The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
     """
@@ -79,7 +82,8 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
         for workers, batch, (train, valid) in _changed(*made):
             if loaders and time.monotonic() > started + _SECONDS / 2:
                 break
-            sizes = {"train": loader_footprint(train).to_dict(), "both": loader_footprint(train, valid).to_dict()}
+            pairs = {"train": (train, None), "both": (train, valid)}
+            sizes = {name: loader_footprint(*pair, num_ranks=num_tasks).to_dict() for name, pair in pairs.items()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     facts: dict[str, Any] = {
@@ -89,6 +93,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
         "valid": samples[1],
     }
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
+    facts["num_tasks"] = num_tasks
     facts["own_bytes"] = held.held + held.shared_memory if held else 0
     return facts | {"mapped_bytes": status.file if status else 0, "loaders": loaders}
 

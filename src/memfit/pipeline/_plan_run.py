@@ -244,7 +244,7 @@ def _forecast(
     own: list[Line] = []
     variants: list[Variant] = []
     if loaders:
-        facts, own, variants = ask_of_loaders(order, loaders, accumulated)
+        facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, accumulated)
         workers, cpus = facts["workers"], layout.cpus_per_task or 0
         notes.append(f"{workers} loader workers x {ranks} ranks = {workers * ranks} in the job")
         if node.machine is not None and workers + 1 > cpus:

@@ -23,10 +23,11 @@ _FORMULAS = {
     "workers": "an idle loader worker",
     "dataset copies": "workers x the objects that each reads and so copies",
     "batches": "workers x prefetch x batch, and the batches that are being made",
+    "data": "what the data sets of a rank hold",
+    "pickled": "what the process holds while it starts such a worker",
     "pinned": "the same batches again in pinned memory",
-    "loaders": "workers, copies and batches together",
+    "loaders": "what else the loaders hold then: workers, copies and batches together",
 }
-_IN_TRAINING, _IN_VALIDATION = ("train", "checkpoint"), ("validate",)
 
 
 @dataclass(frozen=True)
@@ -142,28 +143,28 @@ class Ledger:
         return replace(self, lines=(*self.lines, *extra))
 
 
-def list_loader_lines(train: Footprint, both: Footprint, num_workers: int) -> Iterator[Line]:
-    """Yield the lines of one rank's loaders, from forecasts of that of the training and of both together."""
-    always = ("data", "interpreter")
-    if size := both.parts.get("interpreter", 0):
-        yield Line("interpreter", Amount(size, "process"), _FORMULAS["interpreter"], "measured")
-    if size := both.parts.get("data", 0):
-        yield Line("data", Amount(size, "task"), "what the data sets of a rank hold", "computed", can_map=True)
-    sides: list[tuple[str, dict[str, int], tuple[str, ...]]]
-    sides = [("training", {name: size for name, size in train.parts.items() if name not in always}, _IN_TRAINING)]
-    if (peak := both.phases.get("validate")) is not None:
-        parts = {name: size for name, size in both.parts.items() if name not in always}
-        if sum(both.parts.values()) != peak.private_bytes:  # the parts are those of the training, which takes more
-            parts = {"loaders": peak.private_bytes - sum(both.parts.get(name, 0) for name in always)}
-        sides.append(("validation", parts, _IN_VALIDATION))
-    for side, parts, phases in sides:
+def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_tasks: int) -> Iterator[Line]:
+    """Yield the lines of one rank's loaders, from forecasts for all ranks of a node: of the training, and of both."""
+    of_node = {name: both.parts.get(name, 0) for name in ("interpreter", "data")}
+    always = sum(of_node.values())
+    for name, size in of_node.items():
+        amount = Amount(math.ceil(size / num_tasks), "process" if name == "interpreter" else "task")
+        if size:
+            yield Line(name, amount, _FORMULAS[name], "computed", can_map=name == "data")
+    for side, phases in (("training", ("train", "checkpoint")), ("validation", ("validate",))):
+        whole = both.phases[phases[0]].private_bytes - always if phases[0] in both.phases else 0
+        found = train if side == "training" else both
+        parts = {name: size for name, size in found.parts.items() if name not in of_node}
+        if side == "validation" and sum(parts.values()) != whole:  # the parts are those of the training: it takes more
+            parts = {}
+        parts["loaders"] = whole - sum(parts.values())
         for name, size in parts.items():
             is_worker = name == "workers" and num_workers > 0
-            amount = Amount(math.ceil(size / num_workers), "process") if is_worker else Amount(size, "task")
+            each = math.ceil(size / num_tasks / (num_workers if is_worker else 1))
             if size:
                 yield Line(
                     f"{side} {name}",
-                    amount,
+                    Amount(each, "process" if is_worker else "task"),
                     _FORMULAS.get(name, name),
                     "measured" if name == "workers" else "computed",
                     phases=phases,
