@@ -49,7 +49,8 @@ def ask(name, **params):
     return _loaders.loaders_in_child(f"loaders_here:{name}", "", params, 1)
 
 
-def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches():
+def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches(monkeypatch):
+    monkeypatch.setattr(_loaders, "_SECONDS", 600)  # on a busy machine the last would be left out
     found = ask("make", rows=100)
     assert (found["workers"], found["batch"], found["samples"], found["valid"], found["drops"]) == (
         2,

@@ -20,7 +20,7 @@ from memfit.pipeline._order import Order
 from memfit.planning import Line, Variant, list_loader_lines
 
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
-_SECONDS = 60
+_SECONDS = 120
 
 
 def ask_of_loaders(
