@@ -1,7 +1,9 @@
 """Memory by scope: what a layout does not tell is never made up."""
 
 import itertools
+import operator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +28,7 @@ def test_a_node_has_what_all_that_is_on_it_has():
 def test_a_task_has_what_its_cpus_have_whatever_lies_beside_it(layout, size):
     alone = Layout(cpus_per_task=layout.cpus_per_task)
     assert alone.to(Amount(size, "cpu"), "task") == layout.to(Amount(size, "cpu"), "task")
+    assert Layout(processes_per_task=3).to(Amount(size, "process"), "task") == Amount(3 * size, "task")
     assert alone.to(Amount(size, "cpu"), "task") == Amount(size * layout.cpus_per_task, "task")
     assert alone.to(Amount(size, "task"), "cpu") == Amount(-(-size // layout.cpus_per_task), "cpu")
 
@@ -49,3 +52,21 @@ def test_an_amount_says_what_it_is_of_and_is_scaled_up_to_a_byte():
     words = {"task": "each task", "cpu": "each CPU", "gpu": "each GPU", "node": "each node", "job": "the job"}
     assert {per: str(Amount(GIB, per)) for per in SCOPES} == {per: f"1.00 GiB of {said}" for per, said in words.items()}
     assert Amount(10, "cpu").scaled(1.25) == Amount(13, "cpu")
+
+
+@pytest.mark.parametrize("do", [operator.add, operator.sub, operator.lt, operator.le, operator.gt, operator.ge, max])
+@pytest.mark.parametrize(
+    "other", [Amount(1, "node"), Amount(1, "process"), Amount(1, "task", "device"), Amount(1, "job")]
+)
+def test_amounts_of_different_scopes_or_places_are_neither_added_nor_compared(do, other):
+    with pytest.raises(TypeError, match="different scopes or places"):
+        do(Amount(1, "task"), other)
+
+
+def test_amounts_of_one_scope_and_place_are():
+    assert Amount(1, "gpu", "device") + Amount(2, "gpu", "device") == Amount(3, "gpu", "device")
+    assert max(Amount(1, "task"), Amount(2, "task")) - Amount(1, "task") == Amount(1, "task")
+    assert str(Amount(3, "process")) == "3 B of each process"
+    assert Layout(tasks_per_node=2, gpus_per_node=2).to(Amount(3, "gpu", "device"), "node") == Amount(
+        6, "node", "device"
+    )

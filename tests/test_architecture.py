@@ -43,6 +43,7 @@ PATCHED = {
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
     "tests/jobs/test_warm.py": {"memfit.jobs._fork"},
     "tests/pipeline/test_estimate.py": {"memfit.pipeline._probe"},
+    "tests/pipeline/test_loaders.py": {"memfit.pipeline._loaders"},
     "tests/training/stop_driver.py": {"memfit.training._journal"},
     "tests/training/test_flight.py": {"memfit.training._flight"},
     "tests/training/test_journal.py": {"memfit.training._journal"},

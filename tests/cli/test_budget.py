@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from memfit.memory import Budget, Device, DeviceProcess
+from memfit.planning import Machine
 from memfit.reports import print_budget
 
 
@@ -26,6 +27,14 @@ def test_the_text_says_which_limit_binds_and_shows_the_others(memfit):
     assert "4 % of 64.0 MiB" in lines[1] or "2 % of 64.0 MiB" in lines[1]
     for row in ("cap ", "MemAvailable ", "swap ", "/dev/shm ", "cores ", "jobs "):
         assert any(line.startswith(row) for line in lines), row
+
+
+def test_this_machine_as_a_file_is_read_by_a_plan(memfit, tmp_path):
+    done = memfit("budget", "--limit", "64MiB", "--as-machine")
+    assert done.exit_code == 0 and "node_memory: 64MiB\n" in done.out
+    (tmp_path / "machine.yaml").write_text(done.out)
+    assert Machine.read(tmp_path / "machine.yaml").node_memory == 64 << 20
+    assert json.loads(memfit("budget", "--as-machine", "--limit", "64MiB", "--json").out)["node_memory"] == "64MiB"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,8 +36,8 @@ class Flags:
 
 @with_flags
 def compare(
-    a: Annotated[str, typer.Argument(help="A run's folder, or an experiment.", metavar="A")],
-    b: Annotated[str, typer.Argument(help="What it is compared with: the same.", metavar="B")],
+    a: Annotated[str, typer.Argument(help="A run's folder, an experiment, or a plan.json.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="What it is compared with: a run or an experiment.", metavar="B")],
     *,
     flags: Flags,
 ) -> None:
@@ -44,6 +46,7 @@ def compare(
     \b
     memfit compare runs/new runs/baseline
     memfit compare adamw sgd --seeds --metric fold.rank_ic --differs params.lr
+    memfit compare plan.json runs/new
 
     Two runs may differ in one setting, in code or in data. Each further difference must be named with --differs.
     Settings that change no result do not count. Of an experiment, the newest run is taken, or with --seeds every one.
@@ -51,10 +54,28 @@ def compare(
     One run each is shown without a verdict. With --seeds, A is higher or lower if the interval of the mean difference
     leaves out 0, from 5 pairs on.
 
+    If A is a plan (run --plan --out plan.json, or a run's plan.json), its forecast of memory stands beside what B took.
+
     Exit codes: 0 done, whatever the verdict, 2 bad input, or a difference that is not named.
     """
-    found, show = _by_seeds(a, b, flags) if flags.seeds else _by_runs(a, b, flags)
+    if a.endswith(".json"):
+        found, show = _by_plan(a, b, flags)
+    else:
+        found, show = _by_seeds(a, b, flags) if flags.seeds else _by_runs(a, b, flags)
     answer({"a": a, "b": b} | found, flags.as_json, show)
+
+
+def _by_plan(a: str, b: str, flags: Flags) -> Answer:
+    from memfit.reports import compare_plan, find_run, print_plan_comparison
+
+    if flags.seeds or flags.metric or flags.differs:
+        raise UsageError(
+            f"--seeds, --metric or --differs was given with the plan {a}.",
+            rule="of a plan, the forecast of memory is compared.",
+            remedy=f"memfit compare {a} {b}",
+        )
+    found = compare_plan(Path(a), find_run(b))
+    return found, partial(print_plan_comparison, found)
 
 
 def _by_seeds(a: str, b: str, flags: Flags) -> Answer:

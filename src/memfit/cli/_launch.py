@@ -16,7 +16,7 @@ from memfit.cli._settings import AcceptTight, Set, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.memory import Budget, Footprint
-from memfit.planning import Launch, LaunchConfig, LaunchFormat, Measured
+from memfit.planning import Launch, LaunchConfig, LaunchFormat, Machine, Measured
 from memfit.reports import find_run
 from memfit.rundir import read
 from memfit.units import format_bytes
@@ -29,6 +29,7 @@ class Flags:
     measured: Annotated[str | None, Option(help="Take memory and time of an epoch from this run.", metavar="RUN")] = (
         None
     )
+    on: Annotated[Path | None, Option(help="Compare with the machine that this file describes.", metavar="YAML")] = None
     accept_tight: AcceptTight = False
     set_: Set = None
     test_only: Annotated[bool, Option("--test-only", help="Let sbatch check the script; submit nothing.")] = False
@@ -48,6 +49,7 @@ def launch(
     \b
     memfit launch job.yaml
     memfit launch job.yaml --measured trial --test-only
+    memfit launch job.yaml --on machine.yaml
     memfit launch job.yaml --format compose > compose.yaml
 
     It changes nothing unless --submit is given. Memory follows from the peak of one rank, /dev/shm from the batches of
@@ -70,7 +72,11 @@ def launch(
     given = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
     found = settings.resolve(LaunchConfig, file=config, env={}, overrides=given).value
     made = Launch.of(found, _measured(flags.measured) if flags.measured is not None else None, format_)
-    notes = [_check_room(made, format_)]
+    notes = []
+    if flags.on is not None:
+        made.check_machine(Machine.read(flags.on), str(flags.on))
+    else:
+        notes.append(_check_room(made, format_))
     text = made.render(format_)
     if flags.submit or flags.test_only:
         notes.append(_hand_over(text, is_test=flags.test_only))

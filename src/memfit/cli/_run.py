@@ -23,7 +23,7 @@ from memfit.cli._settings import Flags, Output, Text, with_flags
 from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.doctor import explain_steps
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
-from memfit.files import open_own
+from memfit.files import open_own, write_json
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
@@ -52,6 +52,8 @@ class RunFlags(Flags):
     from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
+    on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
+    out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
     check_files: Annotated[
         bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
     ] = False
@@ -77,6 +79,7 @@ def run(
     memfit run -- python train.py
     memfit run --param fold=1..5 -- python train.py --fold {fold}
     memfit run config.yaml
+    memfit run config.yaml --plan --on machine.yaml --out plan.json
 
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
@@ -110,11 +113,17 @@ def run(
     )
     how: dict[str, Any] = {"overrides": given, "choice": Choice(**chosen, combinations=tuple(combinations))}
     how["new"] = flags.new
+    if not flags.plan and (flags.on or flags.out):
+        raise UsageError(
+            f"{'--on' if flags.on else '--out'} was given without --plan.",
+            rule="a plan is made for the machine of --on, and kept in --out; a run takes place here.",
+            remedy="add --plan, or leave it out",
+        )
     if flags.plan:
         from memfit.pipeline import plan_run
 
-        but = _CHOOSING | {"new"} | (_COMBINING if command else set())
-        _close_plan(plan_run(what, start=_start_of(context, but=but), **how), flags)
+        but = _CHOOSING | {"new", "on", "out"} | (_COMBINING if command else set())
+        _close_plan(plan_run(what, start=_start_of(context, but=but), on=flags.on, **how), flags)
     show = _show_command if command and not combinations else show_run
     hint = explain_steps(command, cwd=Path.cwd(), env=os.environ) if command else ""
     show(partial(run_anything, what, force=flags.force, **how), flags, hint)
@@ -201,10 +210,12 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
     return code if code > 0 else 128 - code
 
 
-def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
-    """Print the plan, and exit: with 3 when a job does not fit even alone."""
+def _close_plan(plan: RunPlan, flags: RunFlags) -> NoReturn:
+    """Print and keep the plan, and exit: with 3 when a job does not fit even alone."""
     from memfit.reports import print_run_plan
 
+    if flags.out is not None:
+        write_json(flags.out, plan.to_dict())
     answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 

@@ -81,9 +81,11 @@ class Resources(Settings):
 
     Attributes:
         ranks: How many processes a job is, as one group of ``torch.distributed``: on all its nodes together.
+        memory: A hint: the memory of one rank with its loader workers.
     """
 
     ranks: Annotated[int, Field(ge=1)] = 1
+    memory: Annotated[ByteSize, Field(ge=1)] | None = None
 
 
 class StageSettings(Settings):
@@ -104,6 +106,8 @@ class StageSettings(Settings):
         num_gpus: How many GPUs one of its jobs needs.
         resources: How many ranks one of its jobs has.
         like: The stage whose measured memory counts for this one too.
+        loaders: A function, as ``module:function``, with which ``--plan`` counts the memory of loaders: it takes the
+            params, and returns the loader of the training and that of the validation (or None) of one rank.
         slurm: What its jobs ask of Slurm; what is not given is as in ``slurm`` of the run.
     """
 
@@ -118,6 +122,7 @@ class StageSettings(Settings):
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     resources: Resources | None = None
     like: str | None = None
+    loaders: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     slurm: SlurmOptions | None = None
 
 

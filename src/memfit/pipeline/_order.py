@@ -23,6 +23,7 @@ from memfit.pipeline._config import Resources, RunConfig, StageSettings, resolve
 from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._grid import ALL, Choice, check_placeholders, chosen_units, own_stdin
 from memfit.rundir import RunDir
+from memfit.units import format_bytes
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: What a run is of: the stages of a config, one command for each combination of parameters, or the trials of a study.
@@ -109,8 +110,28 @@ class Order:
 
     def ranks_of(self, stage: StageSpec) -> int:
         """Return how many ranks each job of a stage has."""
+        return self.resources_of(stage).ranks
+
+    def resources_of(self, stage: StageSpec) -> Resources:
+        """Return the processes of each job of a stage."""
         own = self.topology(stage.name).resources
-        return (own or (self.settings.resources if self.is_main(stage) else Resources())).ranks
+        return own or (self.settings.resources if self.is_main(stage) else Resources())
+
+    def nodes_of(self, stage: StageSpec) -> int:
+        """Return over how many nodes each job of a stage is spread."""
+        asked = [self.settings.slurm, *filter(None, [self.topology(stage.name).slurm])]
+        given = [one.nodes for one in asked if "nodes" in one.model_fields_set]
+        return given[-1] if given and self.settings.backend == "slurm" else 1
+
+    def declared(self, stage: StageSpec) -> tuple[int | None, str]:
+        """Return what one job of a stage takes on a node by the settings, and which of them says so."""
+        own, each = self.topology(stage.name), self.resources_of(stage)
+        if own.memory:
+            return own.memory, f"declared: stages.{stage.name}.memory"
+        if each.memory:
+            tasks = each.ranks // self.nodes_of(stage)
+            return each.memory * tasks, f"declared: {tasks} x {format_bytes(each.memory)}, resources.memory"
+        return (self.settings.memory.job if self.is_main(stage) else None), "declared: memory.job"
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):

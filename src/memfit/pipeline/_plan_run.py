@@ -8,11 +8,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit import config
+from memfit.amounts import Amount, Layout
 from memfit.errors import DamagedError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
@@ -20,13 +21,24 @@ from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._grid import ALL, Choice, fill
+from memfit.pipeline._loaders import ask_of_loaders
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config
 from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_model
 from memfit.pipeline._results import Results, Unit
 from memfit.pipeline._run import earlier_runs, find_run
-from memfit.planning import decide, find_this_gpu
+from memfit.planning import (
+    Forecast,
+    Ledger,
+    Line,
+    Machine,
+    Variant,
+    decide,
+    describe_batch,
+    find_this_gpu,
+    list_step_lines,
+)
 from memfit.rundir import RunDir
 from memfit.units import format_duration
 
@@ -61,10 +73,12 @@ class StagePlan:
         saved_seconds: How long it took to make the results that are kept or reused.
         footprint: The memory of one job; None while it is not known.
         origin: Where that figure comes from.
-        measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory.
+        measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory; and
+            the setting that names its loaders.
         rows: Memory and time by the number of jobs at once.
         advice: How many run at once, and how more of them would fit.
         model: The answer of ``memfit.planning.ask`` about the model that it names; None if it names none.
+        forecast: What it takes on each process, rank, node and GPU; None where nothing but one job's peak is known.
         tight: Why its declared or estimated peak is tight, which a run refuses; empty if it is not, or is accepted.
     """
 
@@ -80,6 +94,7 @@ class StagePlan:
     rows: Sequence[AtOnce] = ()
     advice: str = ""
     model: Mapping[str, Any] | None = None
+    forecast: Forecast | None = None
     tight: str = ""
 
 
@@ -103,14 +118,17 @@ class RunPlan:
     def fits(self) -> bool:
         """False if one job of a stage, or a step of its model, does not fit even alone, or is tight."""
         unfit = any((stage.model or {}).get("verdict") in ("may fit", "does not fit") for stage in self.stages)
-        return not unfit and not any(stage.tight or (stage.rows and not stage.rows[0].fits) for stage in self.stages)
+        small = any(stage.forecast is not None and not stage.forecast.fits for stage in self.stages)
+        tight = any(stage.tight or (stage.rows and not stage.rows[0].fits) for stage in self.stages)
+        return not (unfit or small or tight)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, durations in seconds."""
         stages = []
         for stage in self.stages:
             footprint = stage.footprint.to_dict() if stage.footprint else None
-            stages.append(vars(stage) | {"footprint": footprint, "rows": [asdict(row) for row in stage.rows]})
+            own = {"footprint": footprint, "rows": [asdict(row) for row in stage.rows]}
+            stages.append(vars(stage) | own | {"forecast": stage.forecast.to_dict() if stage.forecast else None})
         run, commands = str(self.run) if self.run else None, [list(command) for command in self.commands]
         whole = {"run": run, "fits": self.fits, "budget": self.budget.to_dict()}
         return whole | {"stages": stages, "commands": commands}
@@ -124,9 +142,11 @@ def plan_run(
     choice: Choice = ALL,
     new: bool = False,
     start: str = "",
+    on: Path | None = None,
 ) -> RunPlan:
     """Return what `memfit.run` would do with the same arguments; start and write nothing.
 
+    ``on`` is a file that describes the machine (`memfit.planning.Machine`); None for this one, or Slurm's largest node.
     ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags, of a command up
     to its ``--``.
     """
@@ -140,8 +160,10 @@ def plan_run(
     if found is None:
         planned = RunDir(settings.runs_dir / settings.experiment / "planned")
         graph.look(Results(order, planned, None if new else earlier_runs(order, planned)))
-    budget = read_budget(settings)
-    stages = [_stage(order, graph, runs, budget, start, name) for name in graph.stages if name in graph.asked]
+    machine = None if on is None else Machine.read(on)
+    budget = read_budget(settings) if machine is None else machine.budget(str(on))
+    node = Node(budget, machine)
+    stages = [_stage(order, graph, runs, node, start, name) for name in graph.stages if name in graph.asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]
     commands = [_command(unit) for unit in ready] if order.kind == "commands" else []
     return RunPlan(found.path if found else None, budget, stages, commands)
@@ -151,7 +173,8 @@ def _command(unit: Unit) -> Sequence[str]:
     return fill(unit.stage.command or (), {str(name): str(value) for name, value in dict(unit.value or {}).items()})
 
 
-def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, start: str, name: str) -> StagePlan:
+def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start: str, name: str) -> StagePlan:
+    budget = node.budget
     stage, is_known = graph.stages[name], name in graph.units
     units = graph.units[name] if is_known else _guessed(graph, runs, stage)
     states = Counter(unit.state for unit in units)
@@ -170,19 +193,91 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
     if is_known and not left:
         return StagePlan(**facts)
     measure = []
-    footprint, origin, seconds = _size(order, stage, runs, left)
+    footprint, origin, seconds, num_tasks = _size(order, stage, runs, left)
     if footprint is None and order.kind != "commands":
         measure.append(f"{start} --until {name}" + (" --units 1" if stage.each or stage.units else ""))
     elif footprint is None:
         measure.append(f"{start} -- {shlex.join(_command(left[0]))}")
     if stage.has_probe and (order.topology(name).gpu_memory or order.settings.memory.gpu_job):
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
+    model = _model(order, stage, budget) if stage.has_model else None
+    forecast = _forecast(order, stage, node, (footprint, num_tasks, origin), model)
+    if forecast is not None and (node.machine if footprint else order.topology(name).loaders):
+        host, mapped = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes
+        origin = f"{origin}; its lines on a node" if footprint else "computed: the sum of its lines"
+        footprint = footprint or Footprint(0, method="declared")
+        footprint = replace(footprint, private_bytes=host, shared_bytes=mapped, parts={}, phases={})
+    if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model or stage.has_probe):
+        measure.append(f"--set stages.{name}.loaders=module:function")
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
-    model = _model(order, stage, budget) if stage.has_model else None
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     known: dict[str, Any] = {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
-    return StagePlan(**facts, **known, advice=advice, model=model, tight=tight)
+    return StagePlan(**facts, **known, advice=advice, model=model, forecast=forecast, tight=tight)
+
+
+class Node(NamedTuple):
+    """The budget of a node, and the machine that was described, if one was."""
+
+    budget: Budget
+    machine: Machine | None
+
+    def layout(self, order: Order, stage: StageSpec) -> Layout:
+        """Return how the ranks of a job of a stage lie on it."""
+        ranks, nodes = order.ranks_of(stage), order.nodes_of(stage)
+        if self.machine is not None:
+            return self.machine.layout(ranks)
+        tasks = math.ceil(ranks / nodes)
+        return Layout(nodes, tasks, gpus_per_node=min(len(self.budget.devices), tasks))
+
+
+def _forecast(
+    order: Order, stage: StageSpec, node: Node, size: tuple[Footprint | None, int, str], model: Mapping[str, Any] | None
+) -> Forecast | None:
+    """Return the ledger of one job of a stage; None where it would say no more than the footprint does."""
+    loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
+    if not (loaders or ((order.is_main(stage) or stage.has_model) and (node.machine or ranks > 1))):
+        return None
+    layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
+    accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
+    step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
+    own: list[Line] = []
+    variants: list[Variant] = []
+    if loaders:
+        facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, accumulated)
+        workers, cpus = facts["workers"], layout.cpus_per_task or 0
+        notes.append(f"{workers} loader workers x {ranks} ranks = {workers * ranks} in the job")
+        if node.machine is not None and workers + 1 > cpus:
+            notes.append(f"{workers} workers and the rank share {cpus} CPUs of a task: cpus_per_task: {workers + 1}")
+        batch = describe_batch(
+            facts["samples"], facts["valid"], facts["batch"], ranks, accumulated, drops=facts["drops"]
+        )
+    else:
+        name = f"--set stages.{stage.name}.loaders=module:function, which returns (train, valid)"
+        notes.append(f"not counted by part: loaders and data; name what makes them: {name}")
+    if model is None:
+        name = "the stage names its model: Probe(model=function), docs/stages.md"
+        notes.append(f"not counted by part: weights, gradients, optimizer, activations, checkpoints; {name}")
+    ledger = Ledger(layout, (*own, *step))
+    if footprint is not None:
+        ledger = ledger.completed(footprint, num_tasks, origin)
+    limit, shm = node.budget.lendable_bytes, node.budget.shm
+    if node.machine is not None and ranks < node.machine.nodes * node.machine.tasks_per_node:
+        number = node.machine.nodes * node.machine.tasks_per_node
+        notes.append(f"{ranks} of the machine's {number} tasks are used: --nproc {number} uses all")
+    return Forecast(
+        ledger,
+        Amount(limit, "node"),
+        f"{node.budget.binding.name} ({node.budget.binding.source})",
+        Amount(shm.total_bytes, "node") if shm else None,
+        num_ranks=ranks,
+        num_nodes=node.machine.nodes if node.machine else layout.nodes or 1,
+        slack=settings.memory.slack,
+        others=ledger.lines[len(own) :],
+        variants=tuple(variants),
+        batch=batch,
+        notes=tuple(notes),
+    )
 
 
 def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mapping[str, Any] | None) -> str:
@@ -230,25 +325,28 @@ def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Uni
 
 def _size(
     order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequence[Unit]
-) -> tuple[Footprint | None, str, float | None]:
-    """Return the memory of one job of a stage, where the figure comes from, and the mean seconds of a job."""
+) -> tuple[Footprint | None, str, float | None, int]:
+    """Return the memory of one job of a stage, its origin, the mean seconds of a job, and its tasks on a node."""
     own, memory = order.topology(stage.name), order.settings.memory
+    nodes = order.nodes_of(stage)
     for run in runs:
-        statuses = list(_done(run, own.like or stage.name))
-        sizes = {status.job_id: status.footprint for status in statuses if status.footprint is not None}
+        statuses = {one.job_id: one for one in _done(run, own.like or stage.name)}
+        sizes = {status.job_id: status.footprint for status in statuses.values() if status.footprint is not None}
         if sizes:
             job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
-            seconds = [one.ended - one.started for one in statuses if one.started is not None and one.ended is not None]
-            mean = sum(seconds) / len(seconds) if seconds else None
-            return sizes[job_id], f"measured on {job_id} of {run.path.name}", mean
-    if own.memory:
-        return Footprint.declared(own.memory), f"declared: stages.{stage.name}.memory", None
-    if memory.job and (stage.each or stage.units):
-        return Footprint.declared(memory.job), "declared: memory.job", None
+            times = [(one.started, one.ended) for one in statuses.values()]
+            seconds = [ended - started for started, ended in times if started is not None and ended is not None]
+            mean, num_tasks = sum(seconds) / len(seconds) if seconds else None, len(statuses[job_id].ranks) // nodes
+            return sizes[job_id], f"measured on {job_id} of {run.path.name}", mean, max(1, num_tasks)
+    declared, origin = order.declared(stage)
+    tasks = max(1, order.ranks_of(stage) // nodes)
+    if declared:
+        return Footprint.declared(declared), origin, None, tasks
     if memory.job_of and order.kind == "commands":
-        declared = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
-        return max(declared, key=lambda one: one.private_bytes), f"declared: {memory.job_of}, the largest", None
-    return None, "not measured yet", None
+        sizes_of = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
+        largest = max(sizes_of, key=lambda one: one.private_bytes)
+        return largest, f"declared: {memory.job_of}, the largest", None, tasks
+    return None, "not measured yet", None, tasks
 
 
 def _done(run: RunDir, stage: str) -> Iterator[JobStatus]:

@@ -255,7 +255,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     own, memory, is_main = order.topology(stage.name), settings.memory, order.is_main(stage)
     ranks = order.ranks_of(unit.stage)
     folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
-    declared = own.memory or (memory.job if is_main else None)
+    declared, _ = order.declared(stage)
     device_bytes = own.gpu_memory or (memory.gpu_job if is_main else None)
     facts: dict[str, Any] = {
         "footprint": Footprint.declared(declared) if declared else None,

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from memfit.planning._launch import LaunchConfig as LaunchConfig
     from memfit.planning._launch import LaunchFormat as LaunchFormat
     from memfit.planning._launch import Measured as Measured
+    from memfit.planning._ledger import Forecast as Forecast
+    from memfit.planning._ledger import Ledger as Ledger
+    from memfit.planning._ledger import Line as Line
+    from memfit.planning._ledger import Variant as Variant
+    from memfit.planning._ledger import describe_batch as describe_batch
+    from memfit.planning._ledger import list_loader_lines as list_loader_lines
+    from memfit.planning._ledger import list_step_lines as list_step_lines
+    from memfit.planning._machine import Machine as Machine
 
 # A run plans without these, and they take a while to load.
 __getattr__, __dir__ = load_lazily(__name__)

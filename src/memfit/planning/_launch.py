@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from memfit.amounts import Amount, Layout
 from memfit.checks import check_one_given
 from memfit.config import ByteSize, Settings, write_yaml
-from memfit.errors import ConfigError, DoesNotFitError
+from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import SHIM_BYTES, SlurmPlace, render_script
 from memfit.masking import mask
 from memfit.memory import why_tight
+from memfit.planning._ledger import Forecast, Ledger, Line, shm_bytes
+from memfit.planning._machine import Machine
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, round_up_size, write_size
 
@@ -33,8 +36,6 @@ _NOT_IN_IMAGES = (
     "**/.venv",
     "**/__pycache__",
 )
-#: Docker gives a container so much /dev/shm unless it is told otherwise.
-_LEAST_SHM_BYTES = 64 * MIB
 #: What `memfit run` itself takes on each node.
 _WATCHING_BYTES = SHIM_BYTES + 96 * MIB
 #: Slurm may send a signal up to a minute early.
@@ -149,11 +150,13 @@ class Measured:
 class Launch:
     """A training with its sizes worked out; each ``_why`` says how a figure follows, in words.
 
+    ``ledger`` holds what the ranks, memfit and what they share take, with the slack that is requested on top.
     ``memory_bytes`` is what each node or container needs, and ``shm_bytes`` the part of it that /dev/shm must hold. An
     empty ``time`` stands for the partition's own limit.
     """
 
     config: LaunchConfig
+    ledger: Ledger
     memory_bytes: int
     memory_why: str
     shm_bytes: int
@@ -190,15 +193,20 @@ class Launch:
         if watching:
             why += f", {format_bytes(watching)} for memfit"
         num_queued = config.ranks_per_node * config.num_workers * config.prefetch_factor
-        shm = max(_LEAST_SHM_BYTES, math.ceil(num_queued * config.batch_bytes * (1 + config.memory.slack)))
+        shm = shm_bytes(num_queued * config.batch_bytes, config.memory.slack)
         queue = f"{config.ranks_per_node} x {config.num_workers} x {config.prefetch_factor} batches"
         shm_why = f"ranks x workers x prefetch: {queue} of {format_bytes(config.batch_bytes)}"
         if not num_queued or not config.batch_bytes:
             shm_why = "no worker keeps a batch there" if not num_queued else "batch_bytes is not given: Docker's own"
         cpus = config.num_workers + 1
         time, time_why = _time(config, measured)
+        each = Amount(math.ceil(own * (1 + config.memory.slack) / config.ranks_per_node), "task")
+        lines = [Line("ranks", each, why, "declared" if is_declared else "measured", "RSS" if is_declared else "PSS")]
+        for name, extra in (("shared", shared), ("memfit", watching)):
+            lines.append(Line(name, Amount(extra, "node"), why, "declared"))
         return cls(
             config,
+            Ledger(Layout(config.num_nodes, config.ranks_per_node), tuple(lines)),
             size,
             why,
             round_up_size(shm) if num_queued and config.batch_bytes else shm,
@@ -208,22 +216,55 @@ class Launch:
             time_why,
         )
 
-    def check_node(self, limit_bytes: int, where: str) -> None:
-        """Refuse more memory than one node has.
+    def check_node(self, limit_bytes: int, where: str, num_nodes: int = 0) -> None:
+        """Refuse more memory than one node has, of so many nodes (those of the file if 0).
 
         Raises:
-            DoesNotFitError: With the arithmetic.
+            DoesNotFitError: With the arithmetic, and the smallest change that would fit.
         """
         if self.memory_bytes > limit_bytes:
+            ranks, nodes = self.config.num_nodes * self.config.ranks_per_node, num_nodes or self.config.num_nodes
             raise DoesNotFitError(
                 f"{self.config.name} needs {format_bytes(self.memory_bytes)} on each node: {self.memory_why}.",
                 rule=f"{where} has {format_bytes(limit_bytes)}.",
-                remedy="use more nodes with fewer ranks on each, fewer loader workers, or a partition of larger nodes",
+                remedy=Forecast(
+                    self.ledger, Amount(limit_bytes, "node"), where, num_ranks=ranks, num_nodes=nodes
+                ).change,
+            )
+
+    def check_machine(self, machine: Machine, where: str) -> None:
+        """Refuse what a described machine lacks: nodes, tasks, GPUs, memory or /dev/shm.
+
+        Raises:
+            UsageError: If the machine has fewer nodes, tasks or GPUs than the file asks for.
+            DoesNotFitError: If a node has too little memory, or /dev/shm.
+        """
+        config = self.config
+        asked = {"num_nodes": config.num_nodes, "ranks_per_node": config.ranks_per_node}
+        asked["gpus_per_node"] = config.gpus_per_node
+        has = (machine.nodes, machine.tasks_per_node, machine.gpus_per_task * machine.tasks_per_node)
+        if lacks := [
+            f"{name}: {asked[name]} of {most}" for name, most in zip(asked, has, strict=True) if asked[name] > most
+        ]:
+            raise UsageError(
+                f"{config.name} asks for more than {where} has: {', '.join(lacks)}.",
+                rule="each rank is one task of the machine.",
+                remedy="ask for less, or describe the machine that you mean: memfit budget --as-machine",
+            )
+        self.check_node(machine.node_memory, where, machine.nodes)
+        if machine.shm is not None and self.shm_bytes > machine.shm:
+            raise DoesNotFitError(
+                f"{config.name} needs {format_bytes(self.shm_bytes)} in /dev/shm of each node: {self.shm_why}.",
+                rule=f"{where} has {format_bytes(machine.shm)}.",
+                remedy="use fewer loader workers, a smaller prefetch_factor or batch, or a larger /dev/shm",
             )
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values."""
-        config, sizes = self.config, {name: value for name, value in vars(self).items() if name != "config"}
+        config, sizes = (
+            self.config,
+            {name: value for name, value in vars(self).items() if name not in ("config", "ledger")},
+        )
         return {"num_nodes": config.num_nodes, "num_ranks": config.num_nodes * config.ranks_per_node} | sizes
 
     def render(self, form: LaunchFormat) -> str:

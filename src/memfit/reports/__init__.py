@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from memfit.reports._charts import draw_stack as draw_stack
     from memfit.reports._compare import compare_numbers as compare_numbers
     from memfit.reports._compare import compare_over_seeds as compare_over_seeds
+    from memfit.reports._compare import compare_plan as compare_plan
     from memfit.reports._compare import print_before_after as print_before_after
+    from memfit.reports._compare import print_plan_comparison as print_plan_comparison
     from memfit.reports._compare import print_seeds as print_seeds
     from memfit.reports._compare import read_numbers as read_numbers
     from memfit.reports._diagnosis import explain_in_a_line as explain_in_a_line

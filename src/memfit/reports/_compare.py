@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from memfit.errors import UsageError, nearest
+from memfit.files import read_json
+from memfit.memory import Footprint
 from memfit.reports._differences import Changes, find_changes, find_differences, read_manifests, read_settings
-from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
+from memfit.reports._numbers import format_number, metrics_of, or_dash, plain_table, say, summarize_metrics
 from memfit.reports._rates import SeedComparison, compare_seeds, wilson_interval
 from memfit.reports._summary import BAD
 from memfit.rundir import RunDir, read
+from memfit.units import format_bytes
 
 _NO_PROOF = "One run each proves no difference: run both with five seeds or more, and give --seeds."
 #: Why there is no verdict over seeds.
@@ -112,6 +116,86 @@ def print_before_after(found: Mapping[str, Any], console: Console) -> None:
     console.print(plain_table("number", "before (B)", "after (A)", "A less B", rows=rows, left=("number",)))
     say(console, _NO_PROOF if found["numbers"] else "No number is in both runs.")
     say(console, "±: standard error over n units. Jobs: 95 % interval of the rate.")
+
+
+# A plan and a run
+
+
+def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
+    """Return as JSON what a plan forecast and what the run took, line by line, for the largest job of each stage.
+
+    ``error`` is the forecast against what was measured, as a share of it; None where one of the two is not known.
+
+    Args:
+        file: What ``memfit run --plan --out`` wrote, or the ``plan.json`` of a run.
+        run: The run. Where its jobs have another number of ranks on a node, one rank of each is compared.
+
+    Raises:
+        UsageError: If there is no such file, or the run has no measured job of a stage that was planned.
+        DamagedError: If the file is no plan.
+    """
+    found = read_json(file)
+    if found is None:
+        raise UsageError(
+            f"there is no plan {file}.",
+            rule="a plan is the file of: memfit run CONFIG --plan --out plan.json.",
+            remedy="name such a file, or a run's own plan.json",
+        )
+    stages = found["stages"] if "stages" in found else [{"name": None, "footprint": found.get("footprint")}]
+    lines = []
+    for stage in stages:
+        jobs = [one for one in read(run).jobs.values() if one.footprint and stage["name"] in (None, one.stage)]
+        if jobs and (stage.get("footprint") or stage.get("forecast")):
+            job = max(jobs, key=lambda one: (one.footprint or {})["private_bytes"])
+            measured = Footprint.from_dict(job.footprint or {})
+            lines += [{"job": job.id} | line for line in _against(stage, measured, max(1, len(job.ranks)))]
+    if not lines:
+        raise UsageError(
+            f"no job of {run.path} was measured that {file} has a forecast of.",
+            rule="forecasts are compared with the peaks of the same stages.",
+            remedy="compare it with a run of the config that was planned",
+        )
+    return {"plan": str(file), "run": str(run.path), "lines": lines}
+
+
+def _against(stage: Mapping[str, Any], measured: Footprint, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a stage: its phases, what is mapped, /dev/shm and each GPU."""
+    forecast = stage.get("forecast")
+    rows: list[tuple[str, int | None, int | None]]
+    every: list[tuple[str, str, int | None, int | None]]
+    if forecast is None:
+        rows = [("host, peak", int(stage["footprint"]["private_bytes"]), measured.private_bytes)]
+        tasks = num_ranks
+    else:
+        tasks, peaks = forecast["layout"]["tasks_per_node"], forecast["phases"]
+        seen = {phase: peak.private_bytes for phase, peak in measured.phases.items()}
+        rows = [(f"host, {phase}", peaks.get(phase), seen.get(phase)) for phase in dict.fromkeys([*peaks, *seen])]
+        rows.append(("host, peak", max(peaks.values()), measured.private_bytes))
+        shm = sum(line["node_bytes"] for line in forecast["lines"] if line["in_shm"])
+        rows.append(("/dev/shm", shm, measured.parts.get("shared_memory", 0)))
+    of, by, among = ("a node", 1, 1) if tasks == num_ranks else ("each rank", tasks, num_ranks)
+    every = [
+        (name, of, None if before is None else before // by, None if after is None else after // among)
+        for name, before, after in rows
+    ]
+    if forecast is not None:
+        every.append(("mapped", "a node", forecast["mapped_bytes"], measured.shared_bytes))
+        sizes = [line["amount"]["bytes"] for line in forecast["lines"] if line["amount"]["place"] == "device"]
+        if sizes or measured.device_bytes:
+            every.append(("GPU", "each GPU", max(sizes, default=None), measured.bytes_per_device or None))
+    for name, scope, before, after in every:
+        error = before / after - 1 if before is not None and after else None
+        yield {"line": name, "of": scope, "forecast_bytes": before, "measured_bytes": after, "error": error}
+
+
+def print_plan_comparison(found: Mapping[str, Any], console: Console) -> None:
+    """Print the table of forecast and measurement, and what neither has."""
+    rows = []
+    for line in found["lines"]:
+        sizes = [or_dash(line[name], format_bytes) for name in ("forecast_bytes", "measured_bytes")]
+        rows.append((f"{line['job']}: {line['line']}", line["of"], *sizes, or_dash(line["error"], "{:+.0%}".format)))
+    console.print(plain_table("line", "of", "forecast", "measured", "error", rows=rows, left=("line", "of")))
+    say(console, "The next plan of this config counts with these peaks.  -: not forecast, or not seen in the run.")
 
 
 # Seeds

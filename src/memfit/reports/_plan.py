@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from memfit.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from memfit.memory import Footprint
     from memfit.pipeline import RunPlan, StagePlan
+    from memfit.planning import Forecast
 
 #: Entries of a footprint's parts that the private peak does not consist of.
 _NO_PARTS = ("file", "charged_peak")
@@ -38,11 +40,42 @@ def print_run_plan(plan: RunPlan, console: Console) -> None:
         print_facts([(stage.name, first)], console, width)
         for line in lines:
             say(console, f"{'':<{width}}{line}")
+        if stage.forecast is not None:
+            _print_forecast(stage.forecast, console, width)
         if stage.rows:
             console.print(Padding(_matrix(stage), (0, 0, 0, width), expand=False))
         if stage.advice:
             say(console, f"{'':<{width}}{stage.advice}")
     console.print("\nNothing was started.")
+
+
+def _print_forecast(forecast: Forecast, console: Console, width: int) -> None:
+    """Print the ledger, its sums by phase, the global batch, what to request, the modes, and what would fit."""
+    ledger, peaks = forecast.ledger, forecast.ledger.by_phase()
+    lines = plain_table("line", "each", "on a node", "phases", "how", left=("line", "each", "phases", "how"))
+    lines.columns[-1].no_wrap, lines.columns[-1].overflow = False, "fold"
+    for line in ledger.lines:
+        each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
+        what, size = f"{line.how}, {line.metric}: {line.formula}", format_bytes(ledger.on_node(line).bytes)
+        phases = ", ".join(phase for phase in line.phases if phase in peaks) or "all"
+        lines.add_row(line.name, each, size, phases, escape(what))
+    console.print(Padding(lines, (0, 0, 0, width), expand=False))
+    sums = ", ".join(f"{phase} {format_bytes(size.bytes)}" for phase, size in peaks.items())
+    facts = [f"host memory on a node: {sums}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}"]
+    facts += [forecast.batch] if forecast.batch else []
+    facts.append(f"to request: --mem={forecast.request['mem']}, /dev/shm {forecast.request['shm']}")
+    for text in (*facts, *forecast.notes):
+        say(console, f"{'':<{width}}{text}")
+    modes = plain_table("mode", "on a node", "less", "fits", "cost", left=("mode", "fits", "cost"))
+    modes.columns[-1].no_wrap, modes.columns[-1].overflow = False, "fold"
+    for mode in (found := forecast.list_modes()):
+        saved = format_bytes((ledger.peak - mode.peak).bytes)
+        modes.add_row(mode.name, format_bytes(mode.peak.bytes), saved, "yes" if mode.fits else "no", mode.cost)
+    if len(found) > 1:
+        console.print(Padding(modes, (0, 0, 0, width), expand=False))
+    if not forecast.fits:
+        say(console, f"{'':<{width}}does not fit: {forecast.why}", "bold")
+        say(console, f"{'':<{width}}smallest change that fits: {forecast.change}")
 
 
 def _lines(stage: StagePlan) -> Iterator[str]:
@@ -62,8 +95,9 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
+    what = {"memfit estimate": "estimate its GPU memory", "--set stages": "or count it, if you name its loaders"}
     for command in stage.measure:
-        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
+        yield f"{next((text for words, text in what.items() if command.startswith(words)), 'measure one')}: {command}"
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:

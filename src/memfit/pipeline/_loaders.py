@@ -1,0 +1,151 @@
+"""Make the loaders that a stage names, in a child process, and forecast their memory and that of changed ones."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from memfit.amounts import Amount
+from memfit.errors import UsageError
+from memfit.jobs import call_in_child, load_target
+from memfit.memory import Footprint, ProcReader
+from memfit.pipeline._contract import load_workload
+from memfit.pipeline._order import Order
+from memfit.planning import Line, Variant, list_loader_lines
+
+#: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
+_SECONDS = 120
+
+
+def ask_of_loaders(
+    order: Order, function: str, num_tasks: int, accumulated: int
+) -> tuple[dict[str, Any], list[Line], list[Variant]]:
+    """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
+
+    ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
+    update as it is.
+
+    Raises:
+        UsageError: If the function fails, takes too long, or returns no loaders that can be counted.
+    """
+    own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
+    found = call_in_child(f"{__name__}:loaders_in_child", own, env=dict(os.environ) | dict(order.env))
+    lines, *others = [_lines(one, found) for one in found["loaders"]]
+    variants = []
+    for one, changed in zip(found["loaders"][1:], others, strict=True):
+        if one["workers"] < found["workers"]:
+            name = f"{one['workers']} worker{'s' * (one['workers'] != 1)}"
+            cost = f"slower where loading limits the step: it had {found['workers']}"
+        else:
+            name = f"batch {one['batch']} x {accumulated * found['batch'] // one['batch']} accumulated"
+            cost = "the same global batch, in more and smaller passes"
+        variants.append(Variant(name, cost, tuple(changed)))
+    return found, lines, variants
+
+
+def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
+    train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
+    lines = list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
+    what, libraries = "an interpreter that has imported what makes the loaders", Amount(facts["mapped_bytes"], "node")
+    lines.append(Line("libraries", libraries, f"{what}, once", "measured", "RSS", is_mapped=True))
+    if "interpreter" in both.parts:
+        return lines
+    return [Line("interpreter", Amount(facts["own_bytes"], "process"), what, "measured"), *lines]
+
+
+def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
+    """Make loaders, and return in JSON what this process held before, their numbers, and their forecasts for a node.
+
+    The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
+    """
+    from memfit.data import loader_footprint
+
+    make = load_target(function)
+    values = load_workload(target).params.model_validate(params) if target else dict(params)
+    held, status = ProcReader().rollup(os.getpid()), ProcReader().status(os.getpid())
+    started = time.monotonic()
+    with _limited(function):
+        made = make(values)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise UsageError(
+                f"{function} returned a {type(made).__name__}, not two loaders.",
+                rule="it returns the loader of the training and that of the validation, or None for the second.",
+                remedy="end it with: return train, valid",
+            )
+        loaders: list[dict[str, Any]] = []
+        for workers, batch, (train, valid) in _changed(*made):
+            if loaders and time.monotonic() > started + _SECONDS / 2:
+                break
+            pairs = {"train": (train, None), "both": (train, valid)}
+            sizes = {name: loader_footprint(*pair, num_ranks=num_tasks).to_dict() for name, pair in pairs.items()}
+            loaders.append({"workers": workers, "batch": batch, **sizes})
+    samples = [None if one is None else _num_samples(one) for one in made]
+    facts: dict[str, Any] = {
+        "workers": loaders[0]["workers"],
+        "batch": loaders[0]["batch"],
+        "samples": samples[0],
+        "valid": samples[1],
+    }
+    facts["drops"] = bool(getattr(made[0], "drop_last", False))
+    facts["num_tasks"] = num_tasks
+    facts["own_bytes"] = held.held + held.shared_memory if held else 0
+    return facts | {"mapped_bytes": status.file if status else 0, "loaders": loaders}
+
+
+def _batch_of(loader: Any) -> int:
+    """Return the samples of a batch; 0 where a loader does not say it."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return int(getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0)
+
+
+def _num_samples(loader: Any) -> int:
+    data = getattr(loader, "dataset", getattr(loader, "examples", None))
+    return len(loader) * _batch_of(loader) if data is None else len(data)
+
+
+def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
+    """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
+    workers, batch = int(getattr(train, "num_workers", 0)), _batch_of(train)
+    yield workers, batch, (train, valid)
+    if not hasattr(train, "prefetch_factor"):
+        return
+    for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
+        yield fewer, batch, (_copy(train, fewer, None), valid and _copy(valid, fewer, None))
+    for parts in (2, 4):
+        if train.batch_size and batch % parts == 0:
+            yield workers, batch // parts, (_copy(train, workers, batch // parts), valid)
+
+
+def _copy(loader: Any, most_workers: int, batch: int | None) -> Any:
+    """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
+    made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
+    vars(made).update(num_workers=workers, batch_size=batch or loader.batch_size)
+    if workers == 0:
+        vars(made).update(prefetch_factor=None, persistent_workers=False)
+    return made
+
+
+@contextmanager
+def _limited(function: str) -> Iterator[None]:
+    """Raise UsageError in this process's main thread after a time."""
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise UsageError(
+            f"the loaders of {function} were not made and looked at within {_SECONDS} s.",
+            rule="a plan makes the loaders of one rank, and a batch of each.",
+            remedy="let it return loaders of a sample; or declare the memory of a rank: --set resources.memory=8GiB",
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

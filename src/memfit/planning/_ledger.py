@@ -1,0 +1,358 @@
+"""What a training takes on each process, rank, node and GPU, line by line, and which change would make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+from memfit.amounts import Amount, Layout
+from memfit.memory import Footprint
+from memfit.units import MIB, format_bytes, round_up_size, write_size
+
+#: Docker gives a container so much /dev/shm unless it is told otherwise.
+LEAST_SHM_BYTES = 64 * MIB
+Metric = Literal["PSS", "RSS", "device"]
+_NOBODY = Amount(0, "node")
+#: What a loader takes, by its parts: the formula in words.
+_FORMULAS = {
+    "interpreter": "an interpreter with what it imports",
+    "workers": "an idle loader worker",
+    "dataset copies": "workers x the objects that each reads and so copies",
+    "batches": "workers x prefetch x batch, and the batches that are being made",
+    "data": "what the data sets of a rank hold",
+    "pickled": "what the process holds while it starts such a worker",
+    "pinned": "the same batches again in pinned memory",
+    "loaders": "what else the loaders hold then: workers, copies and batches together",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a ledger.
+
+    Attributes:
+        amount: What one thing of its scope takes.
+        formula: How that follows, in words.
+        how: Where the figure comes from.
+        metric: What is counted: PSS or RSS of processes, or bytes of a device.
+        phases: When it is held, that which it belongs to first; empty for always.
+        number: Of an amount of a process: how many such processes each task has.
+        is_mapped: It is mapped from files, which the kernel can drop, so that no limit holds for it.
+        in_shm: It lies in /dev/shm.
+        can_map: It is data that would be held once for each node if it were mapped.
+    """
+
+    name: str
+    amount: Amount
+    formula: str
+    how: Literal["measured", "computed", "declared"]
+    metric: Metric = "PSS"
+    phases: tuple[str, ...] = ()
+    number: int = 1
+    is_mapped: bool = False
+    in_shm: bool = False
+    can_map: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Lines, and the layout of the job. Host and devices are never added."""
+
+    layout: Layout
+    lines: tuple[Line, ...]
+
+    def on_node(self, line: Line) -> Amount:
+        """Return what a line takes on the fullest node."""
+        found = replace(self.layout, processes_per_task=line.number).to(line.amount, "node")
+        assert found is not None, f"the layout lacks what {line.amount} takes"
+        return found
+
+    def by_phase(self) -> dict[str, Amount]:
+        """Return the sum of the host's lines on the fullest node by phase, without what is mapped."""
+        return {phase: self._in_phase(phase) for phase in self._phases}
+
+    @property
+    def _phases(self) -> list[str]:
+        return list(dict.fromkeys(line.phases[0] for line in self.lines if line.phases)) or ["train"]
+
+    def _in_phase(self, phase: str, *, in_shm: bool = False) -> Amount:
+        counted = (line for line in self.lines if line.amount.place == "host" and not line.is_mapped)
+        held = (line for line in counted if not line.phases or phase in line.phases)
+        return reduce(add, (self.on_node(line) for line in held if line.in_shm or not in_shm), _NOBODY)
+
+    @property
+    def peak(self) -> Amount:
+        """The most on a node in any phase."""
+        return max(self.by_phase().values())
+
+    @property
+    def mapped(self) -> Amount:
+        """What a node maps from files, each once."""
+        return reduce(add, (self.on_node(line) for line in self.lines if line.is_mapped), _NOBODY)
+
+    @property
+    def shm(self) -> Amount:
+        """What lies in /dev/shm of a node, at most."""
+        return max(self._in_phase(phase, in_shm=True) for phase in self._phases)
+
+    def map_data(self) -> Ledger:
+        """Return the ledger if all ranks of a node mapped the data: once in files, with no copies.
+
+        >>> data = Line("data", Amount(8, "task"), "x", "computed", can_map=True)
+        >>> found = Ledger(Layout(1, 4), (data,)).map_data()
+        >>> found.peak.bytes, found.mapped.bytes
+        (0, 8)
+        """
+        lines = []
+        for line in self.lines:
+            if not line.can_map:
+                lines.append(line)
+            elif line.name == "data":
+                once = Amount(line.amount.bytes, "node")
+                lines.append(replace(line, amount=once, is_mapped=True, can_map=False))
+        return replace(self, lines=tuple(lines))
+
+    def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
+        """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
+        then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
+        peaks = {name: peak.private_bytes for name, peak in found.phases.items()} or {"": found.private_bytes}
+        if found.phases:  # a phase that the job did not name takes no more than its peak
+            peaks |= {
+                phase: found.private_bytes
+                for phase, size in then.by_phase().items()
+                if phase not in peaks and size.bytes > found.private_bytes
+            }
+        origin = origin.removeprefix(found.method).lstrip(" :")
+        extra = []
+        for phase, peak in peaks.items():
+            counted = (then._in_phase(phase) if phase else then.peak).bytes
+            what = origin + (", less the lines above" if counted else "")
+            what += f", by {num_tasks} ranks" if num_tasks > 1 else ""
+            rest, when = Amount(math.ceil((peak - counted) / num_tasks), "task"), (phase,) if phase else ()
+            metric: Metric = "PSS" if found.method == "measured" else "RSS"
+            extra.append(Line(found.method, rest, what, found.method, metric, phases=when))
+        if on_gpu := found.bytes_per_device:
+            extra.append(Line("GPU", Amount(on_gpu, "gpu", "device"), origin, found.method, "device"))
+        if found.shared_bytes and not self.mapped.bytes:
+            mapped = Amount(found.shared_bytes, "node")
+            extra.append(Line("mapped files", mapped, origin, found.method, is_mapped=True))
+        return replace(self, lines=(*self.lines, *extra))
+
+
+def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_tasks: int) -> Iterator[Line]:
+    """Yield the lines of one rank's loaders, from forecasts for all ranks of a node: of the training, and of both."""
+    of_node = {name: both.parts.get(name, 0) for name in ("interpreter", "data")}
+    always = sum(of_node.values())
+    for name, size in of_node.items():
+        amount = Amount(math.ceil(size / num_tasks), "process" if name == "interpreter" else "task")
+        if size:
+            yield Line(name, amount, _FORMULAS[name], "computed", can_map=name == "data")
+    for side, phases in (("training", ("train", "checkpoint")), ("validation", ("validate",))):
+        whole = both.phases[phases[0]].private_bytes - always if phases[0] in both.phases else 0
+        found = train if side == "training" else both
+        parts = {name: size for name, size in found.parts.items() if name not in of_node}
+        if side == "validation" and sum(parts.values()) != whole:  # the parts are those of the training: it takes more
+            parts = {}
+        parts["loaders"] = whole - sum(parts.values())
+        for name, size in parts.items():
+            is_worker = name == "workers" and num_workers > 0
+            each = math.ceil(size / num_tasks / (num_workers if is_worker else 1))
+            if size:
+                yield Line(
+                    f"{side} {name}",
+                    Amount(each, "process" if is_worker else "task"),
+                    _FORMULAS.get(name, name),
+                    "measured" if name == "workers" else "computed",
+                    phases=phases,
+                    number=num_workers if is_worker else 1,
+                    in_shm=name == "batches" and num_workers > 0,
+                    can_map=name == "dataset copies",
+                )
+    if both.shared_bytes:
+        mapped = Amount(both.shared_bytes, "node")
+        yield Line("mapped data", mapped, "files that all ranks of a node map, once", "computed", is_mapped=True)
+
+
+def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
+    """Yield the lines of a training step, from an answer of ``memfit.planning.ask``."""
+    sizes, parts = answer["device"], {name: one["value"] for name, one in answer["parts"].items()}
+    kept = {name: parts.get(name, 0) for name in ("weights", "gradients", "optimizer")}
+    terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    if has_gpu:
+        on_gpu = Amount(sizes["device_bytes"]["upper"], "gpu", "device")
+        yield Line("training step", on_gpu, f"at most, with torch's cache and a context: {terms}", "computed", "device")
+        saved = Amount(kept["weights"] + kept["optimizer"], "node")
+        what = "weights and optimizer of rank 0 on the host while they are saved"
+        yield Line("checkpoint", saved, what, "computed", phases=("checkpoint",))
+        return
+    whole, held = sizes["allocated_bytes"]["value"], sum(kept.values())
+    yield Line("model", Amount(held, "task"), "weights + gradients + optimizer, on the CPU", "computed")
+    step = Amount(max(0, whole - held), "task")
+    yield Line("training step", step, "activations and temporaries, on the CPU", "computed", phases=("train",))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Other loaders of the same data: with fewer workers, or with smaller batches."""
+
+    name: str
+    cost: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the training: its peak on the fullest node, and what it costs."""
+
+    name: str
+    peak: Amount
+    fits: bool
+    cost: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A ledger against the memory of a node.
+
+    Attributes:
+        limit: The host memory of a node.
+        limit_from: Who says so.
+        shm_limit: What /dev/shm of a node holds; None if that is not known.
+        num_ranks: The ranks of the job.
+        num_nodes: The nodes that there are.
+        slack: What is requested on top, as a share.
+        others: The ledger's lines that are not of the loaders.
+        variants: Other loaders.
+        batch: The equation of the global batch and the steps of an epoch, in words; empty if they are not known.
+        notes: What could not be counted, and how to name it.
+    """
+
+    ledger: Ledger
+    limit: Amount
+    limit_from: str
+    shm_limit: Amount | None = None
+    num_ranks: int = 1
+    num_nodes: int = 1
+    slack: float = 0.0
+    others: tuple[Line, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    batch: str = ""
+    notes: tuple[str, ...] = ()
+
+    def has_room(self, ledger: Ledger) -> bool:
+        """Return whether a ledger fits a node: its host memory, and /dev/shm."""
+        return ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the ledger fits."""
+        return self.has_room(self.ledger)
+
+    @property
+    def why(self) -> str:
+        """Why it does not fit: the sum; empty if it does."""
+        phases, tasks = self.ledger.by_phase(), self.ledger.layout.tasks_per_node or 1
+        phase = max(phases, key=lambda name: phases[name].bytes)
+        if not phases[phase] <= self.limit:
+            each = f" ({tasks} x {format_bytes(math.ceil(phases[phase].bytes / tasks))})" if tasks > 1 else ""
+            return f"{phases[phase]} in phase {phase}{each}, and it has {format_bytes(self.limit.bytes)}"
+        if self.shm_limit is not None and not self.ledger.shm <= self.shm_limit:
+            return f"{self.ledger.shm} in /dev/shm, which holds {format_bytes(self.shm_limit.bytes)}"
+        return ""
+
+    def list_modes(self) -> list[Mode]:
+        """Return the mode that was asked for, then changes, the cheapest first."""
+        found = [self._mode("as it is", self.ledger, "")]
+        mapped = self.ledger.map_data()
+        if mapped != self.ledger:
+            cost = f"none: {format_bytes(mapped.mapped.bytes)} of files, once on each node (docs/loading.md)"
+            found.append(self._mode("mapped data", mapped, cost))
+        others = [(one, replace(self.ledger, lines=(*self.others, *one.lines))) for one in self.variants]
+        found += [self._mode(one.name, ledger, one.cost) for one, ledger in others]
+        found += self._fewer_tasks("", self.ledger)
+        if mapped != self.ledger and not any(mode.fits for mode in found):
+            found += [self._mode(f"mapped data, {one.name}", it.map_data(), one.cost) for one, it in others]
+            found += self._fewer_tasks("mapped data, ", mapped)
+        return found
+
+    def _mode(self, name: str, ledger: Ledger, cost: str) -> Mode:
+        return Mode(name, ledger.peak, self.has_room(ledger), cost)
+
+    def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
+        """Return the most tasks on a node that fit, or none if fewer are no use."""
+        tasks = 0 if self.fits else ledger.layout.tasks_per_node or 1
+        for number in range(tasks - 1, 0, -1):
+            gpus = (ledger.layout.gpus_per_node or 0) * number // tasks
+            fewer = replace(ledger, layout=replace(ledger.layout, tasks_per_node=number, gpus_per_node=gpus))
+            if self.has_room(fewer):
+                nodes = math.ceil(self.num_ranks / number)
+                cost = f"{nodes} nodes for {self.num_ranks} ranks" + (
+                    f", of {self.num_nodes}: or --nproc {number * self.num_nodes} and accumulation"
+                    if nodes > self.num_nodes
+                    else ""
+                )
+                return [self._mode(f"{before}{number} {'tasks' if number > 1 else 'task'} a node", fewer, cost)]
+        return []
+
+    @property
+    def change(self) -> str:
+        """The smallest change after which it fits; empty if it fits."""
+        if self.fits:
+            return ""
+        best = next((mode for mode in self.list_modes() if mode.fits), None)
+        larger = f"--mem={self.request['mem']} on nodes that have it"
+        return larger if best is None else f"{best.name}: {best.peak} (cost: {best.cost}); or {larger}"
+
+    @property
+    def request(self) -> dict[str, str]:
+        """What to ask Slurm for: ``--mem``, and /dev/shm."""
+        peak, most = math.ceil(self.ledger.peak.bytes * (1 + self.slack)), self.limit.bytes
+        size = round_up_size(peak + self.ledger.mapped.bytes)
+        return {
+            "mem": write_size(min(size, most) if self.fits else size),
+            "shm": write_size(round_up_size(shm_bytes(self.ledger.shm.bytes, self.slack))),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        lines = [asdict(line) | {"node_bytes": self.ledger.on_node(line).bytes} for line in self.ledger.lines]
+        return {
+            "lines": lines,
+            "layout": asdict(self.ledger.layout),
+            "phases": {phase: size.bytes for phase, size in self.ledger.by_phase().items()},
+            "mapped_bytes": self.ledger.mapped.bytes,
+            "limit_bytes": self.limit.bytes,
+            "limit_from": self.limit_from,
+            "fits": self.fits,
+            "why": self.why,
+            "change": self.change,
+            "modes": [asdict(mode) for mode in self.list_modes()],
+            "request": self.request,
+            "batch": self.batch,
+            "notes": list(self.notes),
+        }
+
+
+def shm_bytes(batches: int, slack: float) -> int:
+    """Return the size of /dev/shm for the batches of a node, in bytes: 64 MiB at least."""
+    return max(LEAST_SHM_BYTES, math.ceil(batches * (1 + slack)))
+
+
+def describe_batch(
+    samples: int, valid: int | None, batch: int, num_ranks: int, accumulation: int, *, drops: bool = False
+) -> str:
+    """Return the equation of the global batch, and the steps of an epoch; empty if the batch is not known, 0.
+
+    >>> describe_batch(85109, 18179, 22, 16, 1)
+    'global batch 352 = 22 per rank x 16 ranks x 1 accumulated; 242 steps an epoch of 85,109 samples, 18,179 validated'
+    """
+    if not batch:
+        return ""
+    whole = batch * num_ranks * accumulation
+    steps = samples // whole if drops else math.ceil(samples / whole)
+    text = f"global batch {whole} = {batch} per rank x {num_ranks} ranks x {accumulation} accumulated; {steps} steps "
+    return text + f"an epoch of {samples:,} samples" + ("" if valid is None else f", {valid:,} validated")

@@ -1,0 +1,132 @@
+"""Loaders that a stage names: made in a child, counted for one rank, and with fewer workers or smaller batches."""
+
+import json
+
+import pytest
+
+from memfit.errors import UsageError
+from memfit.pipeline import _loaders, plan_run
+
+MODULE = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from memfit.data import Padding, SequenceLoader
+
+def data(number):
+    return TensorDataset(torch.zeros(number, 1 << 12))
+
+def make(params):
+    return DataLoader(data(params["rows"]), batch_size=8, num_workers=2), DataLoader(data(30), batch_size=4)
+
+def only_training(params):
+    return DataLoader(data(30), batch_size=3, drop_last=True), None
+
+def by_sampler(params):
+    batches = [[0, 1, 2], [3, 4]]
+    return DataLoader(data(30), batch_sampler=batches), None
+
+def sequences(params):
+    return SequenceLoader([{"input_ids": [one, 1]} for one in range(25)], Padding(0), batch=10), None
+
+def single(params):
+    return DataLoader(data(30), batch_size=3)
+
+def slow(params):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path, monkeypatch):
+    (tmp_path / "loaders_here.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def ask(name, **params):
+    return _loaders.loaders_in_child(f"loaders_here:{name}", "", params, 1)
+
+
+def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches(monkeypatch):
+    monkeypatch.setattr(_loaders, "_SECONDS", 600)  # on a busy machine the last would be left out
+    found = ask("make", rows=100)
+    assert (found["workers"], found["batch"], found["samples"], found["valid"], found["drops"]) == (
+        2,
+        8,
+        100,
+        30,
+        False,
+    )
+    assert [(one["workers"], one["batch"]) for one in found["loaders"]] == [(2, 8), (1, 8), (0, 8), (2, 4), (2, 2)]
+    parts = [one["train"]["parts"] for one in found["loaders"]]
+    assert parts[0]["workers"] == 2 * parts[1]["workers"] > parts[2]["workers"] == 0
+    assert parts[0]["batches"] > parts[1]["batches"] > parts[2]["batches"] > 0
+    assert parts[0]["batches"] == pytest.approx(2 * parts[3]["batches"], rel=0.05)
+    assert found["own_bytes"] > 10 << 20 and found["mapped_bytes"] > 0
+    json.dumps(found)
+
+
+def test_a_training_without_validation_is_counted():
+    found = ask("only_training")
+    assert (found["samples"], found["valid"], found["drops"]) == (30, None, True)
+    assert set(found["loaders"][0]["both"]["phases"]) == {"train"}
+
+
+def test_samples_and_batch_are_those_that_a_loader_says():
+    found = {name: ask(name) for name in ("by_sampler", "sequences")}
+    assert {name: (one["samples"], one["batch"], len(one["loaders"])) for name, one in found.items()} == {
+        "by_sampler": (30, 0, 1), "sequences": (25, 10, 1),
+    }  # fmt: skip
+
+
+def test_what_returns_no_two_loaders_is_refused():
+    with pytest.raises(UsageError, match="returned a DataLoader, not two loaders"):
+        ask("single")
+
+
+def test_a_function_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(_loaders, "_SECONDS", 1)
+    with pytest.raises(UsageError, match="were not made and looked at within 1 s"):
+        ask("slow")
+
+
+CONFIG = {
+    "experiment": "planned",
+    "stages": {"train": {"run": "true", "loaders": "loaders_here:make"}},
+    "params": {"rows": 100},
+    "resources": {"ranks": 2},
+}
+MACHINE = "nodes: 2\ntasks_per_node: 2\nnode_memory: {}\n"
+
+
+def test_a_plan_has_the_loaders_of_each_rank_and_refuses_what_a_node_has_no_room_for(tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB"))
+    plan = plan_run(CONFIG, on=tmp_path / "machine.yaml")
+    [stage] = plan.stages
+    found = stage.forecast
+    assert plan.fits and stage.rows[0].fits and not (tmp_path / "runs").exists()
+    assert {line.name for line in found.ledger.lines} >= {"interpreter", "data", "training workers", "training batches"}
+    assert (found.ledger.layout.tasks_per_node, stage.footprint.private_bytes) == (2, found.ledger.peak.bytes)
+    assert found.batch == (
+        "global batch 16 = 8 per rank x 2 ranks x 1 accumulated; 7 steps an epoch of 100 samples, 30 validated"
+    )
+    assert any("Probe(model=function)" in note for note in found.notes)
+    assert any("2 of the machine's 4 tasks" in note for note in found.notes)
+    (tmp_path / "machine.yaml").write_text(MACHINE.format(found.ledger.peak.bytes * 9 // 10))
+    small = plan_run(CONFIG, on=tmp_path / "machine.yaml")
+    assert not small.fits
+    change, modes = small.stages[0].forecast.change, small.stages[0].forecast.list_modes()
+    assert change.startswith(next(mode.name for mode in modes if mode.fits) + ": ")
+    json.dumps(small.to_dict())
+
+
+def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp_path):
+    config = CONFIG | {"stages": {"train": {"run": "true"}}, "resources": {"ranks": 3, "memory": "1GiB"}}
+    (tmp_path / "machine.yaml").write_text(MACHINE.format("4GiB"))
+    [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
+    assert stage.forecast.ledger.peak.bytes == stage.footprint.private_bytes == 2 << 30
+    assert any("--set stages.train.loaders=module:function" in note for note in stage.forecast.notes)
+    [here] = plan_run(config).stages
+    assert (here.footprint.private_bytes, here.origin) == (3 << 30, "declared: 3 x 1.00 GiB, resources.memory")

@@ -1,0 +1,154 @@
+"""What a training takes line by line: its sums by phase and node, against a node's memory, and what would fit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.amounts import Amount, Layout
+from memfit.memory import Footprint, PhasePeak
+from memfit.planning import Forecast, Ledger, Line, Variant, describe_batch, list_loader_lines, list_step_lines
+
+GB, GIB = 10**9, 1 << 30
+
+
+def task(size, name="x", **more):
+    return Line(name, Amount(size, "task"), "", "computed", **more)
+
+
+def sums(ledger):
+    return {phase: size.bytes for phase, size in ledger.by_phase().items()}
+
+
+LINES = (
+    Line("interpreter", Amount(100, "process"), "", "measured"),
+    task(50, "data", can_map=True),
+    Line("training workers", Amount(10, "process"), "", "measured", phases=("train", "checkpoint"), number=3),
+    task(20, "training dataset copies", phases=("train", "checkpoint"), can_map=True),
+    task(5, "training batches", phases=("train", "checkpoint"), in_shm=True),
+    task(90, "validation loaders", phases=("validate",)),
+    Line("checkpoint", Amount(70, "node"), "", "computed", phases=("checkpoint",)),
+    Line("training step", Amount(999, "gpu", "device"), "", "computed", "device"),
+)
+TWO = Ledger(Layout(1, 2, gpus_per_node=2), LINES)
+
+
+def test_a_node_has_each_line_as_often_as_its_scope_says_and_no_device_memory():
+    assert sums(TWO) == {"train": 2 * 205, "validate": 2 * 240, "checkpoint": 2 * 205 + 70}
+    assert (TWO.peak, TWO.shm.bytes) == (Amount(480, "node"), 10)
+    assert TWO.on_node(LINES[-1]) == Amount(2 * 999, "node", "device")
+    with pytest.raises(TypeError):
+        TWO.peak + TWO.on_node(LINES[-1])
+
+
+def test_mapped_data_is_once_on_a_node_and_nobody_copies_it():
+    found = TWO.map_data()
+    assert (sums(found)["train"], found.mapped.bytes) == (2 * 135, 50)
+
+
+@given(st.integers(1, 64), st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5))
+def test_what_each_rank_has_is_there_for_each_rank(tasks, sizes):
+    lines = tuple(task(size) for size in sizes)
+    assert Ledger(Layout(1, tasks), lines).peak.bytes == tasks * sum(sizes)
+
+
+LOADERS = {"workers": 90, "dataset copies": 22, "batches": 6, "pinned": 0}
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("kept_in_train", [0, 12])
+@pytest.mark.parametrize(("valid", "own"), [({"workers": 90, "batches": 10}, 0), ({"workers": 2}, 40)])
+def test_the_lines_of_loaders_are_what_their_forecast_says_in_each_phase(valid, own, kept_in_train, tasks):
+    kept = {"data": 8} | ({"interpreter": own} if own else {})
+    in_train, in_valid = LOADERS | kept, valid | kept
+    in_both = in_train | {"workers": in_train["workers"] + kept_in_train}  # workers of the validation that live on
+    phases = {"train": sum(in_both.values()), "validate": sum(in_valid.values())}
+    both = Footprint(max(phases.values()), 8, parts=max(in_both, in_valid, key=lambda one: sum(one.values())),
+                     phases={name: PhasePeak(size) for name, size in phases.items()}, method="declared")  # fmt: skip
+    train = Footprint(sum(in_train.values()), parts=in_train, method="declared")
+    lines = tuple(list_loader_lines(train, both, 3, tasks))
+    ledger = Ledger(Layout(1, tasks), lines)
+    assert (sums(ledger), ledger.mapped.bytes) == (phases, 8)
+    assert {line.name for line in lines} >= {"data", "training workers", "training dataset copies", "mapped data"}
+    [workers] = [line for line in lines if line.name == "training workers"]
+    assert (workers.amount, workers.number, workers.how) == (Amount(30 // tasks, "process"), 3, "measured")
+
+
+def test_a_step_is_on_each_gpu_or_on_the_host_of_each_rank():
+    parts = {"weights": 40, "gradients": 40, "optimizer": 80, "activations": 30}
+    sizes = {"allocated_bytes": {"value": 200}, "device_bytes": {"upper": 300}}
+    answer = {"device": sizes, "parts": {name: {"value": size} for name, size in parts.items()}}
+    on_gpu, saved = list_step_lines(answer, has_gpu=True)
+    assert (on_gpu.amount, on_gpu.metric) == (Amount(300, "gpu", "device"), "device")
+    assert (saved.amount, saved.phases) == (Amount(120, "node"), ("checkpoint",))
+    on_host = Ledger(Layout(1, 2), tuple(list_step_lines(answer, has_gpu=False)))
+    assert sums(on_host) == {"train": 400}
+
+
+def test_a_measured_peak_stands_for_its_phase_and_for_those_that_the_job_did_not_name():
+    peaks = {"load": PhasePeak(90), "train": PhasePeak(300), "validate": PhasePeak(700)}
+    found = TWO.completed(Footprint(700, 11, {"a": 5}, phases=peaks), 2, "measured on train of run_1")
+    assert sums(found) == {"train": 300, "validate": 700, "checkpoint": 480, "load": 90}
+    four = Ledger(Layout(1, 4), ()).completed(Footprint(700, 11, {"a": 5}, phases=peaks), 2, "measured on run_1")
+    assert (sums(four)["validate"], four.mapped.bytes) == (1400, 11)
+    assert [line.amount for line in four.lines if line.metric == "device"] == [Amount(5, "gpu", "device")]
+    low = TWO.completed(Footprint(440, phases={"validate": PhasePeak(440)}), 2, "measured on run_1")
+    assert sums(low) == {"train": 410, "validate": 440, "checkpoint": 440}
+    assert TWO.completed(Footprint.declared(600), 2, "declared: memory.job").peak.bytes == 600
+
+
+def report_3(node=256 * GB):
+    """Job 273202: 16 ranks on 4 nodes, 71.4 GB each as sacct saw them; a node had 256 GB."""
+    ledger = Ledger(Layout(4, 4), (task(71_400_000_000, "rank"),))
+    return Forecast(ledger, Amount(node, "node"), "machine.yaml", num_ranks=16, num_nodes=4, slack=0.25)
+
+
+def test_the_job_of_report_3_is_over_its_nodes_limit_before_it_starts():
+    found = report_3()
+    assert found.ledger.peak.bytes == 285_600_000_000
+    assert not found.fits
+    assert found.why == "265.99 GiB of each node in phase train (4 x 66.50 GiB), and it has 238.42 GiB"
+    assert found.change.startswith("3 tasks a node: 199.49 GiB of each node (cost: 6 nodes for 16 ranks, of 4")
+    assert [(mode.name, mode.peak.bytes, mode.fits) for mode in found.list_modes()] == [
+        ("as it is", 285_600_000_000, False), ("3 tasks a node", 214_200_000_000, True),
+    ]  # fmt: skip
+    enough = report_3(513 * GB)
+    assert (enough.fits, enough.why, enough.change, enough.request["mem"]) == (True, "", "", "333G")
+    assert describe_batch(85109, None, 22, 16, 1).startswith("global batch 352 = 22 per rank x 16 ranks")
+
+
+def test_an_epoch_has_the_steps_of_its_samples():
+    steps = {(drops, number): describe_batch(100, None, 3, 2, number, drops=drops).split("; ")[1].split()[0]
+             for drops in (False, True) for number in (1, 4)}  # fmt: skip
+    assert describe_batch(100, None, 0, 2, 1) == ""
+    assert steps == {(False, 1): "17", (True, 1): "16", (False, 4): "5", (True, 4): "4"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [(480, ""), (380, "mapped data"), (300, "1 worker"), (200, "batch 1 x 2 accumulated"), (160, "1 task a node")],
+)
+def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
+    data, rest = task(60, "data", can_map=True), task(180, "loaders")
+    variants = (Variant("1 worker", "", (data, task(90))), Variant("batch 1 x 2 accumulated", "", (data, task(40))))
+    ledger = Ledger(Layout(1, 2), (data, rest))
+    found = Forecast(ledger, Amount(limit, "node"), "here", num_ranks=2, variants=variants)
+    peaks = {mode.name: mode.peak.bytes for mode in found.list_modes() if ", " not in mode.name}
+    assert (
+        peaks.items() >= {"as it is": 480, "mapped data": 360, "1 worker": 300, "batch 1 x 2 accumulated": 200}.items()
+    )
+    if limit == 160:  # no single change will do, and mapped data with the smaller batch does
+        name = "mapped data, batch 1 x 2 accumulated"
+    assert found.change.partition(":")[0] == name
+    assert found.fits == (not name)
+
+
+def test_where_no_change_fits_the_memory_to_ask_for_is_named():
+    found = Forecast(Ledger(Layout(1, 1), (task(2 * GIB),)), Amount(GIB, "node"), "here")
+    assert found.change == "--mem=2G on nodes that have it"
+
+
+def test_what_lies_in_shared_memory_must_fit_there():
+    found = Forecast(TWO, Amount(1000, "node"), "here", shm_limit=Amount(9, "node"), others=LINES[5:],
+                     variants=(Variant("0 workers", "slower", LINES[:2]),), num_ranks=2)  # fmt: skip
+    assert not found.fits and "10 B of each node in /dev/shm, which holds 9 B" in found.why
+    assert found.change.startswith("0 workers: ")
