@@ -151,8 +151,8 @@ def launches() -> Iterator[Launch]:
             yield with_restarts(f"{what}, rank {rank}", [(place, what, rank) for place in _ORDER])
     yield Launch("an honest step of 40 s", (Fault(0, "loss", SLOW, (3,), 6, seconds=40.0),), 3)
     for loop, parts in _PAIRWISE.items():
-        for name, kinds in parts.items():
-            yield with_restarts(f"{loop}, {name}", kinds, SMALLER if name == "smaller" else loop)
+        for name, faults in parts.items():
+            yield with_restarts(f"{loop}, {name}", faults, SMALLER if name == "smaller" else loop)
 
 
 # --- running them

@@ -146,7 +146,7 @@ def make_net(faults: Faults, dropout: float) -> Any:
         def loss(self, found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             faults.at("loss" if self.training else "validation")
             errors = (found - labels).square()
-            return FailsBackward.apply(errors) if self.training else errors  # type: ignore[no-any-return,no-untyped-call]
+            return FailsBackward.apply(errors) if self.training else errors  # type: ignore[no-untyped-call]
 
     torch.manual_seed(0)
     return Net().double()
@@ -197,33 +197,31 @@ def by_memfit(faults: Faults, num_epochs: int, loop: str) -> list[Any]:
 
     with joined_group():
         net = make_net(faults, 0.0 if loop == SMALLER else 0.2)  # draws depend on the microbatch
-        model, settings = wrapped(net, loop), {}
-        if loop == DDP:
-            settings["ema"] = Ema(0.9)
+        model, ema = wrapped(net, loop), Ema(0.9) if loop == DDP else None
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         samples = torch.randn(num_samples, 6, generator=torch.Generator().manual_seed(5)).double()
         data = KeyedDataset(samples, seed=1)
         loader = DataLoader(data, batch, sampler=KeyedSampler(data, seed=1))
         trainer = Trainer(
             model, loss=loss, optimizer=optimizer, seed=3, microbatch_size=8 if loop == SMALLER else 1,
-            max_grad_norm=1.0, checkpoint_dir=faults.folder / "checkpoints", **settings,
+            max_grad_norm=1.0, checkpoint_dir=faults.folder / "checkpoints", ema=ema,
         )  # fmt: skip
         faults.before(trainer.step.guard, "try_memory", "trial")
         faults.before_updates(optimizer, net.last.weight)
         result = trainer.fit(loader, list(torch.split(samples[:32], 4)), num_epochs=num_epochs)
-    states = [net.state_dict(), optimizer.state_dict(), *(one.state_dict() for one in settings.values())]
+    states = [net.state_dict(), optimizer.state_dict(), *([] if ema is None else [ema.state_dict()])]
     return [*states, [one.metrics for one in result.history]]
 
 
 def wrapped(net: Any, loop: str) -> Any:
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     if loop == DDP:
         return DistributedDataParallel(net)
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     for part in (net.first, net.last, net):
         fully_shard(part, mesh=mesh)
     return net
