@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Log:
     blocks: list[Block] = field(default_factory=list)
     alive: dict[int, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
     phase: Phase = "build"
+    until: float = math.inf  # the CPU time of the process at which the present phase has taken too long
 
     def bear(self, num_bytes: int) -> int:
         number = len(self.blocks)
@@ -127,7 +129,7 @@ class Log:
         for number, _ in self.alive.values():
             if number != _ON_HOST:
                 self.blocks[number].outlived_birth_phase = True
-        self.phase = phase
+        self.phase, self.until = phase, math.inf
 
 
 _Effect = Literal["births", "resizes", "none"]
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        check_time()
+        check_time(self.log.until)
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._guess_number(func, args[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +27,13 @@ from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
 from memfit.estimation._recorder import Log, Recorder, part
+from memfit.estimation._time_limit import check_time, time_left
 
 __all__ = ["part", "trace"]
 
 _aten = torch.ops.aten
+#: The share of the time that the first forward pass may take: two backward passes have twice the operations each.
+_FIRST_FORWARD = 1 / 5
 #: Operations such as ``arange`` run for real up to this many numbers.
 _MOST_NUMBERS = 1 << 24
 #: Where ``backward`` and ``grad`` start autograd's engine (torch/autograd/__init__.py, torch 2.13).
@@ -55,6 +59,7 @@ def trace(
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
     numbers and masks are computed, so that lengths, counts and places are this batch's.
     """
+    check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
@@ -74,8 +79,10 @@ def trace(
                 recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
                 watch.follow(program)
             stack.enter_context(watch.watching())
-            for _ in range(num_iterations):
+            for number in range(num_iterations):
                 log.enter("forward")
+                if not number and (program is None or program.optimizer is not None):
+                    log.until = time.process_time() + max(0.0, time_left()) * _FIRST_FORWARD
                 step()
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)
