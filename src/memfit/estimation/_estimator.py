@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _ARCHITECTURES = ((10.0, "blackwell"), (9.0, "hopper"), (8.1, "ada"), (8.0, "ampere"), (7.5, "turing"), (0.0, "volta"))
 #: The share of the time that is left for a whole trace; smaller ones have the rest.
 _FOR_WHOLE = 0.75
+#: The share of that for the first of two forward passes: each backward pass has more operations than it.
+_FIRST_FORWARD = 1 / 5
 Loss = Callable[["torch.nn.Module", Any], "torch.Tensor"]
 Make = Callable[[], "Program | Callable[[], object]"]
 
@@ -70,14 +72,14 @@ def estimate_step(
     capability = float(device.compute_capability or 8.0)
     architecture = next(name for least, name in _ARCHITECTURES if capability >= least)
 
-    def run(one: Make) -> tuple[Trace, Replay]:
-        traced = trace(one, architecture=architecture, real_data=real_data)
+    def run(one: Make, first_forward: float = 1.0) -> tuple[Trace, Replay]:
+        traced = trace(one, architecture=architecture, real_data=real_data, first_forward=first_forward)
         return traced, replay(traced, allocator)
 
     is_whole = True
     try:
         with share_time(_FOR_WHOLE):
-            found, replayed = run(make)
+            found, replayed = run(make, _FIRST_FORWARD)
         peaks = find_peaks(found)
     except OutOfTimeError:
         peaks, replayed, found = extrapolate(sizes, run)

@@ -16,7 +16,7 @@ from memfit.errors import UntraceableError
 from memfit.estimation._allocator import MIN_BLOCK, Replay
 from memfit.estimation._events import PARTS, Part, Peak, Phase, Trace
 from memfit.estimation._interval import Interval
-from memfit.estimation._time_limit import OutOfTimeError, share_time, time_left
+from memfit.estimation._time_limit import OutOfTimeError, limit_seconds, share_time, time_left
 from memfit.units import format_bytes
 
 #: The share of the time that is left for the first trace of a size: a size that does not shorten a trace uses it up.
@@ -87,12 +87,8 @@ def extrapolate(
         except UntraceableError:  # the model needs this size, or smaller ones take too long, too
             continue
         return _continue_to(size, samples)
-    tried = f"smaller {' and '.join(names)} did not help" if names else "its batch and its length are fixed"
-    raise OutOfTimeError(
-        f"the trace was not done after its time, and {tried}",
-        rule="a step that takes too long is traced at three smaller sizes of its batch or its length.",
-        remedy="allow more: --time-limit 1800; or shorten the sequences",
-    )
+    tried = f"smaller {' or '.join(names)} took too long, too" if names else "its batch and its length are fixed"
+    raise OutOfTimeError(f"the trace was not done after {limit_seconds():.0f} s of CPU, and {tried}")
 
 
 def _sample(size: Size, run: Callable[[Callable[[], Any]], tuple[Trace, Replay]]) -> list[_Sample]:

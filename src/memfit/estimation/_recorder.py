@@ -159,7 +159,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        check_time(self.log.until)
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._guess_number(func, args[0])
@@ -176,6 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if effect != "none":
             for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
+                    check_time(self.log.until)  # torch's C++ asks for sizes and devices where it cannot pass on errors
                     if effect == "births":
                         self._bear(func, args, tensor)
                     else:

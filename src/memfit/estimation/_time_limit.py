@@ -18,6 +18,15 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf,
 class OutOfTimeError(UntraceableError):
     """A trace that takes longer than its time."""
 
+    def __init__(self, what: str) -> None:
+        """Say ``what`` took too long, and what to do."""
+        super().__init__(
+            what,
+            rule="a trace runs every operation of two training steps; a loop over time steps has many. "
+            "One that takes too long is made at smaller sizes of the batch or the length, and extrapolated.",
+            remedy="allow more: --time-limit 1800; or shorten the sequences",
+        )
+
 
 @contextlib.contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
@@ -45,12 +54,13 @@ def time_left() -> float:
     return _limit.get()[0] - time.process_time()
 
 
+def limit_seconds() -> float:
+    """Return the seconds of CPU time that `limit_time` allows."""
+    return _limit.get()[1]
+
+
 def check_time(until: float = math.inf) -> None:
     """Raise `OutOfTimeError` if the time is over, or the process's CPU time is past ``until``."""
     end, seconds = _limit.get()
     if time.process_time() >= min(end, until):
-        raise OutOfTimeError(
-            f"the trace was not done after {seconds:.0f} s of CPU",
-            rule="a trace runs every operation of two training steps; a loop over time steps has many.",
-            remedy="allow more: --time-limit 1800; or shorten the sequences",
-        )
+        raise OutOfTimeError(f"the trace was not done after {seconds:.0f} s of CPU")

@@ -32,8 +32,6 @@ from memfit.estimation._time_limit import check_time, time_left
 __all__ = ["part", "trace"]
 
 _aten = torch.ops.aten
-#: The share of the time that the first forward pass may take: two backward passes have twice the operations each.
-_FIRST_FORWARD = 1 / 5
 #: Operations such as ``arange`` run for real up to this many numbers.
 _MOST_NUMBERS = 1 << 24
 #: Where ``backward`` and ``grad`` start autograd's engine (torch/autograd/__init__.py, torch 2.13).
@@ -51,13 +49,15 @@ def trace(
     architecture: str = "ampere",
     cuda: bool = True,
     real_data: bool = False,
+    first_forward: float = 1.0,
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
     ``make`` makes a program, or a function that runs a whole step on the same batch each time. Optimizer states appear
     in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
-    numbers and masks are computed, so that lengths, counts and places are this batch's.
+    numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
+    training may take the share ``first_forward`` of the time that is left.
     """
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
@@ -82,7 +82,7 @@ def trace(
             for number in range(num_iterations):
                 log.enter("forward")
                 if not number and (program is None or program.optimizer is not None):
-                    log.until = time.process_time() + max(0.0, time_left()) * _FIRST_FORWARD
+                    log.until = time.process_time() + max(0.0, time_left()) * first_forward
                 step()
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)
