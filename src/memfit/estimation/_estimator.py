@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
 from memfit.estimation._time_limit import TIME_LIMIT, OutOfTimeError, limit_time, share_time
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,33 @@ def estimate_step(
         >>> estimate_step(make).parts["weights"].value
         262144
     """
+    what = (make, gpu, world_size, allocator, real_data)
+    worst, experts = _trace_step(*what, sizes, ())
+    if max(experts, default=0) < 2:
+        return worst
+    try:
+        even, _ = _trace_step(*what, (), experts)
+    except OutOfTimeError:
+        note = "experts: only the worst load was traced, where the first that are picked get all tokens"
+        return replace(worst, notes=(*worst.notes, note))
+    sizes_of = [format_bytes(one.device["allocated_bytes"].value) for one in (even, worst)]
+    note = (
+        f"experts: {sizes_of[0]} in tensors if all get the same number of tokens, {sizes_of[1]} if the first that are "
+        "picked get all of them; the bound holds for both"
+    )
+    return _widen(even, worst, note)
+
+
+def _trace_step(
+    make: Make,
+    gpu: Gpu | None,
+    world_size: int,
+    allocator: AllocatorSettings | None,
+    real_data: bool,
+    sizes: Iterable[Size],
+    balanced: Sequence[int],
+) -> tuple[Estimate, Sequence[int]]:
+    """Estimate a step at the worst load of experts, or a balanced one; and return their numbers."""
     from memfit.estimation._trace import trace
 
     device = gpu or ANY_GPU
@@ -73,7 +101,9 @@ def estimate_step(
     architecture = next(name for least, name in _ARCHITECTURES if capability >= least)
 
     def run(one: Make, first_forward: float = 1.0) -> tuple[Trace, Replay]:
-        traced = trace(one, architecture=architecture, real_data=real_data, first_forward=first_forward)
+        traced = trace(
+            one, architecture=architecture, real_data=real_data, first_forward=first_forward, balanced=balanced
+        )
         return traced, replay(traced, allocator)
 
     is_whole = True
@@ -104,7 +134,27 @@ def estimate_step(
     versions = {name: version for name, version in loaded.items() if version}
     method: Method = "traced" if is_whole else "extrapolated"
     traced = Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
-    return traced if found.load is None else _with_load(traced, found.load, beside)
+    return traced if found.load is None else _with_load(traced, found.load, beside), found.experts
+
+
+def _widen(found: Estimate, other: Estimate, note: str) -> Estimate:
+    """Return an estimate whose bounds are also those of another one."""
+
+    def widen(ours: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
+        known = {**dict.fromkeys(others, Interval()), **ours}
+        return {name: Interval(one.value, max(one.upper, others.get(name, one).upper)) for name, one in known.items()}
+
+    verdict = found.verdict
+    if verdict is not None:
+        verdict = _worse(verdict, min(other.verdict or "fits", "may fit", key=VERDICTS.index))
+    return replace(
+        found,
+        device=widen(found.device, other.device),
+        parts=widen(found.parts, other.parts),
+        by_phase=widen(found.by_phase, other.by_phase),
+        verdict=verdict,
+        notes=(*found.notes, note),
+    )
 
 
 def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
@@ -185,17 +235,8 @@ def _estimate_setup(
     found = replace(found, notes=(*found.notes, *list_assumptions(setup)))
     if not setup.compiled:
         return found
-    plain = run(replace(setup, compiled=False))
-
-    def widen(fused: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
-        return {name: Interval(one.value, max(one.upper, others[name].upper)) for name, one in fused.items()}
-
-    return replace(
-        found,
-        device=widen(found.device, plain.device),
-        by_phase=widen(found.by_phase, plain.by_phase),
-        verdict=_worse(found.verdict, min(plain.verdict or "fits", "may fit", key=VERDICTS.index)) if gpu else None,
-        notes=(*found.notes, "the bound is that of the same step without torch.compile"),
+    return _widen(
+        found, run(replace(setup, compiled=False)), "the bound is that of the same step without torch.compile"
     )
 
 
