@@ -105,7 +105,7 @@ def _sample(size: Size, run: Callable[[Callable[[], Any]], tuple[Trace, Replay]]
     low, high = found
     slope = max((high.seconds - low.seconds) / first, high.seconds / size.full / 2)
     fixed = max(0.0, high.seconds - slope * high.size)
-    largest = min(int((time_left() * _PLANNED - 2 * fixed) / (1.5 * slope)), size.full // 2)
+    largest = int(min((time_left() * _PLANNED - 2 * fixed) / (1.5 * slope), size.full // 2))
     for number in (largest // 2, largest):
         if number <= found[-1].size:
             raise OutOfTimeError(f"{size.name} of {2 * first} take {high.seconds:.0f} s of CPU already")
