@@ -143,7 +143,8 @@ def test_elsewhere_a_long_trace_says_from_time_to_time_that_it_goes_on(estimate,
 
     monkeypatch.setattr(jobs, "call_in_child", trace)
     assert (
-        "tracing two training steps on fake tensors, for at most 77 s; 0 s so far" in estimate("--time-limit", 77).err
+        "tracing two training steps on fake tensors, for at most 77 s of CPU; 0 s so far"
+        in estimate("--time-limit", 77).err
     )
 
 

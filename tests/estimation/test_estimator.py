@@ -250,29 +250,21 @@ def test_real_tensors_of_the_loss_count_and_are_noted():
     assert any("real tensors" in note for note in found.notes) and not plain.notes
 
 
-class Experts(torch.nn.Module):
-    """Routes each row to two of four experts: ``pick`` finds the rows of one."""
+def test_rows_that_cannot_be_traced_get_a_remedy_that_works_for_them(tmp_path):
+    def loss_of(pick):
+        def loss(model, batch):
+            rows = model(batch)
+            return rows[pick(rows > 0)].sum()
 
-    def __init__(self, pick):
-        super().__init__()
-        self.gate, self.pick = torch.nn.Linear(64, 4), pick
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        return loss
 
-    def forward(self, rows):
-        chosen, result = self.gate(rows).topk(2).indices, torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            own = self.pick(chosen == number)
-            result[own] += expert(rows[own])
-        return result
-
-
-def test_own_experts_that_cannot_be_traced_get_a_remedy_that_works_for_them(tmp_path):
     with pytest.raises(UntraceableError, match="nonzero") as caught:
-        traced(lambda: Experts(lambda mask: torch.where(mask)[0]), torch.zeros(32, 64))
+        traced(lambda: torch.nn.Linear(64, 64), torch.zeros(32, 64), loss=loss_of(lambda mask: torch.where(mask)[0]))
     assert "--hf-config" not in caught.value.remedy
     mask, _, command = caught.value.remedy.partition("), or measure a run: ")
     assert mask.endswith("torch.where((experts == 1).any(-1))") and command == "memfit run -- python train.py"
-    found = traced(lambda: Experts(lambda mask: torch.where(mask.any(-1))[0]), torch.zeros(32, 64))
+    rows_of = loss_of(lambda mask: torch.where(mask.any(-1))[0])
+    found = traced(lambda: torch.nn.Linear(64, 64), torch.zeros(32, 64), loss=rows_of)
     assert "masks are assumed to pick all elements" in found.notes
     (tmp_path / "train.py").write_text("print('trained')")
     words = [sys.executable, "-m", *command.split()]

@@ -25,7 +25,7 @@ from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT
 from memfit.memory import Budget
 
 #: How often a trace says that it goes on.
-_TELL_SECONDS = 20.0
+_TELL_SECONDS = 4.0
 #: The flags that go with a workload's config; the others describe a model's config.json.
 _OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
@@ -44,7 +44,8 @@ class Flags(Training):
     ] = None
     formula: Annotated[bool, Option("--formula", help="Use a formula; do not trace the model.")] = False
     time_limit: Annotated[
-        float, Option(min=0, help="Trace at most this long; then use the formula.", metavar="SECONDS")
+        float,
+        Option(min=0, help="CPU time for traces. A longer one is extrapolated from smaller sizes.", metavar="SECONDS"),
     ] = TIME_LIMIT
     accept_tight: AcceptTight = False
     set_: Set = None
@@ -73,7 +74,8 @@ def estimate(
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
     memfit estimate config.yaml --gpu 24GiB
 
-    The step runs on fake tensors, without a GPU, in seconds. If that fails, a formula gives a wider bound. The figures
+    The step runs on fake tensors, without a GPU, within a minute of CPU time. One that takes longer, such as a loop
+    over time, runs at smaller sizes and is extrapolated. If that fails, a formula gives a wider bound. The figures
     are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
     whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
     --formula, --time-limit, --accept-tight, --set and --json have an effect.
@@ -165,7 +167,7 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
 def _tracing(time_limit: float) -> Iterator[None]:
     """Say how long the trace takes: anew each second on a terminal, elsewhere in a line from time to time."""
     log, ended, begin = console(stderr=True), threading.Event(), time.monotonic()
-    text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s"
+    text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s of CPU"
     with log.status(text) as shown:
 
         def tell() -> None:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from memfit.estimation._events import Peak as Peak
     from memfit.estimation._events import Trace as Trace
     from memfit.estimation._events import find_peaks as find_peaks
+    from memfit.estimation._extrapolate import fit as fit
+    from memfit.estimation._extrapolate import sizes_of_batch as sizes_of_batch
     from memfit.estimation._families import check_names as check_names
     from memfit.estimation._families import find_anatomy as find_anatomy
     from memfit.estimation._formula import estimate_formula as estimate_formula
@@ -71,7 +73,9 @@ if TYPE_CHECKING:
     from memfit.estimation._setup import equation_of_batch as equation_of_batch
     from memfit.estimation._setup import split_batch as split_batch
     from memfit.estimation._time_limit import TIME_LIMIT as TIME_LIMIT
+    from memfit.estimation._time_limit import OutOfTimeError as OutOfTimeError
     from memfit.estimation._time_limit import limit_time as limit_time
+    from memfit.estimation._time_limit import time_left as time_left
     from memfit.estimation._trace import trace as trace
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -44,7 +44,9 @@ def bound_device(
     by_phase: dict[Phase, Interval] = {}
     for phase, peak in peaks.items():
         parts[phase] = {
-            part: Interval(count, int(count * (1 + ABOVE[part])) + room * (part == "workspaces"))
+            part: Interval(
+                count, int(count * (1 + ABOVE[part])) + room * (part == "workspaces") + peak.widths.get(part, 0)
+            )
             for part, count in peak.parts.items()
         }
         total = Interval.total(parts[phase].values())
@@ -59,7 +61,9 @@ def bound_device(
     )
     above = allocated.upper - allocated.value
     counted = max(replay.allocated_bytes.values(), default=0)
-    upper = max(replay.reserved_bytes, allocated.value) + above + int(short_lived * _FRAGMENTS) + _AT_LEAST
+    upper = (
+        max(replay.reserved_bytes, allocated.value) + above + int(short_lived * _FRAGMENTS) + _AT_LEAST + replay.width
+    )
     reserved = Interval(replay.reserved_bytes, upper)
     beside = gpu.outside_bytes(world_size)
     if trace.convolution_slack:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from memfit.estimation._estimate import Estimate
 from memfit.estimation._gpus import Gpu
 from memfit.estimation._setup import Setup
+from memfit.estimation._time_limit import time_left
 
 #: A change joins others only if it saves this share of the device.
 _WORTH = 0.005
@@ -198,11 +199,14 @@ def find_batch(
         guess: A quick guess of the bound of the device's peak in bytes, for the first check; None to begin with the
             first setup. A line through what was checked says where to look next.
         check: The estimate that decides.
-        most_checks: How many are checked at most; then the largest one that is known to fit is taken.
+        most_checks: How many are checked at most; then, or when the time for traces is over, the largest one
+            that is known to fit is taken.
     """
     fits, above = -1, len(setups)
     found: dict[int, Estimate] = {}
     for number in range(most_checks):
+        if fits >= 0 and time_left() <= 0:
+            break
         at = (fits + above) // 2
         if not found:
             at = 0 if guess is None else _last_within(lambda place: guess(setups[place]), fits, above, gpu.total_bytes)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MissingExtraError, UntraceableError
-from memfit.estimation._allocator import replay
+from memfit.estimation._allocator import Replay, replay
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._bounds import bound_device, bound_load
-from memfit.estimation._estimate import VERDICTS, Estimate, Verdict, judge
-from memfit.estimation._events import find_peaks
+from memfit.estimation._estimate import VERDICTS, Estimate, Method, Verdict, judge
+from memfit.estimation._events import Trace, find_peaks
+from memfit.estimation._extrapolate import Size, extrapolate, sizes_of_batch
 from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
+from memfit.estimation._time_limit import TIME_LIMIT, OutOfTimeError, limit_time, share_time
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +29,22 @@ if TYPE_CHECKING:
 
 #: The architecture by compute capability, from the newest down; 8.6 has the shared memory of 8.9, and its kernels.
 _ARCHITECTURES = ((10.0, "blackwell"), (9.0, "hopper"), (8.1, "ada"), (8.0, "ampere"), (7.5, "turing"), (0.0, "volta"))
+#: The share of the time that is left for a whole trace; smaller ones have the rest.
+_FOR_WHOLE = 0.75
+#: The share of that for the first of two forward passes: each backward pass has more operations than it.
+_FIRST_FORWARD = 1 / 5
 Loss = Callable[["torch.nn.Module", Any], "torch.Tensor"]
+Make = Callable[[], "Program | Callable[[], object]"]
 
 
 def estimate_step(
-    make: Callable[[], Program | Callable[[], object]],
+    make: Make,
     *,
     gpu: Gpu | None = None,
     world_size: int = 1,
     allocator: AllocatorSettings | None = None,
     real_data: bool = True,
+    sizes: Iterable[Size] = (),
 ) -> Estimate:
     """Estimate a training step by tracing two runs of it.
 
@@ -45,6 +54,7 @@ def estimate_step(
         world_size: Devices that exchange data.
         allocator: The settings of torch's allocator; its defaults if None.
         real_data: Whether the step's data are real tensors.
+        sizes: What may be made smaller if the trace takes longer than `limit_time` allows: then it is extrapolated.
 
     Raises:
         UntraceableError: Fake tensors cannot follow the step.
@@ -57,19 +67,59 @@ def estimate_step(
         >>> estimate_step(make).parts["weights"].value
         262144
     """
+    what = (make, gpu, world_size, allocator, real_data)
+    worst, experts = _trace_step(*what, sizes, ())
+    if max(experts, default=0) < 2:
+        return worst
+    try:
+        even, _ = _trace_step(*what, (), experts)
+    except OutOfTimeError:
+        note = "experts: only the worst load was traced, where the first that are picked get all tokens"
+        return replace(worst, notes=(*worst.notes, note))
+    sizes_of = [format_bytes(one.device["allocated_bytes"].value) for one in (even, worst)]
+    note = (
+        f"experts: {sizes_of[0]} in tensors if all get the same number of tokens, {sizes_of[1]} if the first that are "
+        "picked get all of them; the bound holds for both"
+    )
+    return _widen(even, worst, note)
+
+
+def _trace_step(
+    make: Make,
+    gpu: Gpu | None,
+    world_size: int,
+    allocator: AllocatorSettings | None,
+    real_data: bool,
+    sizes: Iterable[Size],
+    balanced: Sequence[int],
+) -> tuple[Estimate, Sequence[int]]:
+    """Estimate a step at the worst load of experts, or a balanced one; and return their numbers."""
     from memfit.estimation._trace import trace
 
     device = gpu or ANY_GPU
     capability = float(device.compute_capability or 8.0)
     architecture = next(name for least, name in _ARCHITECTURES if capability >= least)
-    found = trace(make, architecture=architecture, real_data=real_data)
-    peaks = find_peaks(found)
-    figures, by_phase, parts = bound_device(peaks, replay(found, allocator), device, found, world_size=world_size)
+
+    def run(one: Make, first_forward: float = 1.0) -> tuple[Trace, Replay]:
+        traced = trace(
+            one, architecture=architecture, real_data=real_data, first_forward=first_forward, balanced=balanced
+        )
+        return traced, replay(traced, allocator)
+
+    is_whole = True
+    try:
+        with share_time(_FOR_WHOLE):
+            found, replayed = run(make, _FIRST_FORWARD)
+        peaks = find_peaks(found)
+    except OutOfTimeError:
+        peaks, replayed, found = extrapolate(sizes, run)
+        is_whole = False
+    figures, by_phase, parts = bound_device(peaks, replayed, device, found, world_size=world_size)
     beside = device.outside_bytes(world_size)
     verdict, notes = None if gpu is None else judge(figures["device_bytes"], gpu.total_bytes), found.notes
     allowed = int(device.total_bytes * (allocator.per_process_memory_fraction if allocator else 1.0))
     is_above = figures["device_bytes"].upper > device.total_bytes or figures["reserved_bytes"].upper > allowed
-    if gpu is not None and is_above:  # the allocator gives back its cache
+    if gpu is not None and is_whole and is_above:  # the allocator gives back its cache
         above = figures["allocated_bytes"].upper - figures["allocated_bytes"].value
         capacities = (min(allowed, gpu.total_bytes - rest) for rest in (beside.value, beside.upper + above))
         tight, tightest = (replay(found, allocator, capacity_bytes=max(0, one)) for one in capacities)
@@ -82,8 +132,29 @@ def estimate_step(
             notes = (*notes, f"{note}; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     loaded = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "transformers")}
     versions = {name: version for name, version in loaded.items() if version}
-    traced = Estimate(figures, parts, by_phase, "traced", gpu, verdict, notes, versions)
-    return traced if found.load is None else _with_load(traced, found.load, beside)
+    method: Method = "traced" if is_whole else "extrapolated"
+    traced = Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
+    return traced if found.load is None else _with_load(traced, found.load, beside), found.experts
+
+
+def _widen(found: Estimate, other: Estimate, note: str) -> Estimate:
+    """Return an estimate whose bounds are also those of another one."""
+
+    def widen(ours: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
+        known = {**dict.fromkeys(others, Interval()), **ours}
+        return {name: Interval(one.value, max(one.upper, others.get(name, one).upper)) for name, one in known.items()}
+
+    verdict = found.verdict
+    if verdict is not None:
+        verdict = _worse(verdict, min(other.verdict or "fits", "may fit", key=VERDICTS.index))
+    return replace(
+        found,
+        device=widen(found.device, other.device),
+        parts=widen(found.parts, other.parts),
+        by_phase=widen(found.by_phase, other.by_phase),
+        verdict=verdict,
+        notes=(*found.notes, note),
+    )
 
 
 def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
@@ -119,7 +190,7 @@ def estimate_config(
         reason = f"{setup.strategy} follows from counts and the defaults of its library"
         return estimate_formula(config, setup, gpu=gpu, reason=reason)
     try:
-        return _estimate_setup(partial(build_program, config), setup, gpu, allocator)
+        return _estimate_setup(partial(build_program, config), setup, gpu, allocator, partial(_sizes_of_setup, config))
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
     except (MissingExtraError, UntraceableError) as error:
@@ -131,6 +202,15 @@ def estimate_config(
         raise
 
 
+def _sizes_of_setup(config: Mapping[str, Any], setup: Setup) -> Iterator[Size]:
+    def with_length(number: int) -> Make:
+        target = setup.target_len and max(1, setup.target_len * number // setup.seq_len)
+        return partial(build_program, config, replace(setup, seq_len=number, target_len=target))
+
+    yield Size("tokens", setup.seq_len, with_length)
+    yield Size("samples", setup.batch, lambda number: partial(build_program, config, replace(setup, batch=number)))
+
+
 def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
     """Return the step of a ``config.json``'s model; call it in a fake tensor mode."""
     from memfit.estimation._huggingface import build_step
@@ -139,30 +219,24 @@ def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
 
 
 def _estimate_setup(
-    make: Callable[[Setup], Program], setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None
+    make: Callable[[Setup], Program],
+    setup: Setup,
+    gpu: Gpu | None,
+    allocator: AllocatorSettings | None,
+    sizes: Callable[[Setup], Iterable[Size]],
 ) -> Estimate:
     """Estimate a setup. A compiled one has the bound of no fusion: each version of torch fuses otherwise."""
 
     def run(one: Setup) -> Estimate:
-        return estimate_step(
-            lambda: make(one), gpu=gpu, world_size=one.world_size, allocator=allocator, real_data=False
-        )
+        how: dict[str, Any] = {"gpu": gpu, "world_size": one.world_size, "allocator": allocator, "real_data": False}
+        return estimate_step(lambda: make(one), sizes=sizes(one), **how)
 
     found = run(setup)
     found = replace(found, notes=(*found.notes, *list_assumptions(setup)))
     if not setup.compiled:
         return found
-    plain = run(replace(setup, compiled=False))
-
-    def widen(fused: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
-        return {name: Interval(one.value, max(one.upper, others[name].upper)) for name, one in fused.items()}
-
-    return replace(
-        found,
-        device=widen(found.device, plain.device),
-        by_phase=widen(found.by_phase, plain.by_phase),
-        verdict=_worse(found.verdict, min(plain.verdict or "fits", "may fit", key=VERDICTS.index)) if gpu else None,
-        notes=(*found.notes, "the bound is that of the same step without torch.compile"),
+    return _widen(
+        found, run(replace(setup, compiled=False)), "the bound is that of the same step without torch.compile"
     )
 
 
@@ -218,6 +292,7 @@ def estimate(
     setup: Setup | None = None,
     gpu: Gpu | str | None = None,
     allocator: str | None = None,
+    time_limit: float = TIME_LIMIT,
 ) -> Estimate:
     """Estimate the device memory of training a model, without the device and without allocating the model.
 
@@ -233,6 +308,8 @@ def estimate(
         setup: Everything else: dtype, optimizer, checkpointing, sharding. Its ``batch`` and lengths do not count here.
         gpu: A name such as ``A100-80GB``, or a size such as ``24GiB``.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``.
+        time_limit: Seconds of CPU for all traces. A step that takes longer is traced at smaller sizes of the batch's
+            second dimension, or of its first, and extrapolated.
 
     Raises:
         UntraceableError: Fake tensors cannot follow the step.
@@ -251,12 +328,18 @@ def estimate(
             rule="ddp and fsdp are traced; zero1, zero2 and zero3 are computed from a config.json.",
             remedy="strategy='fsdp', or memfit estimate --hf-config config.json --strategy " + setup.strategy,
         )
-    return _estimate_setup(
-        lambda one: _program_of(build_model, example_batch, loss, one),
-        setup,
-        find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        None if allocator is None else AllocatorSettings.parse(allocator),
-    )
+
+    def make_of(batch: Any, one: Setup) -> Make:
+        return lambda: _program_of(build_model, batch, loss, one)
+
+    with limit_time(time_limit):
+        return _estimate_setup(
+            partial(_program_of, build_model, example_batch, loss),
+            setup,
+            find_gpu(gpu) if isinstance(gpu, str) else gpu,
+            None if allocator is None else AllocatorSettings.parse(allocator),
+            lambda one: sizes_of_batch(example_batch, partial(make_of, one=one)),
+        )
 
 
 def _program_of(

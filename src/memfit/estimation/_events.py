@@ -46,6 +46,7 @@ class Trace:
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)  # of other algorithms of cuDNN, by phase
     load: Interval | None = None  # what loading the weights takes
     cast_slack: int = 0  # bytes that stay if libraries widen weights after loading
+    experts: Sequence[int] = ()  # of each routing: how many were picked by masks
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Peak:
 
     num_bytes: int
     parts: Mapping[Part, int] = field(default_factory=dict)
+    widths: Mapping[Part, int] = field(default_factory=dict)  # how far an extrapolated part may lie above
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:

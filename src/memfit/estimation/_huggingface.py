@@ -40,6 +40,8 @@ def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, 
     parsed, kind = _parse(config, notes)
     dtype, autocast = find_dtypes(setup)
     model = _build_model(parsed, kind, setup, notes)
+    if _has_experts(parsed) and model._can_set_experts_implementation():
+        notes.append("experts run as one product over all rows: a balanced and the worst load take the same")
     head = model.get_output_embeddings()
     if setup.quantization != "none":  # before any weight has bytes: they are quantised as they are loaded
         classifiers = [one for name, one in model.named_modules() if name.rsplit(".", 1)[-1] in CLASSIFIERS]
@@ -182,8 +184,8 @@ def _build_model(parsed: Any, kind: Any, setup: Setup, notes: list[str]) -> Any:
             part.use_cache = False
     if getattr(parsed, "is_encoder_decoder", False) and getattr(parsed, "decoder_start_token_id", None) is None:
         parsed.decoder_start_token_id = getattr(parsed, "pad_token_id", None) or 0
-    has_experts = any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    extra = {"experts_implementation": _add_experts()} if has_experts and dtype is not torch.bfloat16 else {}
+    needs_other = _has_experts(parsed) and dtype is not torch.bfloat16
+    extra = {"experts_implementation": _add_experts()} if needs_other else {}
     try:
         with _disable_current_modes(), torch.device("meta"), _quiet():
             return kind._from_config(parsed, dtype=dtype, attn_implementation=attention, **extra)
@@ -193,6 +195,10 @@ def _build_model(parsed: Any, kind: Any, setup: Setup, notes: list[str]) -> Any:
             rule="The config's sizes fit each other, and its packages are installed.",
             remedy="correct the config, or install what the message names",
         ) from error
+
+
+def _has_experts(parsed: Any) -> bool:
+    return any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _add_experts() -> str:

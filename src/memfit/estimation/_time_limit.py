@@ -10,27 +10,57 @@ from contextvars import ContextVar
 
 from memfit.errors import UntraceableError
 
-#: Seconds that one answer may trace.
-TIME_LIMIT = 300.0
+#: Seconds of CPU that all traces of one answer may take; torch, the model and the formula need some more.
+TIME_LIMIT = 50.0
 _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf, math.inf))
+
+
+class OutOfTimeError(UntraceableError):
+    """A trace that takes longer than its time."""
+
+    def __init__(self, what: str) -> None:
+        """Say ``what`` took too long, and what to do."""
+        super().__init__(
+            what,
+            rule="a trace runs every operation of two training steps; a loop over time steps has many. "
+            "One that takes too long is made at smaller sizes of the batch or the length, and extrapolated.",
+            remedy="allow more: --time-limit 1800; or shorten the sequences",
+        )
 
 
 @contextlib.contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """End all tracing within the block after this time."""
-    token = _limit.set((time.monotonic() + seconds, seconds))
+    """End all tracing within the block after this many seconds of this process's CPU time."""
+    token = _limit.set((time.process_time() + seconds, seconds))
     try:
         yield
     finally:
         _limit.reset(token)
 
 
-def check_time() -> None:
-    """Raise `UntraceableError` if the time is over."""
+@contextlib.contextmanager
+def share_time(share: float) -> Iterator[None]:
+    """Give the traces within the block a share of the time that is left."""
+    _, seconds = _limit.get()
+    token = _limit.set((time.process_time() + max(0.0, time_left()) * share, seconds))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def time_left() -> float:
+    """Return the seconds of CPU time that traces may still take: not above 0 if the time is over."""
+    return _limit.get()[0] - time.process_time()
+
+
+def limit_seconds() -> float:
+    """Return the seconds of CPU time that `limit_time` allows."""
+    return _limit.get()[1]
+
+
+def check_time(until: float = math.inf) -> None:
+    """Raise `OutOfTimeError` if the time is over, or the process's CPU time is past ``until``."""
     end, seconds = _limit.get()
-    if time.monotonic() >= end:
-        raise UntraceableError(
-            f"the trace was not done after {seconds:.0f} s",
-            rule="a trace runs every operation of two training steps; a loop over time steps has many.",
-            remedy="allow more: --time-limit 1800; or shorten the sequences",
-        )
+    if time.process_time() >= min(end, until):
+        raise OutOfTimeError(f"the trace was not done after {seconds:.0f} s of CPU")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
 from memfit.estimation._recorder import Log, Recorder, part
+from memfit.estimation._time_limit import check_time, time_left
 
 __all__ = ["part", "trace"]
 
@@ -47,14 +49,19 @@ def trace(
     architecture: str = "ampere",
     cuda: bool = True,
     real_data: bool = False,
+    first_forward: float = 1.0,
+    balanced: Sequence[int] = (),
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
     ``make`` makes a program, or a function that runs a whole step on the same batch each time. Optimizer states appear
     in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
-    numbers and masks are computed, so that lengths, counts and places are this batch's.
+    numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
+    training may take the share ``first_forward`` of the time that is left. The experts that a router picks first get
+    all tokens, the others one, unless ``balanced`` has the number of experts of each routing (`Trace.experts`).
     """
+    check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
@@ -63,7 +70,7 @@ def trace(
         with fake_mode, _converting_fakes(), contextlib.ExitStack() as stack:
             if ops is not None:
                 stack.enter_context(ops)
-            recorder = stack.enter_context(Recorder(log, ops, notes))
+            recorder = stack.enter_context(Recorder(log, ops, notes, balanced))
             reals = _RealTensors(fake_mode, log)
             if real_data:
                 stack.enter_context(reals)
@@ -74,8 +81,10 @@ def trace(
                 recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
                 watch.follow(program)
             stack.enter_context(watch.watching())
-            for _ in range(num_iterations):
+            for number in range(num_iterations):
                 log.enter("forward")
+                if not number and (program is None or program.optimizer is not None):
+                    log.until = time.process_time() + max(0.0, time_left()) * first_forward
                 step()
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)
@@ -92,6 +101,7 @@ def trace(
                 ops.convolution_slack if ops else {},
                 program.load if program else None,
                 program.cast_slack if program else 0,
+                tuple(len(route.experts) for route in recorder.routes),
             )
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,14 @@ def estimate_in_child(
         )
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
-    from memfit.estimation import AllocatorSettings, check_allocator, estimate_step, find_gpu, limit_time
+    from memfit.estimation import (
+        AllocatorSettings,
+        check_allocator,
+        estimate_step,
+        find_gpu,
+        limit_time,
+        sizes_of_batch,
+    )
     from memfit.training import find_longest
 
     device = None if gpu is None else find_gpu(gpu)
@@ -238,14 +245,19 @@ def estimate_in_child(
         loader, make_step = probe.loader(context, params, 0), probe.step
         longest = find_longest(loader)
 
-        def make() -> Any:
-            step = make_step(context, params)
-            return lambda: step(longest.batch)
+        def make_of(batch: Any) -> Callable[[], Any]:
+            def make() -> Any:
+                step = make_step(context, params)
+                return lambda: step(batch)
+
+            return make
 
         settings = None if text is None else AllocatorSettings.parse(text)
         try:
             with limit_time(time_limit):
-                found = estimate_step(make, gpu=device, allocator=settings).to_dict()
+                how: dict[str, Any] = {"gpu": device, "allocator": settings}
+                sizes = sizes_of_batch(longest.batch, make_of)
+                found = estimate_step(make_of(longest.batch), sizes=sizes, **how).to_dict()
         except UntraceableError as error:
             where = f", in {error.module}" if error.module else ""
             raise UsageError(

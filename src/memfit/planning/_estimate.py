@@ -30,6 +30,7 @@ from memfit.estimation import (
     limit_time,
     list_changes,
     split_batch,
+    time_left,
 )
 from memfit.memory import Budget
 from memfit.units import format_bytes
@@ -56,7 +57,7 @@ class Question:
         available_bytes: The free memory of the device; None for all of it.
         largest_batch: Replace ``setup.batch`` by the largest that fits.
         global_batch: Samples per update, a multiple of the largest batch; None for any number.
-        time_limit: Seconds for all tracing; after that the formula answers.
+        time_limit: Seconds of CPU for all tracing; a longer trace is extrapolated, and after that the formula answers.
         settings: What a workload calls the options of ``memfit estimate`` that it has; None for those options.
     """
 
@@ -204,8 +205,10 @@ def _answer_here(question: Question) -> dict[str, Any]:
         found = make(setup)
     notes = found.to_dict()["notes"]
     better: dict[str, Any] = {"change": None, "smaller_model": None}
-    formula = estimate_formula(config, setup, gpu=device) if guess and found.method == "traced" else found
+    formula = estimate_formula(config, setup, gpu=device) if guess and found.method != "formula" else found
     traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
+    if question.largest_batch and not question.formula and time_left() <= 0:
+        notes.append("the time for traces was over: a larger batch may fit; use --time-limit 1800")
     if abs(traced / max(computed, 1) - 1) > _MOST_APART:
         notes.append(
             f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "

@@ -22,7 +22,11 @@ _STYLES = {
     "may fit": "bold yellow",
     "does not fit": "bold red",
 }
-_METHODS = {"traced": "traced with", "formula": "computed by the rules of"}
+_METHODS = {
+    "traced": "traced with",
+    "extrapolated": "extrapolated from traces with",
+    "formula": "computed by the rules of",
+}
 
 
 def print_estimate(answer: Mapping[str, Any], log: Console) -> None:

@@ -109,7 +109,7 @@ def _model(answer: Mapping[str, Any]) -> Iterator[str]:
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in shown.items() if size or name in _OF_STEPS
     ]
     tensors, reserved, whole = (sizes[name] for name in ("allocated_bytes", "reserved_bytes", "device_bytes"))
-    how = "traced" if answer["method"] == "traced" else "by the formula"
+    how = "by the formula" if answer["method"] == "formula" else answer["method"]
     yield f"a step of its model ({how}): {_bound(tensors)} in tensors = {' + '.join(terms)}"
     context = {name: whole[name] - reserved[name] for name in whole}
     yield f"  on a GPU: {_bound(whole)}, with torch's cache and a context of {_bound(context)}"
