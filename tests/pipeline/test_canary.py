@@ -88,7 +88,7 @@ def test_what_a_canary_must_see_can_be_chosen(canary):
         ("sys.exit(7)", 7, "failed"),
         ("raise MemoryError", 3, "out of memory"),
         ("os.kill(os.getpid(), 9)", 3, "failed"),
-        ("os.kill(os.getpid(), 15)", 3, "preempted"),
+        ("os.kill(os.getpid(), 15)", 3, "failed"),
     ],
 )
 def test_what_breaks_is_named_with_its_phase_and_rank(canary, ends, code, how):
