@@ -221,6 +221,34 @@ def test_ranks_on_two_nodes_begin_again_inside_their_allocation_when_one_is_lost
     assert "rank 3 was ended by SIGKILL in microbatch of step 12" in again
 
 
+#: Reaches every phase and goes on for ever, or dies in its validation on the last rank.
+PHASES = """
+import os, signal, sys, time
+from memfit import phase
+phase("train")
+time.sleep(1)
+phase("validate")
+if sys.argv[1] == "breaks" and os.environ["RANK"] == "3":
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(2)
+phase("checkpoint")
+time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_a_canary_on_two_nodes_stops_by_itself_or_names_the_rank_that_was_killed(start, tmp_path):
+    (tmp_path / "phases.py").write_text(PHASES)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "300MiB", "--nproc", "4", "--name", "long")
+    words = ("run", "--canary", *options, "--", sys.executable, "phases.py")
+    code, out = finish(start(*words, "passes"))
+    assert code == 0 and "canary: passed (train on 4 ranks, validate on 4 ranks, checkpoint on 4 ranks)" in out, out
+    code, out = finish(start(*words, "breaks"))
+    assert code == 3 and "canary: broke in phase validate (rank 3; failed): " in out, out
+    assert "begin again" not in out
+
+
 @pytest.mark.long
 def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)

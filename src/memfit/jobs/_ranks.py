@@ -137,7 +137,7 @@ class Agent:
         self.size, self.num_nodes = int(job["ranks"]), int(job["env"].get("PET_NNODES", "1"))
         self.shared_dir = job_dir if self.num_nodes == 1 else job_dir.parents[1]  # where ranks of all nodes beat
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
-        self.is_stopping = False
+        self.is_stopping = self.has_failed = False  # the second: a rank had failed before the stop was asked for
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -272,7 +272,7 @@ class Agent:
             if any(one.code not in (0, _STOPPED) for one in new):
                 failed = min(failed, time.monotonic())
             if self.is_stopping and not was_asked:
-                was_asked = True
+                was_asked, self.has_failed = True, failed < float("inf")
                 _send([one for one in live if one.code is None], signal.SIGTERM)
             late = [one for one in live if one.code is None]
             since = time.monotonic() - failed  # nothing is read before: at its limit, a job may open no file
@@ -332,6 +332,7 @@ class Agent:
             place=last.place if last else None,
             step=last.step if last else None,
             seconds=seconds,
+            asked=self.is_stopping and not self.has_failed,
             text=text,
         )
         return text

@@ -63,6 +63,8 @@ class Canary:
     _seen: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     _last: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _steps: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    #: The first rank that was lost of a job, and not since it was asked to stop.
+    _lost: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _peak: int = 0
     _look_at: float = 0.0
     _changed_at: float = 0.0
@@ -107,6 +109,8 @@ class Canary:
             if status.peak_bytes > _GROWN * self._peak:
                 self._peak, self._changed_at = status.peak_bytes, now
             is_over = status.started is not None and time.time() - status.started > self.settings.canary_seconds
+            if job_id in self._lost:
+                continue  # it ends by itself, as soon as the other ranks have left
             is_settled = not self._missing(job_id) and now - self._changed_at > _SETTLED_SECONDS
             has_begun = len(self._missing(job_id)) < len(self.settings.canary_phases)
             if is_settled or (has_begun if status.state in ENDED else is_over):
@@ -123,6 +127,8 @@ class Canary:
             is_new |= kind in ("step", "phase", "checkpoint")
             if kind == "step" and not rank and isinstance(event.get("step"), int):
                 self._steps[job_id].append((float(event["time"]), event["step"]))
+            elif kind == "rank_lost" and not event.get("asked") and isinstance(event.get("code"), int):
+                self._lost.setdefault(job_id, event)
             elif kind == "checkpoint":
                 self._seen[job_id][rank].add("checkpoint")
             elif kind == "phase":
@@ -146,7 +152,7 @@ class Canary:
         """Judge, and write ``canary.json``; a run that its user stopped stays as it is."""
         self._read()
         shutil.rmtree(self._folder, ignore_errors=True)
-        statuses = {job_id: one for job_id, one in result.statuses.items() if one.started is not None}
+        statuses = {job: self._with_lost(one) for job, one in result.statuses.items() if one.started is not None}
         broke = next((one for one in statuses.values() if _is_broken(one)), None)
         if broke is None and self.stop.level and not self._has_asked:
             return result
@@ -175,6 +181,14 @@ class Canary:
         write_json(self.run.path / "outcome.json", outcome)
         return replace(result, state=state, exit_code=found["exit_code"], canary=found)
 
+    def _with_lost(self, status: JobStatus) -> JobStatus:
+        """Return the status of a job that lost a rank just before it was asked to stop as that of one that failed."""
+        lost = self._lost.get(status.job_id)
+        if lost is None or status.state in _BROKEN:
+            return status
+        cause, evidence = str(lost.get("text")).removeprefix(f"{status.job_id} "), {"rank": lost.get("rank")}
+        return replace(status, state="failed", exit_code=lost["code"], cause=cause, evidence=evidence)
+
     def _describe_break(self, status: JobStatus) -> dict[str, Any]:
         """Return the job that broke, in which phase, and which ranks: the one that was lost first, or all in it."""
         rank: Any = status.evidence.get("rank")
@@ -188,7 +202,8 @@ class Canary:
     def _code_of(self, status: JobStatus) -> int:
         """Return 3 for what ran out of memory or was killed; else the code of the command, or 4 in a config."""
         code = status.exit_code
-        if status.state != "failed" or status.wants_more or code is None or code < 0:
+        is_killed = code is None or code < 0 or 128 < code <= 192  # the latter as a shell or srun says it
+        if status.state != "failed" or status.wants_more or is_killed:
             return DoesNotFitError.exit_code
         is_own = self.run.scope == "command" or code in (DoesNotFitError.exit_code, PeerFailedError.exit_code)
         return code if is_own and code else JobFailedError.exit_code
