@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from memfit.data._loader_footprint import Loop, imports_of, loader_footprint, measure_empty_training, method_of
+from memfit.data._loader_footprint import Asked, Loop, imports_of, loader_footprint, measure_empty_training
 from memfit.errors import UsageError
 from memfit.memory import Footprint, PhasePeak
 
@@ -24,8 +24,8 @@ def host_footprint(
 
     To what `loader_footprint` forecasts it adds, for each rank:
 
-    - ``interpreter``: a process with its imports that trains one weight in the same loop, measured on one: its
-      anonymous memory. The libraries that it maps are in ``shared_bytes``, once for the machine.
+    - ``interpreter``: a process with its imports that trains one small layer in the same loop, with batches of the
+      same size (8 MiB at most), measured on one: its anonymous memory. The libraries that it maps are in ``shared_bytes``, once for the machine.
     - ``training``: ``training_bytes``.
 
     Args:
@@ -54,7 +54,8 @@ def host_footprint(
     how = {"within": loop == "lightning", **settings, "num_ranks": num_ranks, "loop": loop, "modules": modules}
     found = loader_footprint(train, valid, **how)
     with_workers = next((one for one in (train, valid) if getattr(one, "num_workers", 0)), train)
-    empty = measure_empty_training(loop, num_ranks > 1, method_of(with_workers), imports_of(train, valid, modules))
+    asked = Asked(num_ranks, None, loop, imports_of(train, valid, modules))
+    empty = measure_empty_training(with_workers, asked)
     added = {"interpreter": num_ranks * empty.process, "training": num_ranks * training_bytes}
     more, shared = sum(added.values()), found.shared_bytes + empty.files
     return Footprint(

@@ -32,6 +32,8 @@ from memfit.memory import Footprint, PhasePeak
 Loop = Literal["plain", "huggingface", "lightning"]
 _NAMES = ("workers", "dataset copies", "pickled", "batches", "pinned", "data")
 _PAGE = 4096
+#: The batches of the small training have at most so many bytes and items.
+_MOST_MADE, _MOST_ITEMS = 8 << 20, 1024
 #: As the agent of a group of one process sets them; torch finds a free port itself.
 _GROUP = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
@@ -52,7 +54,7 @@ class _Loader:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """How the loaders are used."""
 
     num_ranks: int
@@ -120,7 +122,7 @@ def loader_footprint(
             rule="there is a rank at least, and one at least validates.",
             remedy="leave num_ranks and num_validating out for 1",
         )
-    asked = _Asked(num_ranks, num_epochs, loop, imports_of(train, valid, modules))
+    asked = Asked(num_ranks, num_epochs, loop, imports_of(train, valid, modules))
     loaders = [_look_at(one, asked) for one in (train, valid) if one is not None]
     by_data = {
         id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
@@ -160,7 +162,7 @@ def _data_of(loader: Any) -> Any:
     )
 
 
-def _look_at(loader: Any, asked: _Asked) -> _Loader:
+def _look_at(loader: Any, asked: Asked) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
         return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, mapped_in(loader.panel))
@@ -179,24 +181,26 @@ def _look_at(loader: Any, asked: _Asked) -> _Loader:
     return _look_at_torch(loader, asked)
 
 
-def _look_at_torch(loader: Any, asked: _Asked) -> _Loader:
+def _look_at_torch(loader: Any, asked: Asked) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
     mapped = {**mapped_in(loader.dataset), id(loader.dataset): size["mapped"]}
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
+    empty = measure_empty_training(loader, asked)
     ahead = workers * int(loader.prefetch_factor)
     method = method_of(loader)
-    own = 1 if (loader.collate_fn.__module__ or "").startswith("torch.") else 2  # torch's collates into shared memory
-    batches = (workers * own + (workers if locked else ahead + 1 + more)) * made
+    # Of the batch that a worker makes, the items are in what was measured; other code than torch's does not collate
+    # into shared memory, so that there are two.
+    own = max(0, made - empty.batch) + (0 if (loader.collate_fn.__module__ or "").startswith("torch.") else made)
+    batches = workers * own + (workers if locked else ahead + 1 + more) * made
     if method == "fork":
         copied = round(size["object"] * _share_read(loader, size["object"], asked))
         pickled = 0
     else:
         copied = size["object"] + size["array"] + size["mapped"]
         pickled = max(0, _pickled_bytes(loader.dataset, size) - batches)
-    empty = measure_empty_training(asked.loop, asked.num_ranks > 1, method, asked.modules)
     parts = {
         "workers": workers * empty.worker + empty.workers_once,
         "dataset copies": workers * copied,
@@ -213,7 +217,7 @@ def method_of(loader: Any) -> str:
     return str((getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method())
 
 
-def _share_read(loader: Any, nbytes: int, asked: _Asked) -> float:
+def _share_read(loader: Any, nbytes: int, asked: Asked) -> float:
     """Return which share of a data set's pages hold an item that one worker reads in its life.
 
     In order, a worker reads the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs
@@ -285,37 +289,48 @@ def imports_of(train: Any, valid: Any, more: Sequence[str] = ()) -> tuple[str, .
 
 @dataclass(frozen=True)
 class EmptyTraining:
-    """The bytes of a training of one weight.
+    """The bytes of a training of one small layer.
 
     Attributes:
         process: Anonymous memory of its process.
         files: The files that it maps, its libraries.
-        worker: What each idle worker of its loader has for itself.
-        workers_once: What such workers add together beside that: a fork server and a tracker of resources, or the pages
-            of the process's objects, which it copies when it collects garbage while forked workers hold them.
+        worker: What each worker of its loader has for itself, with the items of a batch.
+        workers_once: What the workers of a loader add together beside that: helpers of the start method, or pages that
+            the process wrote to while forked workers held them.
+        batch: The bytes of its batches.
     """
 
     process: int
     files: int
     worker: int
     workers_once: int
+    batch: int
+
+
+def measure_empty_training(loader: Any, asked: Asked) -> EmptyTraining:
+    """Measure a training of one small layer, with batches as a loader has, and workers that start like its own."""
+    made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "batch_size") else (0, 1)
+    items = min(int(items), _MOST_ITEMS)
+    numbers = max(1, min(made, _MOST_MADE) // (4 * items))
+    return _measure(asked.loop, asked.num_ranks > 1, method_of(loader), items, numbers, asked.modules)
 
 
 @functools.lru_cache
-def measure_empty_training(loop: Loop, in_group: bool, method: str, modules: Sequence[str]) -> EmptyTraining:
-    """Measure a training of one weight, in an interpreter of its own that imports the modules, and idle workers."""
+def _measure(
+    loop: Loop, in_group: bool, method: str, items: int, numbers: int, modules: Sequence[str]
+) -> EmptyTraining:
     folders = os.pathsep.join(folder for folder in sys.path if folder)
     variables = {**os.environ, "PYTHONPATH": folders, **(_GROUP if in_group else {})}
     program, where = Path(__file__).with_name("_empty_training.py"), "group" if in_group else "alone"
-    command = [sys.executable, "-P", str(program), loop, where, method, *modules]
+    command = [sys.executable, "-P", str(program), loop, where, method, str(items), str(numbers), *modules]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode != 0:
         raise JobFailedError(
             f"an idle worker or process could not be measured: {done.stderr.strip()[-600:]}",
-            rule="what a process takes by itself is measured on one that trains one weight.",
+            rule="what a process takes by itself is measured on one that trains one small layer.",
             remedy="see the error above; memfit.data.measure_loader measures the whole loader",
         )
-    return EmptyTraining(*map(int, done.stdout.split()))
+    return EmptyTraining(*map(int, done.stdout.split()), batch=4 * items * numbers)
 
 
 def data_size(data: Any) -> dict[str, int]:
