@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limited import Limited
 
+from limited import Limited
 from memfit.memory import ProcReader
 
 FACTORS = ("workers", "data", "start", "validation", "ranks", "loop", "persistent")
@@ -165,11 +165,10 @@ def measure(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         try:
             for rank in range(row["ranks"]):
                 own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if row["ranks"] > 1 else {}
-                log = open(folder / f"log.{rank}", "w")
-                command = [sys.executable, str(_SCRIPT)]
-                ranks.append(
-                    limited.start(command, env=environment(row, folder) | own, stdout=log, stderr=subprocess.STDOUT)
-                )
+                variables = environment(row, folder) | own
+                with open(folder / f"log.{rank}", "w") as log:
+                    command = [sys.executable, str(_SCRIPT)]
+                    ranks.append(limited.start(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
             codes = [one.wait(timeout=_SECONDS) for one in ranks]
         finally:
             for one in ranks:

@@ -10,10 +10,12 @@ that are named, and no more.
 """
 
 import importlib
+import multiprocessing
 import os
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,15 +87,15 @@ def plain(workers: int, in_group: bool) -> None:
 def huggingface(workers: int, in_group: bool) -> None:
     from transformers import Trainer, TrainingArguments
 
+    data = Items(BATCH * NUM_BATCHES)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder, num_train_epochs=EPOCHS, eval_strategy="epoch", save_strategy="no", report_to="none",
-            use_cpu=True, disable_tqdm=True, logging_strategy="no", prediction_loss_only=True, dataloader_num_workers=workers,
-            per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, remove_unused_columns=False, dataloader_persistent_workers=True,
+            use_cpu=True, disable_tqdm=True, logging_strategy="no", prediction_loss_only=True,
+            dataloader_num_workers=workers, per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH,
+            remove_unused_columns=False, dataloader_persistent_workers=workers > 0,
         )  # fmt: skip
-        Trainer(
-            Layer(), settings, train_dataset=Items(BATCH * NUM_BATCHES), eval_dataset=Items(BATCH * NUM_BATCHES)
-        ).train()
+        Trainer(Layer(), settings, train_dataset=data, eval_dataset=data).train()
 
 
 def with_lightning(workers: int, in_group: bool) -> None:
@@ -129,16 +131,13 @@ def below(pid: int) -> list[int]:
     """Return the processes that come from one."""
     found = [pid]
     for one in found:
-        for thread in os.listdir(f"/proc/{one}/task"):
-            with open(f"/proc/{one}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            found += map(int, children.read_text().split())
     return found[1:]
 
 
 def sizes() -> list[int]:
     """Return the four numbers."""
-    import multiprocessing
-
     own = held(os.getpid())
     process = own["Anonymous:"] + own["Swap:"]
     all_others = {pid: held(pid) for pid in below(os.getpid())}
@@ -150,8 +149,6 @@ def sizes() -> list[int]:
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
     loop, where, method = sys.argv[1:4]
     multiprocessing.set_start_method(method)
     answer = os.dup(1)

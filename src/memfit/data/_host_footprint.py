@@ -25,7 +25,8 @@ def host_footprint(
     To what `loader_footprint` forecasts it adds, for each rank:
 
     - ``interpreter``: a process with its imports that trains one small layer in the same loop, with batches of the
-      same size (8 MiB at most), measured on one: its anonymous memory. The libraries that it maps are in ``shared_bytes``, once for the machine.
+      same size (8 MiB at most), measured on one: its anonymous memory. The libraries that it maps are in
+      ``shared_bytes``, once for the machine.
     - ``training``: ``training_bytes``.
 
     Args:
@@ -43,7 +44,7 @@ def host_footprint(
 
     Raises:
         UsageError: As `loader_footprint`, or for another loop.
-        JobFailedError: If an idle worker or process could not be measured, such as a loop that is not installed.
+        JobFailedError: If the small training failed, such as with a loop that is not installed.
     """
     if loop not in get_args(Loop):
         raise UsageError(

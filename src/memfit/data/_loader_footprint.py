@@ -63,7 +63,7 @@ class Asked:
     modules: tuple[str, ...]
 
 
-def loader_footprint(
+def loader_footprint(  # noqa: PLR0913
     train: Any,
     valid: Any = None,
     *,
@@ -79,14 +79,15 @@ def loader_footprint(
 
     Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
 
-    - ``workers``: ``w`` times an idle worker, measured on one, and once the helpers of its start method.
+    - ``workers``: ``w`` times a worker of a small training that is measured here, its items included, and once the
+      helpers of its start method and the pages that the process wrote to while forked workers held them.
     - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
       and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
       end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
       from a fork server have ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
     - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
-    - ``batches``: ``(ahead + 1) * batch`` in shared memory and one or two in each worker; without workers three (in
-      use, next, and the items that the next is made of). The batch is one that is made here.
+    - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
+      collates; without workers three (in use, next, and the items that the next is made of). One is made here.
     - ``pinned``: ``ahead + 1`` of them, in powers of two.
     - ``data``: the objects and arrays of the data sets.
 
@@ -98,6 +99,8 @@ def loader_footprint(
         release: Whether the workers of the training end before validation, as `Trainer` has them do without room.
         within: Whether validation begins before the training's iteration ended, so that its workers are there, too.
         num_epochs: The epochs of the training; None for many.
+        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``.
+        modules: Further modules that the training's processes import.
 
     Returns:
         ``private_bytes``, the peak; its ``parts`` by the names above; ``shared_bytes``, the mapped files; ``phases``:
@@ -105,7 +108,7 @@ def loader_footprint(
 
     Raises:
         UsageError: If a loader is of another kind, or a number is out of range.
-        JobFailedError: If no idle worker could be measured.
+        JobFailedError: If the small training failed.
 
     Example:
         >>> from memfit.data import Padding, SequenceLoader
@@ -326,7 +329,7 @@ def _measure(
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode != 0:
         raise JobFailedError(
-            f"an idle worker or process could not be measured: {done.stderr.strip()[-600:]}",
+            f"a small training could not be measured: {done.stderr.strip()[-600:]}",
             rule="what a process takes by itself is measured on one that trains one small layer.",
             remedy="see the error above; memfit.data.measure_loader measures the whole loader",
         )
