@@ -226,7 +226,7 @@ def _share_read(loader: Any, nbytes: int, asked: Asked) -> float:
     In order, a worker reads the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs
     ``q = 1 - (1 - 1 / (w * num_ranks)) ** e`` of them, and a page lies in ``1 + page / item`` items.
     """
-    part = 1 / (loader.num_workers * max(asked.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
+    part: float = 1 / (loader.num_workers * max(asked.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
     if type(loader.sampler).__name__ == "SequentialSampler" or getattr(loader.sampler, "shuffle", True) is False:
         return part
     epochs = (math.inf if asked.num_epochs is None else asked.num_epochs) if loader.persistent_workers else 1
@@ -333,7 +333,8 @@ def _measure(
             rule="what a process takes by itself is measured on one that trains one small layer.",
             remedy="see the error above; memfit.data.measure_loader measures the whole loader",
         )
-    return EmptyTraining(*map(int, done.stdout.split()), batch=4 * items * numbers)
+    process, files, worker, once = map(int, done.stdout.split())
+    return EmptyTraining(process, files, worker, once, 4 * items * numbers)
 
 
 def data_size(data: Any) -> dict[str, int]:
