@@ -1,4 +1,4 @@
-"""What a loader will take is told before it runs, within a fifth of what its processes then take."""
+"""What a loader will take is told before it runs, and its processes then take no more and not much less."""
 
 import json
 import subprocess
@@ -243,11 +243,13 @@ def told(script, *words):
 
 @pytest.mark.slow
 @LINUX
-def test_two_workers_of_a_data_loader_take_what_was_forecast_within_a_fifth(tmp_path):
+def test_two_workers_of_a_data_loader_take_what_was_forecast(tmp_path):
     listed, array, spawned = told(CHILD, str(tmp_path), "list:fork", "array:fork", "list:spawn")
     for found in (listed, array, spawned):
         forecast = sum(size for name, size in found["parts"].items() if name != "data")
-        assert forecast == pytest.approx(found["grown_bytes"], rel=0.2), found
+        # The measured workers belong to a training, whose process writes to pages that it shares with them: 8 MiB each.
+        assert found["grown_bytes"] < 1.05 * forecast, found
+        assert forecast < 1.1 * found["grown_bytes"] + 2 * 8 * MIB, found
     assert listed["parts"]["dataset copies"] > 20 * MIB > MIB > array["parts"]["dataset copies"]
     assert listed["grown_bytes"] - array["grown_bytes"] > 20 * MIB
 
