@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults clean
+.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults bench-host-plan clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -160,6 +160,9 @@ bench-diagnosis: install ## verdicts on the messages of the rules, or on labelle
 
 bench-faults: install ## a hundred faults of four ranks: out of memory, errors, kills and hangs at each place (ARGS="--launch SIGKILL")
 	$(BIN)/python benchmarks/faults.py $(ARGS)
+
+bench-host-plan: install ## forecast and measured host memory of 24 trainings (needs root and cgroup v1; ARGS="--row 3 --json FILE")
+	$(BIN)/python benchmarks/host_plan.py $(ARGS)
 
 bench-conformance: install ## 64 moments of three frameworks, alone and with memfit, and the page's tables (ARGS="--pairwise")
 	@mkdir -p build/conformance

@@ -15,7 +15,7 @@ import torch
 from memfit.data import loader_footprint, pack
 from memfit.memory import ProcReader
 
-NUM_ROWS, WIDTH = 24_000, 256
+NUM_ROWS, WIDTH = 72_000, 256
 
 
 class Rows(torch.utils.data.Dataset):

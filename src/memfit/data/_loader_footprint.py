@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import mmap
 import multiprocessing
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +29,16 @@ from memfit.data._sequences import SequenceLoader
 from memfit.errors import JobFailedError, UsageError
 from memfit.memory import Footprint, PhasePeak
 
-_NAMES = ("workers", "dataset copies", "batches", "pinned", "data")
+Loop = Literal["plain", "huggingface", "lightning"]
+_NAMES = ("workers", "dataset copies", "pickled", "batches", "pinned", "data")
+_PAGE = 4096
+#: The batches of the small training have at most so many bytes and items.
+_MOST_MADE, _MOST_ITEMS = 8 << 20, 1024
+#: As the agent of a group of one process sets them; torch finds a free port itself.
+_GROUP = {
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "memfit",
+}  # fmt: skip
 _NUM_SAMPLED, _NUM_SAMPLED_WITHIN = 1000, 32
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range)
@@ -42,30 +53,62 @@ class _Loader:
     stays: bool = False
 
 
-def loader_footprint(
-    train: Any, valid: Any = None, *, num_ranks: int = 1, num_validating: int | None = None, release: bool = False
+@dataclass(frozen=True)
+class Asked:
+    """How the loaders are used."""
+
+    num_ranks: int
+    num_epochs: int | None
+    loop: Loop
+    modules: tuple[str, ...]
+
+
+def loader_footprint(  # noqa: PLR0913
+    train: Any,
+    valid: Any = None,
+    *,
+    num_ranks: int = 1,
+    num_validating: int | None = None,
+    release: bool = False,
+    within: bool = False,
+    num_epochs: int | None = None,
+    loop: Loop = "plain",
+    modules: Sequence[str] = (),
 ) -> Footprint:
     """Forecast the memory of loaders on one machine, before any of them runs.
 
-    It counts the workers of a ``DataLoader`` (measured on an idle one), their copies of the data set (a list of dicts
-    is copied by every worker that reads it, arrays by those that are not forked, mapped files by none), the batches
-    ahead (from one that is made here), and the data set of each rank. Global random generators keep their state.
+    Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
+
+    - ``workers``: ``w`` times a worker of a small training that is measured here, its items included, and once the
+      helpers of its start method and the pages that the process wrote to while forked workers held them.
+    - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
+      and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
+      end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
+      from a fork server have ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
+    - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
+    - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
+      collates; without workers three (in use, next, and the items that the next is made of). One is made here.
+    - ``pinned``: ``ahead + 1`` of them, in powers of two.
+    - ``data``: the objects and arrays of the data sets.
 
     Args:
         train: A PyTorch ``DataLoader`` over a map-style data set, a `Loader` or a `SequenceLoader`.
         valid: The one of the validation, or None.
-        num_ranks: Processes on this machine that have such loaders each.
+        num_ranks: Processes on this machine that have such loaders each, and share the items among them.
         num_validating: How many of them validate at a time; None for all of them.
         release: Whether the workers of the training end before validation, as `Trainer` has them do without room.
+        within: Whether validation begins before the training's iteration ended, so that its workers are there, too.
+        num_epochs: The epochs of the training; None for many.
+        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``.
+        modules: Further modules that the training's processes import.
 
     Returns:
-        ``private_bytes``, the peak; ``parts``: ``workers``, ``dataset copies``, ``batches``, ``pinned`` and ``data``
-        (the ranks' own); ``shared_bytes``, the mapped files; ``phases``: ``train`` and ``validate``. Its method is
-        ``declared``: measuring the run replaces it.
+        ``private_bytes``, the peak; its ``parts`` by the names above; ``shared_bytes``, the mapped files; ``phases``:
+        ``train`` and ``validate``. Its method is ``declared``: measuring the run replaces it.
 
     Raises:
         UsageError: If a loader is of another kind, or a number is out of range.
-        JobFailedError: If no idle worker could be measured.
+        JobFailedError: If the small training failed.
 
     Example:
         >>> from memfit.data import Padding, SequenceLoader
@@ -82,21 +125,29 @@ def loader_footprint(
             rule="there is a rank at least, and one at least validates.",
             remedy="leave num_ranks and num_validating out for 1",
         )
-    loaders = [_look_at(one) for one in (train, valid) if one is not None]
+    asked = Asked(num_ranks, num_epochs, loop, imports_of(train, valid, modules))
+    loaders = [_look_at(one, asked) for one in (train, valid) if one is not None]
     by_data = {
         id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
     }
     data = sum(by_data.values())
+
+    def living(found: _Loader, lives: bool) -> dict[str, int]:
+        return {name: found.parts.get(name, 0) for name in ("workers", "dataset copies") if lives}
+
     phases = {"train": [(num_ranks, loaders[0].parts)]}
     if valid is not None:
-        lives_on = loaders[0].stays and not release
-        living = {name: loaders[0].parts[name] for name in ("workers", "dataset copies") if lives_on}
-        phases["validate"] = [(num_ranks, living), (validating, loaders[1].parts)]
+        phases["train"].append((num_ranks, living(loaders[1], loaders[1].stays)))
+        stays = (loaders[0].stays or within) and not release
+        phases["validate"] = [(num_ranks, living(loaders[0], stays)), (validating, loaders[1].parts)]
+        if within:
+            phases["validate"].append((num_ranks, {"batches": loaders[0].parts.get("batches", 0)}))
     added = {
-        phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES[:-1]}
-        | {"data": num_ranks * data}
+        phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES}
         for phase, terms in phases.items()
     }
+    for parts in added.values():
+        parts["data"] = num_ranks * data
     mapped = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
     largest = max(added.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
@@ -114,7 +165,7 @@ def _data_of(loader: Any) -> Any:
     )
 
 
-def _look_at(loader: Any) -> _Loader:
+def _look_at(loader: Any, asked: Asked) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
         return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, mapped_in(loader.panel))
@@ -130,29 +181,77 @@ def _look_at(loader: Any) -> _Loader:
             rule="counted are memfit's Loader and SequenceLoader, and a DataLoader whose data set has items by number.",
             remedy="measure it: memfit.data.measure_loader",
         )
-    return _look_at_torch(loader)
+    return _look_at_torch(loader, asked)
 
 
-def _look_at_torch(loader: Any) -> _Loader:
+def _look_at_torch(loader: Any, asked: Asked) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
     mapped = {**mapped_in(loader.dataset), id(loader.dataset): size["mapped"]}
+    more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
-        return _Loader({"batches": made, "pinned": locked, "data": _held(size)}, mapped)
+        return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
+    empty = measure_empty_training(loader, asked)
     ahead = workers * int(loader.prefetch_factor)
-    method = str((loader.multiprocessing_context or multiprocessing).get_start_method())
-    own = 1 if (loader.collate_fn.__module__ or "").startswith("torch.") else 2  # torch's collates into shared memory
-    in_order = method == "fork" and type(loader.sampler).__name__ == "SequentialSampler"
-    # A forked worker copies the objects that it reads, since reading counts a reference; another gets arrays too.
-    copied = size["object"] + (size["array"] + size["mapped"] if method != "fork" else 0)
+    method = method_of(loader)
+    # Of the batch that a worker makes, the items are in what was measured; other code than torch's does not collate
+    # into shared memory, so that there are two.
+    own = max(0, made - empty.batch) + (0 if (loader.collate_fn.__module__ or "").startswith("torch.") else made)
+    batches = workers * own + (workers if locked else ahead + 1 + more) * made
+    if method == "fork":
+        copied = round(size["object"] * _share_read(loader, size["object"], asked))
+        pickled = 0
+    else:
+        copied = size["object"] + size["array"] + size["mapped"]
+        pickled = max(0, _pickled_bytes(loader.dataset, size) - batches)
     parts = {
-        "workers": workers * idle_torch_worker(method, _imports_of(loader)),
-        "dataset copies": copied if in_order else workers * copied,  # in order, each reads its own part
-        "batches": (workers * own + (workers if locked else ahead + 1)) * made,
+        "workers": workers * empty.worker + empty.workers_once,
+        "dataset copies": workers * copied,
+        "pickled": pickled,
+        "batches": batches,
         "pinned": (ahead + 1) * locked,
         "data": _held(size),
     }
-    return _Loader(parts, mapped, stays=bool(loader.persistent_workers))
+    return _Loader(parts, mapped, bool(loader.persistent_workers))
+
+
+def method_of(loader: Any) -> str:
+    """Return how workers of a loader start; for one without processes, how this process starts others."""
+    return str((getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method())
+
+
+def _share_read(loader: Any, nbytes: int, asked: Asked) -> float:
+    """Return which share of a data set's pages hold an item that one worker reads in its life.
+
+    In order, a worker reads the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs
+    ``q = 1 - (1 - 1 / (w * num_ranks)) ** e`` of them, and a page lies in ``1 + page / item`` items.
+    """
+    part: float = 1 / (loader.num_workers * max(asked.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
+    if type(loader.sampler).__name__ == "SequentialSampler" or getattr(loader.sampler, "shuffle", True) is False:
+        return part
+    epochs = (math.inf if asked.num_epochs is None else asked.num_epochs) if loader.persistent_workers else 1
+    items_in_page = 1 + _PAGE * len(loader.dataset) / max(nbytes, 1)
+    return float(1 - (1 - part) ** (epochs * items_in_page)) if part < 1 else 1.0
+
+
+def _pickled_bytes(data: Any, size: Mapping[str, int]) -> int:
+    """Return the bytes of a data set as a process hands it to a worker that is not forked; tensors go by themselves."""
+    total = size["array"] + size["mapped"]
+    if size["object"] < 1 << 20:
+        return total
+
+    class Sink:
+        def write(self, piece: Any) -> int:
+            nonlocal total
+            total += len(piece)
+            return len(piece)
+
+    class Counter(pickle.Pickler):
+        def reducer_override(self, one: Any) -> Any:
+            return (int, ()) if _numbers(one)[0] else NotImplemented
+
+    Counter(Sink(), 4).dump(data)
+    return total
 
 
 def _batch_of(loader: Any) -> tuple[int, int]:
@@ -177,10 +276,13 @@ def _batch_of(loader: Any) -> tuple[int, int]:
     return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
-def _imports_of(loader: Any) -> tuple[str, ...]:
-    """Return the modules that a worker imports: of the data set, of collating, and of the script."""
-    parts = (type(loader.dataset), loader.collate_fn, type(getattr(loader.dataset, "dataset", None)))
-    names = {getattr(part, "__module__", "") for part in parts}
+def imports_of(train: Any, valid: Any, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the modules that a worker imports: of the data sets, of collating, and of the script; and more."""
+    names = set(more)
+    for loader in (train, valid):
+        data = getattr(loader, "dataset", None)
+        parts = (type(data), getattr(loader, "collate_fn", None), type(getattr(data, "dataset", None)))
+        names |= {getattr(part, "__module__", "") for part in parts}
     if "__main__" in names:
         for value in vars(sys.modules["__main__"]).values():
             name = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
@@ -188,19 +290,51 @@ def _imports_of(loader: Any) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name and name not in ("__main__", "builtins")))
 
 
+@dataclass(frozen=True)
+class EmptyTraining:
+    """The bytes of a training of one small layer.
+
+    Attributes:
+        process: Anonymous memory of its process.
+        files: The files that it maps, its libraries.
+        worker: What each worker of its loader has for itself, with the items of a batch.
+        workers_once: What the workers of a loader add together beside that: helpers of the start method, or pages that
+            the process wrote to while forked workers held them.
+        batch: The bytes of its batches.
+    """
+
+    process: int
+    files: int
+    worker: int
+    workers_once: int
+    batch: int
+
+
+def measure_empty_training(loader: Any, asked: Asked) -> EmptyTraining:
+    """Measure a training of one small layer, with batches as a loader has, and workers that start like its own."""
+    made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "batch_size") else (0, 1)
+    items = min(int(items), _MOST_ITEMS)
+    numbers = max(1, min(made, _MOST_MADE) // (4 * items))
+    return _measure(asked.loop, asked.num_ranks > 1, method_of(loader), items, numbers, asked.modules)
+
+
 @functools.lru_cache
-def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
-    """Measure the private bytes of a ``DataLoader`` worker that does nothing."""
+def _measure(
+    loop: Loop, in_group: bool, method: str, items: int, numbers: int, modules: Sequence[str]
+) -> EmptyTraining:
     folders = os.pathsep.join(folder for folder in sys.path if folder)
-    command = [sys.executable, "-P", str(Path(__file__).with_name("_idle.py")), method, *modules]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
+    variables = {**os.environ, "PYTHONPATH": folders, **(_GROUP if in_group else {})}
+    program, where = Path(__file__).with_name("_empty_training.py"), "group" if in_group else "alone"
+    command = [sys.executable, "-P", str(program), loop, where, method, str(items), str(numbers), *modules]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode != 0:
         raise JobFailedError(
-            f"an idle worker could not be measured: {done.stderr.strip()[-600:]}",
-            rule="what a worker takes by itself is measured on one that does nothing.",
+            f"a small training could not be measured: {done.stderr.strip()[-600:]}",
+            rule="what a process takes by itself is measured on one that trains one small layer.",
             remedy="see the error above; memfit.data.measure_loader measures the whole loader",
         )
-    return int(done.stdout.split()[-1])
+    process, files, worker, once = map(int, done.stdout.split())
+    return EmptyTraining(process, files, worker, once, 4 * items * numbers)
 
 
 def data_size(data: Any) -> dict[str, int]:
