@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ WIDTH, OUT, BATCH, EPOCHS, MIB = 1024, 256, 512, 2, 1 << 20
 LISTED = 96
 
 
-class Items(torch.utils.data.Dataset):
+class Items(torch.utils.data.Dataset[Any]):
     """Rows of one kind of data."""
 
-    def __init__(self, kind, name, nbytes):
+    def __init__(self, kind: Any, name: Any, nbytes: Any) -> None:
         self.name, self.kind = name, kind
+        self.rows: Any
         number = nbytes // (4 * WIDTH)
         path = FOLDER / name
         if kind == "list":
@@ -42,17 +44,17 @@ class Items(torch.utils.data.Dataset):
 
             self.rows = PackedDataset.open(path)
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return len(self.rows)
 
-    def __getitem__(self, number):
+    def __getitem__(self, number: Any) -> Any:
         row = self.rows[number]
         if self.kind == "list":
             return {"x": torch.tensor(row["x"] * (WIDTH // LISTED + 1))[:WIDTH].clone()}
         return {"x": torch.from_numpy(np.array(row["x"] if self.kind == "packed" else row))}
 
 
-def make_files():
+def make_files() -> Any:
     """Write the files of mapped and packed data; the ranks only read them."""
     from memfit.data import pack
 
@@ -64,25 +66,25 @@ def make_files():
             pack(({"x": row} for row in rows), FOLDER / name)
 
 
-def data():
+def data() -> Any:
     train = Items(ROW.data, "train", ROW.train_mib * MIB)
     return train, Items(ROW.data, "valid", ROW.valid_mib * MIB) if ROW.validation else None
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(WIDTH, OUT)
 
-    def forward(self, x, return_loss=True):
+    def forward(self, x: Any, return_loss: Any = True) -> Any:
         return {"loss": self.layer(x).square().mean()}
 
 
-def loaders():
+def loaders() -> Any:
     """The loaders of the plain loop and of Lightning, which sets the samplers of its ranks itself."""
     found = []
     for one, shuffled in zip(data(), (True, False), strict=True):
-        sampler = None
+        sampler: Any = None
         if RANKS > 1 and ROW.loop == "plain" and one is not None:
             sampler = torch.utils.data.DistributedSampler(one, RANKS, RANK, shuffle=shuffled)
         settings = {"num_workers": ROW.workers, "persistent_workers": ROW.persistent, "sampler": sampler}
@@ -92,7 +94,7 @@ def loaders():
     return found
 
 
-def trainer():
+def trainer() -> Any:
     """transformers' Trainer."""
     train, valid = data()
     settings = TrainingArguments(
@@ -105,8 +107,8 @@ def trainer():
     return Trainer(Model(), settings, train_dataset=train, eval_dataset=valid)
 
 
-def train_plain():
-    model = Model()
+def train_plain() -> Any:
+    model: Any = Model()
     if RANKS > 1:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -124,19 +126,19 @@ def train_plain():
         torch.distributed.destroy_process_group()
 
 
-def train_lightning():
+def train_lightning() -> Any:
     class Module(lightning.LightningModule):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.model = Model()
 
-        def training_step(self, batch, _):
+        def training_step(self, batch: Any, _: Any) -> Any:
             return self.model(**batch)["loss"]
 
-        def validation_step(self, batch, _):
+        def validation_step(self, batch: Any, _: Any) -> Any:
             self.model(**batch)
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
     train, valid = loaders()
@@ -146,19 +148,19 @@ def train_lightning():
     ).fit(Module(), train, valid)  # fmt: skip
 
 
-def mark_phases():
+def mark_phases() -> Any:
     """Say which loader was begun last, in a file of this rank."""
     begin = torch.utils.data.DataLoader.__iter__
 
-    def marked(self):
+    def marked(self: Any) -> Any:
         name = getattr(self.dataset, "name", "")
         (FOLDER / f"phase.{RANK}").write_text({"train": "train", "valid": "validate"}.get(name, ""))
         return begin(self)
 
-    torch.utils.data.DataLoader.__iter__ = marked
+    torch.utils.data.DataLoader.__iter__ = marked  # type: ignore[method-assign]
 
 
-def forecast(asked):
+def forecast(asked: Any) -> Any:
     """Print what memfit forecasts of trainings with this loop, each on one node, before any of them runs."""
     global ROW, FOLDER
     for number, row, folder in asked:
@@ -167,7 +169,7 @@ def forecast(asked):
         print(json.dumps({"row": number, **forecast_one()}), flush=True)
 
 
-def forecast_one():
+def forecast_one() -> Any:
     from memfit.data import host_footprint
 
     if ROW.loop == "huggingface":
@@ -192,5 +194,6 @@ if __name__ == "__main__":
         forecast(json.loads(sys.argv[2]))
     else:
         mark_phases()
-        {"plain": train_plain, "lightning": train_lightning, "huggingface": lambda: trainer().train()}[ROW.loop]()
+        loops: dict[str, Any] = {"plain": train_plain, "lightning": train_lightning}
+        loops.get(ROW.loop, lambda: trainer().train())()
         print("trained")

@@ -61,10 +61,10 @@ def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batch
     )
     assert [(one["workers"], one["batch"]) for one in found["loaders"]] == [(2, 8), (1, 8), (0, 8), (2, 4), (2, 2)]
     parts = [one["train"]["parts"] for one in found["loaders"]]
-    assert parts[0]["workers"] == 2 * parts[1]["workers"] > parts[2]["workers"] == 0
+    assert parts[0]["workers"] > parts[1]["workers"] > parts[2]["workers"] == 0
+    assert all(one["interpreter"] > 10 << 20 for one in parts)
     assert parts[0]["batches"] > parts[1]["batches"] > parts[2]["batches"] > 0
     assert parts[0]["batches"] == pytest.approx(2 * parts[3]["batches"], rel=0.05)
-    assert found["own_bytes"] > 10 << 20 and found["mapped_bytes"] > 0
     json.dumps(found)
 
 

@@ -312,7 +312,7 @@ class EmptyTraining:
 
 def measure_empty_training(loader: Any, asked: Asked) -> EmptyTraining:
     """Measure a training of one small layer, with batches as a loader has, and workers that start like its own."""
-    made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "batch_size") else (0, 1)
+    made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "prefetch_factor") else (0, 1)
     items = min(int(items), _MOST_ITEMS)
     numbers = max(1, min(made, _MOST_MADE) // (4 * items))
     return _measure(asked.loop, asked.num_ranks > 1, method_of(loader), items, numbers, asked.modules)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from memfit.amounts import Amount
 from memfit.errors import UsageError
 from memfit.jobs import call_in_child, load_target
-from memfit.memory import Footprint, ProcReader
+from memfit.memory import Footprint
 from memfit.pipeline._contract import load_workload
 from memfit.pipeline._order import Order
 from memfit.planning import Line, Variant, list_loader_lines
 
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
 _SECONDS = 120
+#: Who runs the training, by what has been imported where the loaders are made.
+_LOOPS = {"lightning.pytorch": "lightning", "transformers.trainer": "huggingface"}
 
 
 def ask_of_loaders(
@@ -51,24 +53,20 @@ def ask_of_loaders(
 
 def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
     train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
-    lines = list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
-    what, libraries = "an interpreter that has imported what makes the loaders", Amount(facts["mapped_bytes"], "node")
-    lines.append(Line("libraries", libraries, f"{what}, once", "measured", "RSS", is_mapped=True))
-    if "interpreter" in both.parts:
-        return lines
-    return [Line("interpreter", Amount(facts["own_bytes"], "process"), what, "measured"), *lines]
+    return list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
 
 
 def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
-    """Make loaders, and return in JSON what this process held before, their numbers, and their forecasts for a node.
+    """Make loaders, and return in JSON their numbers and what the processes of a node's ranks take with them.
 
     The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
     """
-    from memfit.data import loader_footprint
+    from memfit.data import host_footprint
 
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    held, status = ProcReader().rollup(os.getpid()), ProcReader().status(os.getpid())
+    known = (loop for module, loop in _LOOPS.items() if module in sys.modules)
+    how: dict[str, Any] = {"num_ranks": num_tasks, "loop": next(known, "plain")}
     started = time.monotonic()
     with _limited(function):
         made = make(values)
@@ -83,7 +81,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
             if loaders and time.monotonic() > started + _SECONDS / 2:
                 break
             pairs = {"train": (train, None), "both": (train, valid)}
-            sizes = {name: loader_footprint(*pair, num_ranks=num_tasks).to_dict() for name, pair in pairs.items()}
+            sizes = {name: host_footprint(*pair, **how).to_dict() for name, pair in pairs.items()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     facts: dict[str, Any] = {
@@ -94,8 +92,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
     }
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
     facts["num_tasks"] = num_tasks
-    facts["own_bytes"] = held.held + held.shared_memory if held else 0
-    return facts | {"mapped_bytes": status.file if status else 0, "loaders": loaders}
+    return facts | {"loaders": loaders}
 
 
 def _batch_of(loader: Any) -> int:

@@ -150,7 +150,8 @@ def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_t
     for name, size in of_node.items():
         amount = Amount(math.ceil(size / num_tasks), "process" if name == "interpreter" else "task")
         if size:
-            yield Line(name, amount, _FORMULAS[name], "computed", can_map=name == "data")
+            how: Literal["measured", "computed"] = "computed" if name == "data" else "measured"
+            yield Line(name, amount, _FORMULAS[name], how, can_map=name == "data")
     for side, phases in (("training", ("train", "checkpoint")), ("validation", ("validate",))):
         whole = both.phases[phases[0]].private_bytes - always if phases[0] in both.phases else 0
         found = train if side == "training" else both
@@ -174,7 +175,7 @@ def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_t
                 )
     if both.shared_bytes:
         mapped = Amount(both.shared_bytes, "node")
-        yield Line("mapped data", mapped, "files that all ranks of a node map, once", "computed", is_mapped=True)
+        yield Line("mapped data", mapped, "files and libraries that a node maps, once", "computed", is_mapped=True)
 
 
 def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
