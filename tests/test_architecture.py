@@ -26,7 +26,6 @@ PATCHED = {
     "tests/data/test_append.py": {"memfit.data._versions"},
     "tests/data/test_build.py": {"memfit.data._build", "memfit.data._publish"},
     "tests/data/test_loader.py": {"memfit.data._position"},
-    "tests/data/test_loader_footprint.py": {"memfit.data._loader_footprint"},
     "tests/data/test_manifest.py": {"memfit.data._manifest"},
     "tests/data/test_measure.py": {"memfit.data._measure"},
     "tests/data/test_pickles.py": {"memfit.data._pickles"},
