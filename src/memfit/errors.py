@@ -11,6 +11,7 @@ what to *do*, as a command or a setting.
     │   ├── SplitError           2   a split that would be empty or would leak
     │   ├── MissingExtraError    2   an optional package that is not installed
     │   └── UntraceableError     2   a training step that cannot be run without its data
+    │       └── OutOfTimeError   2   a trace that takes longer than its time
     ├── DoesNotFitError          3   refused before it starts, with the arithmetic
     │   └── SampleTooLargeError  3   the smallest part of a batch does not fit
     ├── JobFailedError           4   a job of the run failed
@@ -111,6 +112,10 @@ class UntraceableError(UsageError):
         )
         error.module = module
         return error
+
+
+class OutOfTimeError(UntraceableError):
+    """A trace of a training step takes longer than its time."""
 
 
 class DoesNotFitError(MemfitError):

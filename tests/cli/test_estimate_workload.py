@@ -59,7 +59,7 @@ def here(monkeypatch):
 
 def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed(memfit, workload, tmp_path):
     done = memfit("estimate", workload, "--gpu", "24GiB", "--set", "params.num_epochs=10", "--json")
-    assert (done.exit_code, done.err) == (0, "")
+    assert done.exit_code == 0, done.err
     found = json.loads(done.out)
     assert set(found["device"]) == {"allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"}
     assert found["parts"]["weights"]["value"] == 4 * (32 * 10 + 10)

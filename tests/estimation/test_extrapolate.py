@@ -5,9 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import memfit  # noqa: E402
-from memfit.errors import UntraceableError  # noqa: E402
+from memfit.errors import OutOfTimeError, UntraceableError  # noqa: E402
 from memfit.estimation import (  # noqa: E402
-    OutOfTimeError,
     Setup,
     estimate_step,
     fit,
@@ -37,7 +36,7 @@ class Loop(torch.nn.Module):
 def step_of(batch, *, width, too_long=()):
     def make():
         if batch.shape[1] in too_long:
-            raise OutOfTimeError("the trace was not done after 0 s of CPU")
+            raise OutOfTimeError("the trace was not done after 0 s of CPU", rule="-", remedy="-")
         model = Loop(width)
         optimizer = torch.optim.AdamW(model.parameters())
 

@@ -63,7 +63,7 @@ def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batch
     parts = [one["train"]["parts"] for one in found["loaders"]]
     assert parts[0]["workers"] > parts[1]["workers"] > parts[2]["workers"] == 0
     assert all(one["interpreter"] > 10 << 20 for one in parts)
-    assert parts[0]["batches"] > parts[1]["batches"] > parts[2]["batches"] > 0
+    assert parts[0]["batches"] > parts[1]["batches"] >= parts[2]["batches"] > 0
     assert parts[0]["batches"] == pytest.approx(2 * parts[3]["batches"], rel=0.05)
     json.dumps(found)
 

@@ -84,11 +84,8 @@ def run(
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
-    --canary tries a few steps of training, one checkpoint and the start of validation, on all ranks; then it stops by
-    itself. It says what the long run is to request, or gives 3 and names the phase and the rank that ran out of memory
-    or was killed, or a phase that was not seen. It is a run of its own, of one unit. memfit's Trainer, Loop and
-    callbacks obey by themselves. Other scripts mark phases by memfit.phase("validate"), take --canary-args, and write
-    into the folder that the variable MEMFIT_CANARY names.
+    --canary tries a few steps of training, one checkpoint and a validation on all ranks, before a long run. It says
+    what to request, or gives 3 and what broke. How a script takes part: docs/commands.md.
 
     Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75 stopped, 79 a
     rank hung, 130 interrupted. A single failed command gives its own code.

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-for name in sys.argv[6:]:
+_WORDS = sys.argv if __name__ in ("__main__", "__mp_main__") else []  # a spawned worker runs it by the second name
+for name in _WORDS[6:]:
     with suppress(Exception):  # one that a program of this form cannot import is left out
         importlib.import_module(name)
 
 WIDTH, NUM_BATCHES, EPOCHS = 256, 24, 2
-BATCH, NUMBERS = (int(word) for word in sys.argv[4:6])
+BATCH, NUMBERS = (int(word) for word in _WORDS[4:6] or (1, 1))
 
 
 class Items:

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from memfit.estimation._setup import equation_of_batch as equation_of_batch
     from memfit.estimation._setup import split_batch as split_batch
     from memfit.estimation._time_limit import TIME_LIMIT as TIME_LIMIT
-    from memfit.estimation._time_limit import OutOfTimeError as OutOfTimeError
     from memfit.estimation._time_limit import limit_time as limit_time
     from memfit.estimation._time_limit import time_left as time_left
     from memfit.estimation._trace import trace as trace

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import ConfigError, MissingExtraError, UntraceableError
+from memfit.errors import ConfigError, MissingExtraError, OutOfTimeError, UntraceableError
 from memfit.estimation._allocator import Replay, replay
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._bounds import bound_device, bound_load
@@ -19,7 +19,7 @@ from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
-from memfit.estimation._time_limit import TIME_LIMIT, OutOfTimeError, limit_time, share_time
+from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

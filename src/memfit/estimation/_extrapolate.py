@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from memfit.errors import UntraceableError
+from memfit.errors import OutOfTimeError, UntraceableError
 from memfit.estimation._allocator import MIN_BLOCK, Replay
 from memfit.estimation._events import PARTS, Part, Peak, Phase, Trace
 from memfit.estimation._interval import Interval
-from memfit.estimation._time_limit import OutOfTimeError, limit_seconds, share_time, time_left
+from memfit.estimation._time_limit import limit_seconds, out_of_time, share_time, time_left
 from memfit.units import format_bytes
 
 #: The share of the time that is left for the first trace of a size: a size that does not shorten a trace uses it up.
@@ -88,7 +88,7 @@ def extrapolate(
             continue
         return _continue_to(size, samples)
     tried = f"smaller {' or '.join(names)} took too long, too" if names else "its batch and its length are fixed"
-    raise OutOfTimeError(f"the trace was not done after {limit_seconds():.0f} s of CPU, and {tried}")
+    raise out_of_time(f"the trace was not done after {limit_seconds():.0f} s of CPU, and {tried}")
 
 
 def _sample(size: Size, run: Callable[[Callable[[], Any]], tuple[Trace, Replay]]) -> list[_Sample]:
@@ -108,7 +108,7 @@ def _sample(size: Size, run: Callable[[Callable[[], Any]], tuple[Trace, Replay]]
     largest = int(min((time_left() * _PLANNED - 2 * fixed) / (1.5 * slope), size.full // 2))
     for number in (largest // 2, largest):
         if number <= found[-1].size:
-            raise OutOfTimeError(f"{size.name} of {2 * first} take {high.seconds:.0f} s of CPU already")
+            raise out_of_time(f"{size.name} of {2 * first} take {high.seconds:.0f} s of CPU already")
         try:
             found.append(sample(number))
         except OutOfTimeError:

@@ -8,24 +8,21 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from memfit.errors import UntraceableError
+from memfit.errors import OutOfTimeError
 
 #: Seconds of CPU that all traces of one answer may take; torch, the model and the formula need some more.
 TIME_LIMIT = 50.0
 _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf, math.inf))
 
 
-class OutOfTimeError(UntraceableError):
-    """A trace that takes longer than its time."""
-
-    def __init__(self, what: str) -> None:
-        """Say ``what`` took too long, and what to do."""
-        super().__init__(
-            what,
-            rule="a trace runs every operation of two training steps; a loop over time steps has many. "
-            "One that takes too long is made at smaller sizes of the batch or the length, and extrapolated.",
-            remedy="allow more: --time-limit 1800; or shorten the sequences",
-        )
+def out_of_time(what: str) -> OutOfTimeError:
+    """Return the error that says ``what`` took too long, and what to do."""
+    return OutOfTimeError(
+        what,
+        rule="a trace runs every operation of two training steps; a loop over time steps has many. "
+        "One that takes too long is made at smaller sizes of the batch or the length, and extrapolated.",
+        remedy="allow more: --time-limit 1800; or shorten the sequences",
+    )
 
 
 @contextlib.contextmanager
@@ -63,4 +60,4 @@ def check_time(until: float = math.inf) -> None:
     """Raise `OutOfTimeError` if the time is over, or the process's CPU time is past ``until``."""
     end, seconds = _limit.get()
     if time.process_time() >= min(end, until):
-        raise OutOfTimeError(f"the trace was not done after {seconds:.0f} s of CPU")
+        raise out_of_time(f"the trace was not done after {seconds:.0f} s of CPU")

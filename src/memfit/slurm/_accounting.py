@@ -235,7 +235,7 @@ def parse_request(text: str) -> Amount | None:
     A bare number is MiB. Measured on Slurm 22.05: two nodes with ``--mem=300M`` show ``600M``.
 
     >>> parse_request("4Gn"), parse_request("2Gc")
-    (Amount(bytes=4294967296, per='node'), Amount(bytes=2147483648, per='cpu'))
+    (Amount(bytes=4294967296, per='node', place='host'), Amount(bytes=2147483648, per='cpu', place='host'))
     >>> parse_request("600M").per
     'job'
     """

@@ -37,7 +37,7 @@ def parse_shapes(lines: Sequence[str]) -> list[Row]:
         >>> text = "JobId=2 JobName=a b\\n   NumNodes=2 NumTasks=4\\n   MinMemoryNode=300M MinTmpDiskNode=0"
         >>> job = parse_shapes(text.splitlines())[0]
         >>> job.num_tasks, job.request
-        (4, Amount(bytes=314572800, per='node'))
+        (4, Amount(bytes=314572800, per='node', place='host'))
     """
     return [_job(found) for found in _blocks(lines, "JobId")]
 
