@@ -100,6 +100,10 @@ def test_a_kept_plan_stands_beside_what_its_run_took_and_the_next_counts_with_th
     assert peak["error"] == pytest.approx(peak["forecast_bytes"] / peak["measured_bytes"] - 1)
     text = memfit("compare", "plan.json", "held").out
     assert "train: host, validate" in text and "%" in text
+    for content in ('{"stages": 3}', '{"stages": [{"name": "train", "forecast": {"layout": 1}}]}', '{"other": 1}'):
+        (tmp_path / "other.json").write_text(content)
+        refused = memfit("compare", "other.json", "held")
+        assert refused.exit_code == 2 and "other.json is no plan" in refused.err
     [stage] = json.loads(memfit("run", "config.yaml", "--plan", "--new", "--json").out)["stages"]
     assert max(stage["forecast"]["phases"].values()) == pytest.approx(peak["measured_bytes"], abs=2)
     four = json.loads(memfit("run", "config.yaml", "--plan", "--new", "--json", "--nproc", "4").out)["stages"][0]

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
@@ -31,6 +31,9 @@ from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.training import Longest
 
 #: Which batch of a loader is traced, by the finding of ``memfit.training.find_longest``.
 _WHICH = {
@@ -266,9 +269,15 @@ def estimate_in_child(
                 remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
                 "--time-limit, or measure a run on the device",
             ) from error
-        footprint = _footprint(loader)
-        panel_bytes, read = sum(panel.nbytes for panel in _panels(context)), _data_text(context)
-    size = format_bytes(longest.num_bytes)
+        facts = _describe_data(context, loader, longest)
+    absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
+    return found | absent | {"notes": [*found["notes"], *warned], **facts}
+
+
+def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
+    """Return what the longest batch, the panels and the loader of a stage take, as parts of an estimate."""
+    footprint, size = _footprint(loader), format_bytes(longest.num_bytes)
+    panel_bytes, read = sum(panel.nbytes for panel in _panels(context)), _data_text(context)
     batches = f"a batch {size} for each that is ready"
     if footprint is not None:
         batches = f"the loader {format_bytes(footprint.private_bytes)} in the training's process"
@@ -280,6 +289,5 @@ def estimate_in_child(
         "num_batches_seen": longest.num_seen,
         "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n{beside}",
     }
-    absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
     loader_facts = footprint.to_dict() if footprint is not None else None
-    return found | absent | {"notes": [*found["notes"], *warned], "data": data, "host": host | {"loader": loader_facts}}
+    return {"data": data, "host": host | {"loader": loader_facts}}

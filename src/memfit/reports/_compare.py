@@ -131,8 +131,8 @@ def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
         run: The run. Where its jobs have another number of ranks on a node, one rank of each is compared.
 
     Raises:
-        UsageError: If there is no such file, or the run has no measured job of a stage that was planned.
-        DamagedError: If the file is no plan.
+        UsageError: If there is no such file, it is no plan, or the run has no measured job of a stage that was planned.
+        DamagedError: If the file is no JSON.
     """
     found = read_json(file)
     if found is None:
@@ -141,14 +141,15 @@ def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
             rule="a plan is the file of: memfit run CONFIG --plan --out plan.json.",
             remedy="name such a file, or a run's own plan.json",
         )
-    stages = found["stages"] if "stages" in found else [{"name": None, "footprint": found.get("footprint")}]
-    lines = []
-    for stage in stages:
-        jobs = [one for one in read(run).jobs.values() if one.footprint and stage["name"] in (None, one.stage)]
-        if jobs and (stage.get("footprint") or stage.get("forecast")):
-            job = max(jobs, key=lambda one: (one.footprint or {})["private_bytes"])
-            measured = Footprint.from_dict(job.footprint or {})
-            lines += [{"job": job.id} | line for line in _against(stage, measured, max(1, len(job.ranks)))]
+    jobs = [one for one in read(run).jobs.values() if one.footprint]
+    try:
+        lines = list(_list_lines(found, jobs))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{file} is no plan: {type(error).__name__}: {error}.",
+            rule="a plan is the file of: memfit run CONFIG --plan --out plan.json.",
+            remedy="make it again with this version of memfit",
+        ) from error
     if not lines:
         raise UsageError(
             f"no job of {run.path} was measured that {file} has a forecast of.",
@@ -156,6 +157,16 @@ def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
             remedy="compare it with a run of the config that was planned",
         )
     return {"plan": str(file), "run": str(run.path), "lines": lines}
+
+
+def _list_lines(plan: Mapping[str, Any], jobs: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of each stage of a plan that has a forecast, beside its largest measured job."""
+    for stage in plan["stages"] if "stages" in plan else [{"name": None, "footprint": plan["footprint"]}]:
+        own = [one for one in jobs if stage["name"] in (None, one.stage)]
+        if own and (stage.get("footprint") or stage.get("forecast")):
+            job = max(own, key=lambda one: one.footprint["private_bytes"])
+            found = Footprint.from_dict(job.footprint)
+            yield from ({"job": job.id} | line for line in _against(stage, found, max(1, len(job.ranks))))
 
 
 def _against(stage: Mapping[str, Any], measured: Footprint, num_ranks: int) -> Iterator[dict[str, Any]]:
