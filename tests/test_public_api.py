@@ -2,11 +2,17 @@
 
 import doctest
 import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import memfit
 
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
     "Budget",
     "Footprint",
@@ -63,3 +69,20 @@ def test_every_public_method_of_a_public_class_is_documented(name):
 def test_an_unknown_name_is_an_attribute_error_that_names_it():
     with pytest.raises(AttributeError, match="'Buget'"):
         _ = memfit.Buget
+
+
+@pytest.mark.slow
+def test_the_page_of_public_names_is_as_the_packages_are():
+    done = subprocess.run([sys.executable, ROOT / "tools/list_names.py"], capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "docs/api.md").read_text(), "write it anew: python tools/list_names.py > docs/api.md"
+
+
+def test_each_package_has_a_promise():
+    page = (ROOT / "docs/api.md").read_text()
+    packages = [path.parent.name for path in (ROOT / "src/memfit").glob("*/__init__.py")]
+    assert [name for name in packages if f"### `memfit.{name}`" not in page] == []
+
+
+def test_the_changelog_begins_with_the_version_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version

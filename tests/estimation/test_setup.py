@@ -1,5 +1,6 @@
 """A setup: what is trained how, as values that can be sent to another process."""
 
+import inspect
 import json
 from dataclasses import asdict, fields
 
@@ -36,5 +37,5 @@ def test_a_setup_that_contradicts_itself_is_refused(given, said):
 
 
 def test_every_field_is_described():
-    described = (Setup.__doc__ or "").split("Attributes:")[1]
-    assert [one.name for one in fields(Setup) if f"        {one.name}: " not in described] == []
+    described = (inspect.getdoc(Setup) or "").split("Attributes:")[1]
+    assert [one.name for one in fields(Setup) if f"\n    {one.name}: " not in described] == []

@@ -92,6 +92,8 @@ class _Verbs(TyperGroup):
             verb = load_verb(cmd_name)
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None
+        elif ctx.resilient_parsing:  # a shell that completes a line
+            return None
         else:
             near = nearest(cmd_name, self.list_commands(ctx))
             raise UsageError(
@@ -126,7 +128,6 @@ app = typer.Typer(
     help="Training that fits: plan, run, recover and explain the memory of PyTorch jobs.\n\n"
     "Begin with: memfit budget, then memfit run -- python train.py",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
