@@ -45,6 +45,13 @@ def test_a_document_that_shows_what_happens_passes(tmp_path: Path, lines: list[s
     assert "1 blocks run, 0 skipped, 0 places differ" in done.stdout
 
 
+def test_a_block_that_is_a_file_is_written_and_not_run(tmp_path: Path) -> None:
+    file = "<!-- file: half.py -->\n```python\nprint(1 /\n```\n"
+    done = check(tmp_path, file + console("$ cat half.py", "print(1 /"))
+    assert done.returncode == 0 and "1 blocks run, 0 skipped, 0 places differ" in done.stdout, done.stdout
+    assert "'../a.py' is no name of a file" in check(tmp_path, file.replace("half.py", "../a.py")).stdout
+
+
 @pytest.mark.parametrize(
     ("lines", "told"),
     [

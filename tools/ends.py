@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = {"oldest": "3.11", "newest": "3.13"}
 EXTRAS = ("torch", "estimate", "huggingface", "lightning", "accelerate", "hpo")
-TEST_TOOLS = ("pytest>=8.2", "pytest-timeout", "pytest-xdist", "hypothesis")
+TEST_TOOLS = ("pytest>=8.2", "pytest-timeout", "pytest-xdist", "hypothesis", "pandas", "scipy")
 #: What needs packages of other extras, or looks at the repository's own environment.
 LEFT_OUT = ("benchmarks", "conformance", "examples", "finance", "forecaster", "workloads", "gpus", "slurm", "vm")
 
@@ -46,7 +46,7 @@ def main() -> int:
     if not python.exists():
         subprocess.run([f"python{PYTHONS[given.end]}", "-m", "venv", python.parent.parent], check=True)
     pins = floors() if given.end == "oldest" else []
-    upgrade = ["--upgrade"] if given.end == "newest" else []
+    upgrade = ["--upgrade", "--upgrade-strategy=eager"] if given.end == "newest" else []
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *upgrade]
     subprocess.run([*pip, "-e", f"{ROOT}[{','.join(EXTRAS)}]", *pins, *TEST_TOOLS], check=True)
     tests = [path for path in sorted((ROOT / "tests").iterdir()) if path.name not in LEFT_OUT]

@@ -13,6 +13,7 @@ compared. The line before a block's fence may say how the block is to be taken:
     <!-- exit: 2 -->       the block's last command exits with 2
     <!-- skip: reason -->  the block is not run, and the reason is printed
     <!-- numbers: vary --> a number in the block's output stands for any number: times, sizes, names of runs
+    <!-- file: NAME -->    the block, in any language, is not run: it is written to that file of the scratch folder
 
 A ``bash``, ``sh`` or ``shell`` block is an error unless it is skipped: what nobody runs goes stale.
 
@@ -43,7 +44,7 @@ LIMIT_SECONDS = 600
 NOT_LINKED = frozenset({"runs", "panels", "build", "dist"})
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,}) *(?P<language>[\w+-]*)")
-_DIRECTIVE = re.compile(r"\s*<!--\s*(?P<word>exit|skip|numbers):\s*(?P<value>.*?)\s*-->\s*")
+_DIRECTIVE = re.compile(r"\s*<!--\s*(?P<word>exit|skip|numbers|file):\s*(?P<value>.*?)\s*-->\s*")
 #: A number with its sign of order: 0.4, 21:00:35, 2026-11-23; and the name of a run.
 _NUMBER = re.compile(r"(?<=run_)\d+_\d+_[0-9a-f]+|\d+(?:[.:-]\d+)*")
 _SHELLS = frozenset({"bash", "sh", "shell", "zsh"})
@@ -58,6 +59,7 @@ class Block:
     line: int
     exit_status: int = 0
     skip: str | None = None
+    file: str | None = None
     numbers_vary: bool = False
 
 
@@ -104,6 +106,10 @@ def _block(language: str, body: tuple[str, ...], line: int, directive: re.Match[
         if not directive["value"].isdigit():
             raise DocumentError(f"line {line - 2}: '{directive['value']}' is no exit status")
         return Block(language, body, line, exit_status=int(directive["value"]))
+    if directive["word"] == "file":
+        if Path(directive["value"]).name != directive["value"]:
+            raise DocumentError(f"line {line - 2}: '{directive['value']}' is no name of a file")
+        return Block(language, body, line, file=directive["value"])
     if directive["word"] == "numbers":
         if directive["value"] != "vary":
             raise DocumentError(f"line {line - 2}: numbers can only vary")
@@ -250,6 +256,9 @@ def check_file(path: Path, root: Path = ROOT) -> int:
         scratch(root, folder)
         for block in blocks:
             found: Iterator[tuple[int, str]] = iter(())
+            if block.file is not None:
+                (folder / block.file).write_text("\n".join((*block.lines, "")))
+                continue
             if block.language not in {"console", "python", "pycon", *_SHELLS}:
                 continue
             if block.skip is not None:

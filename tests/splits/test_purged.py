@@ -261,12 +261,11 @@ def test_a_date_array_given_as_x_is_taken_as_the_dates_and_other_arrays_only_by_
 def test_dates_may_be_days_strings_or_date_objects(unit: str) -> None:
     days = np.arange("2024-01-01", "2024-01-21", dtype="datetime64[D]")
     expected = PurgedKFold(4, purged_size=2).describe(range(20))
-    ends = (days + 2).astype(f"datetime64[{unit}]")
-    assert PurgedKFold(4, label_end=ends).describe(days) == expected
-    assert PurgedKFold(4, label_end=(days + 2).astype(str)).describe(range(20), groups=days.astype(str)) == expected
-    assert PurgedKFold(4, label_end=(days + 2).astype(object)).describe(range(20), groups=days.astype(object)) == (
-        expected
-    )
+    later = days + np.timedelta64(2, "D")
+    assert PurgedKFold(4, label_end=later.astype(f"datetime64[{unit}]")).describe(days) == expected
+    for kind in (str, object):
+        given = PurgedKFold(4, label_end=later.astype(kind)).describe(range(20), groups=days.astype(kind))
+        assert given == expected
 
 
 def test_rows_without_a_date_are_refused() -> None:

@@ -384,13 +384,18 @@ def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any])
             remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
         )
     common = np.result_type(dates, ends)
-    columns = tuple(column.astype(common, copy=False) for column in (dates, distinct, ends))
-    for given, column in zip((dates, distinct, ends), columns, strict=True):
-        # numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816.
-        if given.dtype != common and (column.astype(given.dtype) != given).any():
-            raise SplitError(
-                f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
-                rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
-                remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
-            )
+    given = (dates, distinct, ends)
+    try:
+        columns = tuple(column.astype(common, copy=False) for column in given)
+        # Before 2.5, numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816.
+        both = zip(given, columns, strict=True)
+        fits = all(old.dtype == common or (new.astype(old.dtype) == old).all() for old, new in both)
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise SplitError(
+            f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
+            rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
+            remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
+        )
     return columns
