@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults bench-host-plan clean
+.PHONY: help install demo test test-fast test-long test-vm test-ends times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults bench-host-plan clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ times: ## print where the seconds of the last make test went, by file (ARGS="--t
 mutants: install ## change ten core modules in one place at a time; how many changes their own tests see (ARGS="memory/_admission")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
+test-ends: ## run the fast tests with the oldest or the newest Python, torch and frameworks (ARGS=oldest or ARGS=newest)
+	$(PYTHON) tools/ends.py $(ARGS)
+
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
 
@@ -74,7 +77,7 @@ check-code: install
 
 # What a user meets first is checked with every change; the others with make test-long.
 DOCS := README.md docs/quickstart.md docs/folds.md docs/commands.md docs/stages.md docs/training.md docs/data.md
-DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md src/memfit_workloads/recipes/README.md
+DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/your-script.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md src/memfit_workloads/recipes/README.md
 
 check-docs: install
 	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py
@@ -89,6 +92,7 @@ docs: install ## build the documents as a site in build/site
 	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' README.md > build/docs/index.md
 	sed -i -E 's#\(\.\./src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' build/docs/*.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
+	sed 's#(docs/#(#g' CHANGELOG.md > build/docs/CHANGELOG.md
 	$(BIN)/zensical build --clean --strict
 
 format: install ## format the code and fix what the linter can fix
