@@ -92,7 +92,7 @@ docs: install ## build the documents as a site in build/site
 	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' README.md > build/docs/index.md
 	sed -i -E 's#\(\.\./src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' build/docs/*.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
-	sed 's#(docs/#(#g' CHANGELOG.md > build/docs/CHANGELOG.md
+	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' CHANGELOG.md > build/docs/CHANGELOG.md
 	$(BIN)/zensical build --clean --strict
 
 format: install ## format the code and fix what the linter can fix

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = {"oldest": "3.11", "newest": "3.13"}
 EXTRAS = ("torch", "estimate", "huggingface", "lightning", "accelerate", "hpo")
-TEST_TOOLS = ("pytest>=8.2", "pytest-timeout", "pytest-xdist", "hypothesis", "pandas", "scipy")
+TEST_TOOLS = ("pytest>=8.2", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy")
 #: What needs packages of other extras, or looks at the repository's own environment.
 LEFT_OUT = ("benchmarks", "conformance", "examples", "finance", "forecaster", "workloads", "gpus", "slurm", "vm")
 

@@ -207,10 +207,7 @@ class _Tally:
 
     def _width(self) -> int:
         """Return the bytes of a number: pandas has none for a missing integer or truth value."""
-        try:
-            kind = np.dtype(self.type.to_pandas_dtype())
-        except NotImplementedError:
-            return _POINTER
+        kind = pa.array([], self.type).to_numpy(zero_copy_only=False).dtype
         return kind.itemsize if not self.nulls or kind.kind in "fmM" else _POINTER
 
     def _category_bytes(self, distinct: int) -> int:

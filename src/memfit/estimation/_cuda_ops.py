@@ -26,9 +26,8 @@ from memfit.estimation._recurrent import RECURRENT, run_recurrent
 
 _aten = torch.ops.aten
 
-_MATRIX_PRODUCTS = frozenset(
-    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm")
-)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm")  # the last one from torch 2.8 on
+_MATRIX_PRODUCTS = frozenset(getattr(_aten, name).default for name in _PRODUCTS if hasattr(_aten, name))
 
 #: ATen/native/cudnn/Conv_v8.cpp: workspaces of all plans are tried, as large as fits, and the cache is emptied then.
 _BENCHMARK = (
