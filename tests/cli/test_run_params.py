@@ -113,6 +113,8 @@ def test_what_is_tight_ends_with_3_in_a_plan_and_in_a_run_unless_it_is_accepted(
 
 
 def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfit, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(memfit("run", "--help").out.splitlines()) <= 60
     monkeypatch.setenv("COLUMNS", "100")
     text = memfit("run", "--help").out
     flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"

@@ -54,12 +54,8 @@ class RunFlags(Flags):
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
     out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
-    check_files: Annotated[
-        bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
-    ] = False
-    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase before a long run, and stop.")] = (
-        False
-    )
+    check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
+    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop.")] = False
     canary_args: Annotated[Text, Option(help="What a canary adds to the command.", metavar="'WORDS'")] = None
 
 

@@ -18,7 +18,7 @@ from memfit.errors import ConfigError
 Text = str | None
 Set = Annotated[
     list[str] | None,
-    Option("--set", help="Change a setting, such as memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
+    Option("--set", help="Change a setting: memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
 AcceptTight = Annotated[bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory.")]
 
@@ -28,9 +28,7 @@ class Output:
     """How a run is shown."""
 
     quiet: Annotated[bool, Option("--quiet", "-q", help="Print only failures and the summary.")] = False
-    verbose: Annotated[bool, Option("--verbose", help="Also show waits, forecasts, OOM kills, memory of epochs.")] = (
-        False
-    )
+    verbose: Annotated[bool, Option("--verbose", help="Also show waits, forecasts, OOM kills, epochs.")] = False
     as_json: AsJson = False
 
 
@@ -40,7 +38,7 @@ class Flags(Output):
 
     param: Annotated[
         list[str] | None,
-        Option(help='Values of {fold} in the command: fold=1..5, fold=1,3 or fold="a,b".', metavar="NAME=VALUES"),
+        Option(help="Values of {fold}, such as fold=1..5 or fold=1,3.", metavar="NAME=VALUES"),
     ] = None
     param_file: Annotated[Path | None, Option(help="A CSV file: each row is a combination.", metavar="CSV")] = None
     plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many fit.")] = False
@@ -49,7 +47,7 @@ class Flags(Output):
     ] = None
     memory: Annotated[
         Text,
-        Option(help="Expected peak of one job until it is measured; {name}: a parameter.", metavar="SIZE"),
+        Option(help="Expected peak of one job; {name}: a parameter.", metavar="SIZE"),
         "memory.job",
     ] = None
     num_gpus: Annotated[Text, Option(help="GPUs of each job. It sees no others.", metavar="N"), "memory.num_gpus"] = (
@@ -62,13 +60,11 @@ class Flags(Output):
         Text, Option(help="Processes (ranks) of each job, as of torchrun.", metavar="N"), "resources.ranks"
     ] = None
     backend: Annotated[
-        Text, Option(help="Run jobs on this host, or as job arrays of Slurm.", metavar="local|slurm"), "backend"
+        Text, Option(help="Run jobs here, or as job arrays of Slurm.", metavar="local|slurm"), "backend"
     ] = None
     limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
     reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE"), "memory.reserve"] = None
-    retries: Annotated[
-        Text, Option(help="Restarts of a job that was killed or ran out of memory.", metavar="N"), "retries"
-    ] = None
+    retries: Annotated[Text, Option(help="Restarts after a kill or an out-of-memory.", metavar="N"), "retries"] = None
     on_failure: Annotated[
         Text,
         Option(help="After a failure: stop all jobs, or continue.", metavar="stop|continue"),
@@ -80,7 +76,7 @@ class Flags(Output):
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
     grace: Annotated[
         Text,
-        Option(help="Time to save a checkpoint before a stopped job is killed.", metavar="SECONDS"),
+        Option(help="Time to save before a stopped job is killed.", metavar="SECONDS"),
         "grace_seconds",
     ] = None
     accept_tight: AcceptTight = False
