@@ -60,6 +60,7 @@ class JobState:
         told: What the supervisor said of it last, as in ``StageState.units``; empty where it said nothing.
         own: The state in its own files; ``pending`` also for one that ended and is queued again.
         seconds: How long it has run, or ran, in this attempt; None before its start.
+        earlier_seconds: How long its earlier attempts ran.
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
         forecast_bytes: What it had reserved when it started.
         epochs_done: How many epochs it has done, the part of the present one included.
@@ -93,6 +94,7 @@ class JobState:
     node: str = ""
     ranks: Sequence[Mapping[str, Any]] = ()
     seconds: float | None = None
+    earlier_seconds: float = 0.0
     reserved_bytes: int | None = None
     forecast_bytes: int | None = None
     epochs_done: float = 0.0
@@ -122,7 +124,9 @@ class JobState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
-        plain = "stage params state seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        plain = (
+            "stage params state seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        )
         found = {"job": self.id, **{name: getattr(self, name) for name in plain.split()}}
         if self.ranks:
             found["ranks"] = [dict(one) for one in self.ranks]
