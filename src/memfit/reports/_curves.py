@@ -102,11 +102,13 @@ def _read_log(run: RunDir, job: str) -> Iterator[tuple[str, float, float, bool]]
                     yield one["name"].lower(), at, float(one["value"]), epoch is None
 
 
-def draw_curves(curves: Curves, state: RunState, first: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a chart for each metric, a curve for each job, those of the jobs ``first`` in colour at any rate."""
-    jobs = [*dict.fromkeys([*(job for job in first if job in curves.jobs), *curves.jobs])][:_MOST_LINES]
-    colours = {job: COLOURS[at] if at < _MOST_COLOURS else COLOURS[-1] for at, job in enumerate(jobs)}
-    is_crowd, have_both = len(jobs) > _MOST_COLOURS, False
+def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a chart for each metric with a curve for each job; a trial has one colour, the ``ranked`` come first."""
+    of = {job: job.partition(".")[0] if ranked else job for job in curves.jobs}
+    order = list(dict.fromkeys([*(one for one in ranked if one in of.values()), *of.values()]))
+    colours = {one: COLOURS[min(at, _MOST_COLOURS)] for at, one in enumerate(order)}
+    jobs = sorted(of, key=lambda job: order.index(of[job]))[:_MOST_LINES]
+    is_crowd, have_both = len(order) > _MOST_COLOURS, False
     charts = []
     metrics = sorted(curves.values, key=lambda metric: metric != "loss")
     for metric in metrics[:_MOST_CHARTS]:
@@ -118,15 +120,15 @@ def draw_curves(curves: Curves, state: RunState, first: Sequence[str] = ()) -> I
             for is_training in (False, True):
                 if points := own.get((job, is_training)):
                     part = (" training" if is_training else " validation") if both else ""
-                    faint = is_crowd and colours[job] == COLOURS[-1]
-                    places = sorted(points.items())
-                    lines.append(Line(f"{state.name(job)}{part}", colours[job], places, both and is_training, faint))
+                    colour, places = colours[of[job]], sorted(points.items())
+                    faint = colour == COLOURS[-1]
+                    lines.append(Line(f"{state.name(job)}{part}", colour, places, both and is_training, faint))
         along = "step" if curves.by_step else "epoch"
         charts.append(draw_lines(lines, f"{metric} of each job by {along}", title=metric, along=along))
     if not charts:
         return
-    named = [(state.name(job), colour) for job, colour in colours.items() if colour != COLOURS[-1]]
-    yield legend([*named, (f"{len(jobs) - len(named)} others", COLOURS[-1])] if is_crowd else named)
+    named = [(state.name(one), colour) for one, colour in colours.items() if colour != COLOURS[-1]]
+    yield legend([*named, (f"{len(order) - len(named)} others", COLOURS[-1])] if is_crowd else named)
     yield f'<div class="charts">{"".join(charts)}</div>'
     notes = ["Dashed: training; solid: validation."] if have_both else []
     notes += ["Read from the lines of the logs."] if curves.is_from_logs else []

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.rundir import Event, JobState, RunDir
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_duration
 
 T = TypeVar("T")
 #: What is read of a log to find its last counter.
@@ -116,6 +116,12 @@ def is_number(value: object) -> bool:
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among what a job returned."""
     return {name: value for name, value in result.items() if is_number(value)}
+
+
+def explain_time(job: JobState) -> str:
+    """Return how long a job ran, and how long its earlier attempts did, such as ``22.1s + 33.0s``."""
+    text = or_dash(job.seconds, format_duration)
+    return f"{text} + {format_duration(job.earlier_seconds)}" if job.earlier_seconds else text
 
 
 def sizes_of(job: JobState) -> tuple[str, str, str]:

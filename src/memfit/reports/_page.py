@@ -59,14 +59,14 @@ _CSS = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem}
 @media(prefers-color-scheme:dark){:root{--bad:#ff8a80}}
 h1{font-size:1.5rem;margin:0}
-h1,.note,td{overflow-wrap:anywhere}
+h1,.note{overflow-wrap:anywhere}
 h3{font-size:1rem;margin:.8rem 0 .2rem}
-td{min-width:5.5rem}
-.number{min-width:0;overflow-wrap:normal}
+td{max-width:24rem;overflow-wrap:break-word}
 h2{font-size:1.1rem;margin:2.2rem 0 .4rem}
 p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
+table:has(th:nth-child(2):last-child){width:auto;min-width:min(100%,22rem)}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
@@ -78,7 +78,7 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;ve
 pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
 .note{opacity:.7}
 .failed{color:var(--bad);font-weight:600}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto;margin-bottom:.8rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
 .small{display:none}
@@ -86,6 +86,7 @@ pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
 body{margin:1rem auto;padding:0 .6rem}
 h1{font-size:1.2rem}
 .large{display:none}.small{display:block}
+table{font-size:13px}
 th,td{padding:.3rem .4rem}
 meter{display:block;margin:0 0 0 auto}
 }
@@ -210,13 +211,19 @@ def _facts(seen: _Seen) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:
-    """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
+    """Return a table whose columns behind the first ``num_words`` hold numbers.
+
+    A long one is folded, and a column of words that are all empty is left out.
+    """
 
     def line(cells: Sequence[_Cell], tag: str) -> str:
         kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
         pairs = zip(kinds, cells, strict=True)
         return f"<tr>{''.join(f'<{tag}{kind}>{_cell(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
 
+    shown = [at for at in range(len(headings)) if at >= num_words or any(cells[at] for cells in rows)]
+    num_words = sum(at < num_words for at in shown)
+    headings, rows = [headings[at] for at in shown], [[cells[at] for at in shown] for cells in rows]
     lines = "".join(line(cells, "td") for cells in rows)
     table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
     if len(rows) <= _MOST_LINES:
@@ -240,8 +247,8 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
         params = dict(explain_params(one["params"]))
         numbers: list[_Cell] = [value, or_dash(one["seconds"] or None, format_duration)]
         numbers += [or_dash(one[key] or None, format_bytes) for key in sizes.values()]
-        rows.append((one["trial"], one["state"], one["cause"], *(params.get(name, "-") for name in names), *numbers))
-    yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3, what="trials")
+        rows.append((one["trial"], one["state"], one["cause"], *numbers, *(params.get(name, "-") for name in names)))
+    yield _table(("trial", "state", "why", study["number"], "time", *sizes, *names), rows, num_words=3, what="trials")
     if settings := study["refused"]["settings"]:
         words = [
             (name.removeprefix("params."), *(explain_region(one[key]) for key in ("refused", "accepted")))
@@ -272,9 +279,11 @@ def _learned(seen: _Seen) -> Iterator[str]:
     if not curves.values:
         return
     study = seen.summary.get("study") or {}
-    best = f"{study['best']['trial']}." if study.get("best") else ""
+    sign = -1 if study.get("direction") == "maximize" else 1
+    done = [one for one in study.get("trials", ()) if one["value"] is not None]
+    ranked = [one["trial"] for one in sorted(done, key=lambda one: sign * one["value"])]
     yield "<h2>Learning curves</h2>"
-    yield from draw_curves(curves, seen.state, [job for job in curves.jobs if best and job.startswith(best)])
+    yield from draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())])
     headings, rows = last_values(curves, seen.state)
     yield f"<details><summary>last values</summary>{_table(headings, rows, num_words=1)}</details>"
 

@@ -243,14 +243,15 @@ class RunState:
     def left(self, stage: str) -> tuple[int, float | None]:
         """How many units of a stage are not done yet, and how long they take, as units took so far.
 
-        The seconds are None while no unit is done, or when nothing is left.
+        The seconds are None when nothing is left, and while no unit is done, unless all others run and know their end.
         """
         own = [job for job in self.jobs.values() if job.stage == stage]
         running = [job for job in own if job.state == "running"]
         waiting = sum(state == "waiting" for state in self.units.get(stage, {}).values())
         took = [job.seconds for job in own if job.own == "completed" and job.seconds is not None]
         if not took or not (running or waiting):
-            return waiting + len(running), None
+            ends = [job.eta_seconds for job in running if job.eta_seconds is not None]
+            return waiting + len(running), max(ends) if ends and len(ends) == len(running) and not waiting else None
         mean = statistics.fmean(took)
         left = [job.eta_seconds or max(0.0, mean - (job.seconds or 0.0)) for job in running]
         at_once = len(running) or max(1, self.most_at_once)
