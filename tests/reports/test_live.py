@@ -378,7 +378,7 @@ def test_without_a_table_a_line_tells_after_a_silence_what_runs_and_what_others_
     tick()
     assert len(shown.lines) - num == int(is_told)
     if is_told:
-        assert "cmd_0001 fold=1 lr=1e-3: train; 2 wait (it needs 300.0 MiB)" in shown.lines[-1]
+        assert ": cmd_0001 fold=1 lr=1e-3 train; 2 wait (it needs 300.0 MiB)" in shown.lines[-1]
         monkeypatch.setattr("time.monotonic", lambda: now + silent + 19)
         tick()
         assert len(shown.lines) - num == 1, "the next one comes after twice as long"

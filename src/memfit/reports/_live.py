@@ -325,13 +325,13 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
     for job in state.running[:_MOST_TOLD]:
         left = f", about {format_duration(job.eta_seconds, short=True)} left" if job.eta_seconds else ""
         does = "waits for memory" if job.stalled else _share_done(job) or what_it_does(job, state.run)
-        parts.append(f"{job.name}: {does}{_epochs(job)}{left}")
+        parts.append(f"{job.name} {does}{_epochs(job)}{left}")
     if (more := len(state.running) - _MOST_TOLD) > 0:
         parts.append(f"{more} more run")
     if waiting := state.counts.get("waiting"):
         why = f" ({waits_for})" if waits_for else ""
         parts.append(f"{waiting} wait{'s' if waiting == 1 else ''}{why}")
-    return f"{format_duration(state.wall_seconds, short=True)}  {'; '.join(parts) or 'no job runs yet'}"
+    return f"after {format_duration(state.wall_seconds, short=True)}: {'; '.join(parts) or 'no job runs yet'}"
 
 
 def _has_output(state: RunState, seconds: float) -> bool:

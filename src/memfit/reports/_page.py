@@ -213,7 +213,7 @@ def _facts(seen: _Seen) -> str:
 def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:
     """Return a table whose columns behind the first ``num_words`` hold numbers.
 
-    A long one is folded, and a column of words that are all empty is left out.
+    A long one is folded, and a column in which no row has anything is left out.
     """
 
     def line(cells: Sequence[_Cell], tag: str) -> str:
@@ -221,7 +221,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_word
         pairs = zip(kinds, cells, strict=True)
         return f"<tr>{''.join(f'<{tag}{kind}>{_cell(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
 
-    shown = [at for at in range(len(headings)) if at >= num_words or any(cells[at] for cells in rows)]
+    shown = [at for at in range(len(headings)) if any(cells[at] not in ("", "-") for cells in rows)]
     num_words = sum(at < num_words for at in shown)
     headings, rows = [headings[at] for at in shown], [[cells[at] for at in shown] for cells in rows]
     lines = "".join(line(cells, "td") for cells in rows)
@@ -416,11 +416,10 @@ def _sizes(seen: _Seen) -> Iterator[str]:
         share = (texts[0], min(1.0, peak / reserved)) if peak and reserved else texts[0]
         times = [or_dash(job[key] or None, format_duration) for key in ("seconds", "earlier_seconds")]
         name, state = seen.state.name(job["job"]), show_state(job["state"])
-        rows.append((name, state, share, texts[1], times[0], str(job["attempt"]), times[1]))
+        attempts = str(job["attempt"]) if job["attempt"] > 1 else "-"
+        rows.append((name, state, share, texts[1], times[0], attempts, times[1]))
     if rows:
         headings = ["job", "state", "peak", "reserved", "time", "attempts", "earlier attempts"]
-        if all(row[-1] == "-" for row in rows):
-            headings, rows = headings[:-1], [row[:-1] for row in rows]
         yield _table(headings, rows, num_words=2, what="jobs")
         error = seen.summary["forecast_error"]
         told = "" if error is None else f" Forecast: {explain_forecast(error)}."
