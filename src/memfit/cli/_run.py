@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ def follow(start: Callable[..., R], output: Output, hint: str = "") -> tuple[R, 
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
     try:
-        with nullcontext(lambda: None) if output.quiet else heartbeat("loading the code") as loaded:
+        with heartbeat("loading the code", quiet=output.quiet) as loaded:
 
             def view(run: RunDir) -> Callable[[], None]:
                 loaded()

@@ -67,12 +67,12 @@ def bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def heartbeat(what: str) -> Iterator[Callable[[], None]]:
+def heartbeat(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """Print to standard error every 10 s for how long a block has run, until it ends or calls what it gets."""
     begun, ended, log = time.monotonic(), threading.Event(), console(stderr=True)
 
     def beat() -> None:
-        while not ended.wait(_SILENCE_SECONDS):
+        while not ended.wait(None if quiet else _SILENCE_SECONDS):
             log.say(f"{what} ({format_duration(time.monotonic() - begun, short=True)})", "dim")
 
     def end() -> None:

@@ -75,7 +75,7 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;ve
 .facts{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
 .facts div,pre{background:var(--soft);border-radius:6px;padding:.5rem .9rem}
 .facts b{display:block;font-size:1.15rem}
-pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;margin:.3rem 0}
 .note{opacity:.7}
 .failed{color:var(--bad);font-weight:600}
 .wide{overflow-x:auto;margin-bottom:.8rem}
