@@ -26,7 +26,7 @@ OTHERS = {
     ("jobs/_warm.py", "read_text"),
     ("jobs/_nodes.py", "open"),
     ("jobs/_watch.py", "read_bytes"),
-    ("reports/_live.py", "read_text"),
+    ("reports/_table.py", "read_text"),
 }
 
 

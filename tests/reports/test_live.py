@@ -1,6 +1,9 @@
 """What is shown while a run goes on: lines for all, a table on a terminal."""
 
 import io
+import json
+import os
+import time
 
 import pytest
 from rich.console import Console
@@ -49,7 +52,7 @@ class Shown:
 def table_lines(view, width, room=None, pressure=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
     room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
-    console.print(render(view, room, pressure))
+    console.print(render(view, room, pressure, width=width))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -59,7 +62,7 @@ def test_what_a_command_left_in_shared_memory_is_said_also_where_its_end_has_no_
     view = view_of(commands(1))
     assert describe(event, view) == f"the command completed: {left}"
     assert describe(event | {"cause": ""}, view) == ""
-    many, shown = commands(20), Shown(terminal=True)
+    many, shown = commands(20), Shown(width=200, terminal=True)
     tick = shown.live.show(many.run)
     many.job("cmd_0001", cause=left)
     many.end(1, "cmd_0001", cause=left)
@@ -327,12 +330,79 @@ def test_a_hint_is_printed_once_when_a_job_without_marks_counts_or_has_ended(com
     assert "a second time" not in file.getvalue()
 
 
-def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):
-    made = commands(1)
+def test_where_a_terminal_is_narrow_jobs_go_by_what_differs_and_sizes_give_way(commands):
+    made = commands(2)
+    for name in ("cmd_0001", "cmd_0002"):
+        made.job(name, "running", name="status.json", phase="train", used_bytes=100 * MIB)
+    view = view_of(made, 30)
+    assert "cmd_0001 fold=1 lr=1e-3 train" in table_lines(view, 80)[1]
+    lines = table_lines(view, 57)
+    assert lines[0].split() == ["job", "phase", "memory", "peak", "reserved", "time", "ETA"]
+    assert [line.split()[0] for line in lines[1:3]] == ["fold=1", "fold=2"], "lr is the same in all"
+    lines = table_lines(view, 40)
+    assert lines[0].split() == ["job", "phase", "memory", "time", "ETA"]
+    assert "…" not in "".join(table_lines(view, 30)[:3])
+    assert all(max(map(len, table_lines(view, width))) <= width for width in (30, 40, 50, 60, 70, 80))
+
+
+def test_the_log_of_a_command_tells_when_it_ends(commands):
+    made, shown, began = commands(1), Shown(width=120, terminal=True), time.time() - 11_000
+    made.admit(0, "cmd_0001", 1)
+    made.job("cmd_0001", "running", name="status.json", pid=1, started=began)
+    log = made.run.job_dir("cmd_0001") / "out.log"
+    tick, etas = shown.live.show(made.run), []
+    for seconds, line in ((4_000, "epoch 1/5"), (10_000, "epoch 3/5")):
+        log.write_text(line)
+        os.utime(log, (began + seconds,) * 2)
+        shown.live._next = 0.0
+        tick()
+        etas.append([line.split()[-2] for line in shown.lines if "~log" in line][-1])
+    shown.live.close()
+    assert etas == ["2h", "1h"], "4,000 s an epoch since the start, then 3,000 s since the first count"
+
+
+@pytest.mark.parametrize(("silent", "is_told"), [(9.0, False), (11.0, True)])
+def test_without_a_table_a_line_tells_after_a_silence_what_runs_and_what_others_wait_for(
+    commands, monkeypatch, silent, is_told
+):
+    made, shown = commands(3), Shown(width=200)
+    made.event(0, "run", state="started")
+    made.admit(0, "cmd_0001", 1)
     made.job("cmd_0001", "running", name="status.json", phase="train")
-    assert "cmd_0001 fold=1 lr=1e-3 train" in table_lines(view_of(made), 80)[1]
-    assert "cmd_0001 fold=1… train" in table_lines(view_of(made), 57)[1]
-    assert all(max(map(len, table_lines(view_of(made), width))) <= width for width in (60, 65, 70, 80))
+    tick = shown.live.show(made.run)
+    wait = {"reason": "it needs 300.0 MiB", "arithmetic": "", "on": "memory"}
+    made.event(1, "wait", "cmd_0002", num_running=1, **wait, text="cmd_0002 queued: it needs 300.0 MiB")
+    tick()
+    num, now = len(shown.lines), time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + silent)
+    tick()
+    assert len(shown.lines) - num == int(is_told)
+    if is_told:
+        assert ": cmd_0001 fold=1 lr=1e-3 train; 2 wait (it needs 300.0 MiB)" in shown.lines[-1]
+        monkeypatch.setattr("time.monotonic", lambda: now + silent + 19)
+        tick()
+        assert len(shown.lines) - num == 1, "the next one comes after twice as long"
+        monkeypatch.setattr("time.monotonic", lambda: now + silent + 21)
+        tick()
+        assert len(shown.lines) - num == 2
+
+
+def test_a_single_command_that_prints_is_not_talked_over(commands, monkeypatch):
+    made, shown = commands(1), Shown(width=200)
+    header = json.loads((made.path / "run.json").read_text()) | {"combinations": [{}]}
+    (made.path / "run.json").write_text(json.dumps(header))
+    made.event(0, "run", state="started")
+    made.job("cmd_0001", "running", name="status.json", pid=1)
+    (made.run.job_dir("cmd_0001") / "out.log").write_text("loss 0.5")
+    tick, now = shown.live.show(made.run), time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + 11)
+    tick()
+    assert len(shown.lines) == 1
+    os.utime(made.run.job_dir("cmd_0001") / "out.log", (0, 0))
+    tick_again = now + 22
+    monkeypatch.setattr("time.monotonic", lambda: tick_again)
+    tick()
+    assert len(shown.lines) == 2
 
 
 def test_of_a_thousand_jobs_the_table_shows_those_that_run_and_counts_the_others(commands):

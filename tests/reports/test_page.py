@@ -17,7 +17,7 @@ from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 
-_VOID = {"meta", "br", "line", "rect"}
+_VOID = {"meta", "br", "wbr"}
 
 
 class _Page(html.parser.HTMLParser):
@@ -69,7 +69,7 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert page.open == []
     assert page.loads == []
     assert "script" not in page.tags
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") >= 4, "memory and jobs, each for large and small screens"
     assert len(text.encode()) < 300_000
     said = " ".join(page.text)
     assert "3 completed" in said
@@ -77,6 +77,7 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "MemoryError" in said, "the line that shows the cause"
     assert "bytearray({mib} << 20)" in said, "the command"
     assert "jobs/cmd_0004/err.log" in said, "where its log is"
+    assert "CPU and disk" in page.text and "--name" not in said
     assert "attempt 2" not in said
     assert "meter" in page.tags, "a peak beside its reservation"
 
@@ -88,7 +89,101 @@ def test_the_page_tells_which_attempt_of_a_job_it_shows(finished) -> None:
     series.close()
     finished.job("fold_1", at=10, seconds=3512, attempt=2)
     said = " ".join(_Page(write_page(finished.run, finished.path / "report.html").read_text()).text)
-    assert said.count("attempt 2") == 1 and "Study" not in said
+    assert said.count("attempt 2") == 2 and "Study" not in said
+
+
+def titles_of(text: str) -> list[str]:
+    return [html.unescape(part.partition("<")[0]) for part in text.split("<title>")[1:]]
+
+
+def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
+    for epoch, (train, valid) in enumerate([(0.9, 0.8), (0.5, 0.6)], start=1):
+        for fold in (1, 3):
+            numbers = {"train_loss": train + fold, "valid_loss": valid + fold, "samples_per_second": 12.0}
+            finished.event(1000 + epoch, "epoch", f"fold_{fold}", epoch=epoch, num_epochs=2, **numbers)
+    finished.event(2000, "epoch", "fold_1", epoch=2, num_epochs=2, train_loss=0.25, valid_loss=float("nan"))
+    finished.event(2001, "epoch", "fold_1", epoch=10**400, num_epochs=2, train_loss="low", rank=0)
+    finished.event(2002, "epoch", "fold_2", "host-2-2", rank=1, epoch=1, num_epochs=2, train_loss=77.0)
+    text = write_page(finished.run, finished.path / "report.html").read_text()
+    page = _Page(text)
+    assert page.open == page.loads == [] and "script" not in page.tags
+    at = page.text.index("Learning curves")
+    assert page.text[at + 1 : at + 3] == ["fold_1", "fold_3"], "the legend"
+    shown = [one.splitlines() for one in titles_of(text) if one.startswith("epoch ")]
+    assert shown == [
+        ["epoch 1", "fold_1 validation: 1.8000", "fold_1 training: 1.9000",
+         "fold_3 validation: 3.8000", "fold_3 training: 3.9000"],
+        ["epoch 2", "fold_1 validation: 1.6000", "fold_1 training: 0.2500",
+         "fold_3 validation: 3.6000", "fold_3 training: 3.5000"],
+    ], "of an epoch that came again the last value; no number that is none"  # fmt: skip
+    assert "77.0" not in text, "another rank's part"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "epoch 1/2 loss 0.5 time 3.25\nepoch 2/2 loss 0.25\n",
+            ["epoch 1\ncmd_0001 fold=1 lr=1e-3: 0.5000", "epoch 2"],
+        ),
+        ("{'eval_loss': 0.75, 'epoch': 1.5}\n{'eval_loss': 0.5, 'epoch': 2.0}\n", ["epoch 1.5", "epoch 2"]),
+        ("step 10/20: val_acc=0.5\rstep 20/20: val_acc=0.75\r", ["step 10", "step 20"]),
+        ("nothing 0.5\n", []),
+    ],
+)
+def test_of_a_script_that_reports_nothing_the_page_draws_what_its_log_says(commands, log, said) -> None:
+    made = commands(1)
+    made.job("cmd_0001")
+    (made.run.job_dir("cmd_0001") / "out.log").write_text(log)
+    text = write_page(made.run, made.path / "report.html").read_text()
+    found = [one for one in titles_of(text) if one.startswith(("epoch", "step"))]
+    assert len(found) == len(said) and all(map(str.startswith, found, said))
+    assert ("Read from the lines of the logs" in text) == bool(said)
+
+
+def test_results_stand_by_unit_beside_mean_and_deviation_and_those_of_one_unit_without(finished) -> None:
+    said = _Page(write_page(finished.run, finished.path / "report.html").read_text()).text
+    at = said.index("Results")
+    assert said[at : at + 5] == ["Results", "prepare", "value", "num_dates", "2766"]
+    at = said.index("mean", at)
+    assert said[at : at + 9] == ["mean", "sd", "1", "3", "rank_ic", "0.0207", "0.0178", "0.0081", "0.0333"]
+    assert "545" in said[at:] and "545.0000" not in said[at:]
+
+
+def test_the_page_shows_settings_with_their_origin_and_the_time_of_earlier_attempts(finished) -> None:
+    header = json.loads((finished.path / "run.json").read_text())
+    origins = {"retries": "default", "seed": "--set", "params.lr": "default", "params.api_key": "a.yaml:3"}
+    (finished.path / "run.json").write_text(json.dumps(header | {"origins": origins}))
+    (finished.path / "config.yaml").write_text("{seed: 7, retries: 2, params: {lr: 0.1, api_key: hunter2hunter2}}")
+    finished.event(7200, "retry", "fold_3", reservation_bytes=None, attempt=2, text="fold_3 restarts")
+    finished.admit(7300, "fold_3", 1)
+    finished.job("fold_3", at=7300, seconds=60, attempt=2)
+    said = _Page(write_page(finished.run, finished.path / "report.html").read_text()).text
+    at = said.index("from", said.index("Settings"))
+    assert said[at + 1 : at + 10] == [
+        "seed",
+        "7",
+        "--set",
+        "params.lr",
+        "0.1",
+        "default",
+        "params.api_key",
+        "***",
+        "a.yaml:3",
+    ]
+    assert "1 (1h 00m of earlier attempts)" in said
+
+
+def test_the_page_draws_cores_disk_and_gpus_from_the_samples_of_the_jobs(finished) -> None:
+    series = SeriesWriter(finished.path / "jobs" / "fold_1" / "memory.jsonl")
+    for at in range(11):
+        used = {"cpu_seconds": 15.0 * at, "disk_bytes": 10 * at << 20}
+        series.append(Sample(finished.start + 10 * at, 1, 1 << 20, 0, 0, 0, "train", {"GPU-a": 3 << 30}, 1, **used))
+    series.close()
+    text = write_page(finished.run, finished.path / "report.html").read_text()
+    assert "CPU, disk and GPU" in text
+    shown = [one.splitlines()[1] for one in titles_of(text) if one.startswith("after ")]
+    assert {"all jobs: 1.50", "all jobs: 1.0 MiB/s", "GPU 0: 3.00 GiB"} <= set(shown)
 
 
 def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
@@ -96,7 +191,8 @@ def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
     assert "No job has left a sample" in write_page(empty, tmp_path / "report.html").read_text()
 
 
-def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (420, "dark")])
+def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme: str) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed here (apt-get install chromium)")
@@ -105,15 +201,24 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
     from memfit.reports import COLOURS
 
     page, picture = write_page(RunDir.open(run), tmp_path / "page.html"), tmp_path / "page.png"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1040,1400", f"--user-data-dir={tmp_path}"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},1400",
+        f"--user-data-dir={tmp_path}",
+    ]
+    flags.append(f"--blink-settings=preferredColorScheme={int(theme == 'light')}")
     subprocess.run(
         [browser, *flags, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120
     )
     with Image.open(picture) as image:
         seen = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or ()}
+        corner = image.convert("L").getpixel((2, 2))
     bars = tuple(int(COLOURS[-1][at : at + 2], 16) for at in (1, 3, 5))
     assert bars in seen, "the bars of the jobs"
     assert len(seen) > 50, "texts and charts, not an empty page"
+    assert (corner > 128) == (theme == "light")
 
 
 def test_the_page_of_a_study_lists_its_trials_with_a_bar_for_the_objective(study) -> None:

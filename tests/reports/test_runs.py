@@ -1,6 +1,7 @@
 """Which runs there are, and which one a word of the user's means."""
 
 import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,13 @@ def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
     assert here.path.name == "run_20261121_090000_bbbbbbbb"
     with pytest.raises(UsageError, match="there is no run below here"):  # it would write into a run of another folder
         find_run(claims=tmp_path / "claims", root=Path("here"), writes=True)
+    abroad = RunDir(tmp_path / "other" / "runs" / "x" / "run_20261123_090000_dddddddd")
+    shutil.copytree(live.path, abroad.path)
+    away = Claims(abroad.path, folder=tmp_path / "claims")
+    assert find_run(claims=tmp_path / "claims", root=tmp_path / "runs").path == live.path, "this folder's first"
+    assert find_run(claims=tmp_path / "claims", root=tmp_path / "other" / "runs").path == abroad.path
     claims.close()
+    away.close()
     assert find_run(claims=tmp_path / "claims").path.name == "run_20261121_090000_bbbbbbbb"
 
 

@@ -141,6 +141,7 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "used_bytes": 0,
         "state": "out_of_memory",
         "seconds": 2997,
+        "earlier_seconds": 0.0,
         "peak_bytes": 270 * MIB,
         "reserved_bytes": 300 * MIB,
         "exit_code": None,
@@ -242,13 +243,13 @@ SWEPT = """
 2026-11-21 09:00:03  cmd_0002 fold=2 lr=1e-3 failed (3.2s), peak 270.0 MiB of 300.0 MiB reserved
 2026-11-21 09:01:00  cmd_0001 fold=1 lr=1e-3 completed (1m 00s), peak 270.0 MiB of 300.0 MiB reserved
 2026-11-21 09:01:10  cmd_0003 fold=3 lr=1e-3 completed (10.0s), peak 270.0 MiB of 300.0 MiB reserved
-2026-11-21 09:01:40  cmd_0004 fold=4 lr=1e-3 completed (20.0s), peak 290.0 MiB of 300.0 MiB reserved, attempt 2
+2026-11-21 09:01:40  cmd_0004 fold=4 lr=1e-3 completed (20.0s), peak 290.0 MiB of 300.0 MiB reserved, attempt 2 after 11.0s of earlier ones
 
 cmd_0002 fold=2 lr=1e-3 failed: exit code 7 in phase train
   log: runs/demo/run_20261121_090000_0123abcd/jobs/cmd_0002/out.log
 
 jobs      completed 3, waiting 1, failed 1
-restarts  memfit restarted jobs 1 time
+restarts  memfit restarted jobs 1 time; their earlier attempts took 11.0s
 Total:    1m 45s wall clock
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             jobs (the logs and the memory of each)

@@ -12,7 +12,7 @@ from typer import Option
 
 from memfit.cli._files import read_model_config
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, Console, answer
+from memfit.cli._terminal import AsJson, Console, answer, heartbeat
 from memfit.errors import UsageError
 from memfit.files import check_owner, write_atomic
 from memfit.rundir import RunDir
@@ -124,7 +124,8 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
     from memfit.reports import print_diagnosis, print_fix, write_incident
 
     script, report = flags.script, flags.report
-    found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
+    with heartbeat("reading the logs"):
+        found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
     job = job_of(read_ran(named, accounting), script)
     config = read_model_config(flags.hf_config) if flags.hf_config is not None else None
     remedies = list_remedies(found, job, config=config)

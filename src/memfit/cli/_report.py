@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli._terminal import console
+from memfit.cli._terminal import console, heartbeat
 from memfit.reports import find_run, write_page
 
 
@@ -33,5 +33,6 @@ def report(
     Exit codes: 0 done, 2 no such run.
     """
     found = find_run(run, writes=True)
-    path = write_page(found, out or found.path / "report.html")
+    with heartbeat("reading the run"):
+        path = write_page(found, out or found.path / "report.html")
     console().say(f"wrote {path}")

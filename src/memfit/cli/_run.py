@@ -20,7 +20,7 @@ from typer import Option
 
 from memfit.checks import check_one_given
 from memfit.cli._settings import Flags, Output, Text, with_flags
-from memfit.cli._terminal import Console, answer, console, survive_hangup
+from memfit.cli._terminal import Console, answer, console, heartbeat, survive_hangup
 from memfit.doctor import explain_steps
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own, write_json
@@ -134,7 +134,13 @@ def follow(start: Callable[..., R], output: Output, hint: str = "") -> tuple[R, 
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
     try:
-        return start(view=live.show), log, live.reader
+        with heartbeat("loading the code", quiet=output.quiet) as loaded:
+
+            def view(run: RunDir) -> Callable[[], None]:
+                loaded()
+                return live.show(run)
+
+            return start(view=view), log, live.reader
     finally:
         live.close()
 

@@ -39,7 +39,10 @@ _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
 def watch(
     run: Annotated[
         str | None,
-        typer.Argument(help="A run's folder, name or experiment; by default the newest run.", show_default=False),
+        typer.Argument(
+            help="A run's folder, name or experiment; by default the newest live run, of ./runs first.",
+            show_default=False,
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also show the memory of each epoch, by phase.")] = False,
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -14,6 +16,10 @@ import typer
 from typer import Option
 
 from memfit.rundir import finite
+from memfit.units import format_duration
+
+#: A command says after so long a silence that it goes on.
+_SILENCE_SECONDS = 10.0
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, times in seconds.")]
 
@@ -58,6 +64,27 @@ def bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=log, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextmanager
+def heartbeat(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """Print to standard error every 10 s for how long a block has run, until it ends or calls what it gets."""
+    begun, ended, log = time.monotonic(), threading.Event(), console(stderr=True)
+
+    def beat() -> None:
+        while not ended.wait(None if quiet else _SILENCE_SECONDS):
+            log.say(f"{what} ({format_duration(time.monotonic() - begun, short=True)})", "dim")
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    thread = threading.Thread(target=beat, name="memfit-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()
 
 
 def survive_hangup() -> None:

@@ -103,13 +103,17 @@ def read_counters(stream: Stream) -> Iterator[Reading]:
             yield Reading(place, name, float(found["value"]), line, total, seconds or None)
 
 
-def last_counter(log: bytes) -> str:
-    """Return how far the end of a log says that a training is; empty if it counts nothing.
+def last_counter(log: bytes) -> tuple[str, float | None]:
+    """Return how far the end of a log says that a training is, as text (empty if it counts nothing) and as a share.
+
+    The share is None where the whole is not known: of a counter without a total, or of one epoch of unknown many.
 
     >>> last_counter(b"Epoch 3/10: loss 0.1"), last_counter(b"step 400, loss 0.2"), last_counter(b"hello")
-    ('epoch 3/10', 'step 400', '')
+    (('epoch 3/10', 0.3), ('step 400', None), ('', None))
     >>> last_counter(b"Loading weights: 100%|##| 9/9\\n 12%|#   | 120/1000 [00:10<01:00]\\nlr is 0.1")
-    '120/1000'
+    ('120/1000', 0.12)
+    >>> last_counter(b"epoch 2/4 step 50/100"), last_counter(b"Epoch 2: 50%|##  | 50/100 [00:10<00:10]")
+    (('step 50/100', 0.375), ('50/100', None))
     """
     found: Reading | None = None
     for stream in read_streams("log", io.BytesIO(log)):
@@ -118,9 +122,14 @@ def last_counter(log: bytes) -> str:
             if is_later and (one.is_training or not one.counter.startswith("bar")):  # a line's bar comes first
                 found = one
     if found is None:
-        return ""
+        return "", None
     name = {"step": "step ", "epochs": "epoch "}.get(found.counter, "")
-    return f"{name}{found.value:g}" + (f"/{found.total}" if found.total else "")
+    text, share = f"{name}{found.value:g}", None
+    if found.total:
+        text, share = f"{text}/{found.total}", min(1.0, found.value / found.total)
+        if (epoch := found.epoch) and found.counter != "epochs":
+            share = (max(0, int(epoch["epoch"]) - 1) + share) / int(epoch["epochs"]) if epoch["epochs"] else None
+    return text, share
 
 
 def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:

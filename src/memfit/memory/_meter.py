@@ -38,6 +38,8 @@ class Sample:
         phase: The phase's name, empty before the first mark.
         device_bytes: By device UUID.
         peak_bytes: The private peak since the sample before, high-water marks included.
+        cpu_seconds: The CPU time of the tree so far.
+        disk_bytes: What it read from a disk and wrote so far.
     """
 
     time: float
@@ -49,6 +51,8 @@ class Sample:
     phase: str
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
+    cpu_seconds: float = 0.0
+    disk_bytes: int = 0
 
 
 class _Paced:
@@ -126,6 +130,7 @@ class TreeMeter:
         self._unix_offset = time.time() - clock()
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
+        self._disk_reads, self._disk_bytes = _Paced(SCAN_SHARE, clock, cpu), 0
         self.floor_bytes, self.inherited_bytes, self.counts_from_birth = 0, 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
@@ -173,6 +178,7 @@ class TreeMeter:
             peak_bytes=peak,
         )
         self._before = now
+        self._last = replace(self._last, cpu_seconds=self.cpu_seconds, disk_bytes=self._read_disk())
         if peak > self._whole.private_bytes:
             self._parts = parts
         taken = PhasePeak(peak, self._last.shared_bytes, swept_pss, self._last.device_bytes)
@@ -231,6 +237,12 @@ class TreeMeter:
             with self._device_reads.run():
                 self._device_bytes = dict(self._devices(self.pids))
         return self._device_bytes
+
+    def _read_disk(self) -> int:
+        if self._disk_reads.due:
+            with self._disk_reads.run():
+                self._disk_bytes = sum(map(self._reader.disk_bytes, self._before))
+        return self._disk_bytes
 
     def _take(self, phase: str, peak: PhasePeak) -> None:
         self._phases[phase] = self._phases.get(phase, PhasePeak(0)).merge(peak)

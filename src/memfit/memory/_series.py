@@ -12,8 +12,9 @@ from memfit.errors import DamagedError
 from memfit.files import fits, parse_json, read_own
 from memfit.memory._meter import Sample
 
-_SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
-_SHAPE = {"time": (int, float), "phase": str, "device_bytes": {str: int}} | dict.fromkeys(_SIZES, int)
+_SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes", "disk_bytes")
+_TIMES = dict.fromkeys(("time", "cpu_seconds"), (int, float))
+_SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SIZES, int)
 
 
 class SeriesWriter:

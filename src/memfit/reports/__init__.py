@@ -31,11 +31,7 @@ if TYPE_CHECKING:
     from memfit.reports._differences import read_manifests as read_manifests
     from memfit.reports._estimate import print_estimate as print_estimate
     from memfit.reports._live import LiveRun as LiveRun
-    from memfit.reports._live import Room as Room
     from memfit.reports._live import describe as describe
-    from memfit.reports._live import read_pressure as read_pressure
-    from memfit.reports._live import read_room as read_room
-    from memfit.reports._live import render as render
     from memfit.reports._numbers import format_column as format_column
     from memfit.reports._numbers import format_number as format_number
     from memfit.reports._numbers import metrics_of as metrics_of
@@ -65,5 +61,9 @@ if TYPE_CHECKING:
     from memfit.reports._summary import forecast_error as forecast_error
     from memfit.reports._summary import print_summary as print_summary
     from memfit.reports._summary import summarize as summarize
+    from memfit.reports._table import Room as Room
+    from memfit.reports._table import read_pressure as read_pressure
+    from memfit.reports._table import read_room as read_room
+    from memfit.reports._table import render as render
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: memory over time, and a bar per job. No script, no other file."""
+"""Charts as inline SVG: memory over time, lines, and a bar per job. No script, no other file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from memfit.reports._numbers import format_number
 from memfit.units import GIB, KIB, MIB, TIB, format_bytes, format_duration
 
 #: Eight colours that colour-blind readers can tell apart, on light and on dark ground (after Okabe and Ito).
@@ -14,11 +15,16 @@ COLOURS = ("#4c8bc4", "#e69f00", "#2aa876", "#cc79a7", "#d5652a", "#8a7fd1", "#7
 #: The style sheet that a chart needs where it is shown.
 CHART_STYLE = (
     ".ink{fill:currentColor}.dim{fill:currentColor;opacity:.65}.grid{stroke:currentColor;opacity:.15}"
-    ".limit{stroke:#d03030;stroke-dasharray:6 4;stroke-width:1.5}.bad{fill:#d03030}"
+    ".limit{stroke:var(--bad,#d03030);stroke-dasharray:6 4;stroke-width:1.5}.bad{fill:var(--bad,#d03030)}"
     "text{font:12px system-ui,sans-serif}.head{font-weight:600}"
+    ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.at{fill:transparent}.at:hover{fill:currentColor;fill-opacity:.12}"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
 _ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
+#: A narrower chart gives a bar's texts a row of their own.
+_NARROW = 600
+#: More points than this are lines without dots; more places on the x axis share what a pointer shows.
+_MOST_DOTS, _MOST_PLACES = 40, 80
 #: Above this share of a limit the chart shows the limit; below, the data fill the chart.
 _SHOWS_LIMIT = 0.2
 _ABOUT_TICKS = 5
@@ -31,6 +37,17 @@ class Layer:
     name: str
     colour: str
     values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: what a pointer shows as its name, its colour, and its points; a faint one is for comparison."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    is_dashed: bool = False
+    is_faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,24 +116,125 @@ def draw_stack(
     return _svg(parts, label, size)
 
 
+def draw_lines(
+    lines: Sequence[Line],
+    label: str,
+    *,
+    title: str,
+    along: float | str,
+    y_text: Callable[[float], str] | None = None,
+    ticks: Callable[[float, float], Sequence[float]] | None = None,
+    size: tuple[int, int] = (440, 240),
+) -> str:
+    """Return a chart of curves, whose values a pointer shows; where one has a value that is not finite, it has a gap.
+
+    Args:
+        lines: The curves, the most important first: it is drawn last.
+        label: What a screen reader says.
+        title: A heading inside the chart.
+        along: How many seconds the x axis is long; or what its numbers count, such as ``epoch``.
+        y_text: A value as text; by default that of a plain number.
+        ticks: Round values up to the highest, for a chart that begins at 0; by default it begins at the lowest value.
+        size: Width and height in pixels.
+    """
+    finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
+    xs, ys = ([point[at] for points in finite for point in points] for at in (0, 1))
+    low, high = (min(ys, default=0.0), max(ys, default=1.0)) if ticks is None else (0.0, max(ys, default=0.0) or 1.0)
+    if low == high:
+        low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+    margin = 0.05 * (high - low)
+    low, high = low - margin * (ticks is None), high + margin
+    begin, end = (min(xs, default=0.0), max(xs, default=1.0)) if isinstance(along, str) else (0.0, along)
+    begin, end = (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
+    places = {tick: (y_text or "{:g}".format)(tick) for tick in (ticks or number_ticks)(low, high)}
+    left = 16 + 0.9 * _LETTER * max(map(len, places.values()), default=0)
+    right, top, bottom = size[0] - _RIGHT, _TOP + 18, size[1] - _BOTTOM
+
+    def x_of(at: float) -> float:
+        return left + (right - left) * (at - begin) / (end - begin)
+
+    def y_of(value: float) -> float:
+        return bottom - (bottom - top) * (value - low) / (high - low)
+
+    parts = [_text(8, 16, title, kind="ink head")]
+    for tick, text in places.items():
+        parts.append(_line(left, y_of(tick), right, y_of(tick), "grid"))
+        parts.append(_text(left - 8, y_of(tick) + 4, text, anchor="end", kind="dim"))
+    if not isinstance(along, str):
+        parts += _time_axis(along, x_of, top, bottom)
+    else:
+        for tick in number_ticks(begin, end, whole=True):
+            parts.append(_text(x_of(tick), bottom + 16, f"{tick:g}", anchor="middle", kind="dim"))
+        parts.append(_text(right, 16, f"by {along}", anchor="end", kind="dim"))
+    for line, points in list(zip(lines, finite, strict=True))[::-1]:
+        parts += _curve(line, [(x_of(x), y_of(y)) for x, y in points])
+    parts += _shown_at(
+        lines, finite, (x_of, top, bottom, right), y_text or format_number, along if isinstance(along, str) else ""
+    )
+    return _svg(parts, label, size)
+
+
+def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    style = f'stroke="{line.colour}"' + (' stroke-dasharray="5 4"' if line.is_dashed else "")
+    style += ' opacity=".45"' if line.is_faint else ""
+    if len(places) > 1:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        yield f'<polyline class="curve" points="{points}" {style}/>'
+    if len(places) <= (1 if line.is_faint or line.is_dashed else _MOST_DOTS):
+        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.colour}"/>' for x, y in places)
+
+
+def _shown_at(
+    lines: Sequence[Line],
+    finite: Sequence[Sequence[tuple[float, float]]],
+    frame: tuple[Callable[[float], float], float, float, float],
+    y_text: Callable[[float], str],
+    x_name: str,
+) -> Iterator[str]:
+    """Yield a band for each place of the x axis: a pointer in it shows the values there."""
+    x_of, top, bottom, right = frame
+    known = sorted({x for points in finite for x, _ in points})
+    known = known[:: math.ceil(len(known) / _MOST_PLACES) or 1]
+    edges = [x_of(x) for x in known]
+    for at, x in enumerate(known):
+        start = (edges[at - 1] + edges[at]) / 2 if at else edges[at] - 8
+        stop = (edges[at] + edges[at + 1]) / 2 if at + 1 < len(edges) else min(edges[at] + 8, right + 8)
+        said = [f"{x_name} {x:g}" if x_name else f"after {format_duration(x, short=True)}"]
+        for line, points in zip(lines, finite, strict=True):
+            until = x if x_name else (known[at + 1] if at + 1 < len(known) else math.inf)
+            here = [y for px, y in points if px == x or (not x_name and x <= px < until)]
+            said += [f"{line.name}: {y_text(here[-1])}"] if here and not (line.is_faint and len(said) > 12) else []
+        place = f'x="{start:.1f}" y="{top}" width="{stop - start:.1f}" height="{bottom - top}"'
+        yield f'<rect class="at" {place}><title>{escape(chr(10).join(said))}</title></rect>'
+
+
 def draw_bars(bars: Sequence[Bar], seconds: float, label: str, width: int = 960) -> str:
-    """Return one bar per job over time, from above; its height is that of the bars."""
-    height = _TOP + _ROW * len(bars) + _BOTTOM
+    """Return one bar per job over time, from above; its height is that of the bars.
+
+    In a narrow chart the name of a job and what is said of it stand above its bar.
+    """
+    is_narrow = width < _NARROW
+    row, below = (2 * _ROW - 4, 16) if is_narrow else (_ROW, 0)
+    height = _TOP + row * len(bars) + _BOTTOM
     names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
-    left = 16 + _LETTER * max(map(len, names), default=0)
-    right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
+    left, right = 8.0, width - 8.0
+    if not is_narrow:
+        left += 8 + _LETTER * max(map(len, names), default=0)
+        right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
 
     def x_of(at: float) -> float:
         return left + (right - left) * at / max(seconds, 1e-9)
 
     parts = _time_axis(seconds, x_of, _TOP - 8, height - _BOTTOM)
     for number, (bar, name) in enumerate(zip(bars, names, strict=True)):
-        y = _TOP + _ROW * number
-        parts.append(_text(left - 8, y + _BAR - 3, name, anchor="end"))
+        y = _TOP + row * number
+        name_at, note_at = (left, right) if is_narrow else (left - 8, right + 8)
+        anchors = ("start", "end") if is_narrow else ("end", "start")
+        parts.append(_text(name_at, y + _BAR - 3, name, anchor=anchors[0]))
+        parts.append(_text(note_at, y + _BAR - 3, bar.note, anchor=anchors[1], kind="bad" if bar.is_bad else "dim"))
         for start, stop, colour in bar.parts:
-            place = f'x="{x_of(start):.1f}" y="{y}" width="{max(1.0, x_of(stop) - x_of(start)):.1f}"'
+            place = f'x="{x_of(start):.1f}" y="{y + below}" width="{max(1.0, x_of(stop) - x_of(start)):.1f}"'
             parts.append(f'<rect {place} height="{_BAR}" fill="{colour}"/>')
-        parts.append(_text(right + 8, y + _BAR - 3, bar.note, kind="bad" if bar.is_bad else "dim"))
     return _svg(parts, label, (width, height))
 
 
@@ -153,6 +271,18 @@ def time_ticks(seconds: float) -> list[float]:
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
     step = next((step for step in steps if seconds / step <= _ABOUT_TICKS), 86400 * math.ceil(seconds / 86400 / 5))
     return list(_multiples(step, seconds))
+
+
+def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Return round numbers between two.
+
+    >>> number_ticks(0.31, 2.4), number_ticks(1, 5, whole=True)
+    ([0.5, 1.0, 1.5, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0])
+    """
+    power = 10.0 ** math.floor(math.log10((high - low) / _ABOUT_TICKS))
+    steps = [power * n for n in (1, 2, 5, 10) if not whole or power * n >= 1] or [1.0]
+    step = next((step for step in steps if (high - low) / step <= _ABOUT_TICKS), steps[-1])
+    return [round(step * n, 12) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def byte_ticks(size: float) -> list[float]:

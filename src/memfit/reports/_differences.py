@@ -88,7 +88,7 @@ def read_settings(run: RunDir) -> dict[str, Any]:
     """Return a run's resolved config, of commands also their parameters and folder; secrets are masked."""
     config, header = run.path / "config.yaml", run.header
     found = read_file(config) if config.exists() else {}
-    found |= {name: header[name] for name in ("combinations", "cwd") if header.get("kind") == "commands"}
+    found |= {name: header.get(name) for name in ("combinations", "cwd") if header.get("kind") == "commands"}
     shown: dict[str, Any] = mask(found)
     return shown
 

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from memfit.files import fits, open_own
-from memfit.memory import Budget
+from memfit.files import open_own
 from memfit.reports._numbers import (
     counter_of,
     explain_memory,
-    explain_rank,
     format_number,
     is_number,
-    or_dash,
-    plain_table,
     say,
-    sizes_of,
     what_it_does,
 )
 from memfit.reports._study import StudyView, study_of
+from memfit.reports._table import WHOLE_ROWS, epochs_done, read_pressure, read_room, render, share_done
 from memfit.rundir import (
     LEVELS,
     Event,
@@ -38,45 +34,43 @@ from memfit.rundir import (
     RunState,
     left_something,
     level_of,
-    show_state,
 )
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_duration
 
 if TYPE_CHECKING:
     from memfit.tuning import Study
 
-_STYLE = {
-    "running": "cyan",
-    "completed": "green",
-    "failed": "red",
-    "out_of_memory": "red",
-    "node_fail": "red",
-    "timeout": "red",
-    "stalled": "yellow",
-    "stopped": "yellow",
-}
 _REFRESH_SECONDS = 0.5
-_HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
-#: Columns that are left out if no job has them.
-_OPTIONAL = ("node", "epoch")
-#: The width of a counter such as ``12000/100000 ~log``.
-_PHASE_COLUMNS = 18
-#: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
-_WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
-_BAR_COLUMNS = 40
-#: More ranks of one job are counted.
-_MOST_RANKS = 8
 #: What is read of a log at one look.
 _MOST_NEW_BYTES = 1 << 16
+#: Where there is no table, a line says what goes on after so long a silence; the next after twice as long, up to this.
+_SILENCE_SECONDS, _MOST_SILENCE_SECONDS = 10.0, 60.0
+#: Of more running jobs such a line names the first ones.
+_MOST_TOLD = 3
 
 
-@dataclass(frozen=True)
-class Room:
-    """The limit that binds a run now, and how much of it everyone uses."""
+class _Pace:
+    """Forecasts the end of a job by the counter in its log: at the rate since that counter was first seen."""
 
-    limit_bytes: int
-    used_bytes: int
-    name: str
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float, float, float]] = {}
+
+    def seconds_left(self, job: JobState, run: RunDir, now: float) -> float | None:
+        """Return how long a running job still takes; None while that is not known."""
+        found = counter_of(job, run)
+        if found.share is None or job.started is None:
+            return None
+        begun, first, last, share = self._seen.get(job.id, (job.started, 0.0, job.started, 0.0))
+        if found.share < share or begun < job.started:  # it counts something else, or in another attempt
+            begun, first, last, share = job.started, 0.0, job.started, 0.0
+        if found.share > share:
+            if not first and share:  # the time before the first count is that of imports and loading
+                begun, first = last, share
+            last, share = found.time, found.share
+        self._seen[job.id] = begun, first, last, share
+        if share <= first or last <= begun:
+            return None
+        return max(0.0, (1 - share) * (last - begun) / (share - first) - (now - last))
 
 
 class LiveRun:
@@ -84,6 +78,7 @@ class LiveRun:
 
     Each event is printed once as a line, down to a level: of a run of few jobs those that the table shows, too; of many
     jobs and of a study only those that are a line everywhere. A terminal also shows a table with the time that is left.
+    Elsewhere a line says what goes on after each 10 s of silence; if it lasts, after twice as long, up to a minute.
 
     Args:
         console: Where to show it.
@@ -117,6 +112,9 @@ class LiveRun:
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._epochs_seen: dict[str, int] = {}
+        self._pace = _Pace()
+        self._waits_for = ""
+        self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show what happens in a run from now on."""
@@ -125,9 +123,9 @@ class LiveRun:
         if self._hint and self.reader.state().num_commands > 1:
             self._hint = ""
         if not self.quiet:
-            say(self.console, f"Run {run.path}")
+            self._say(f"Run {run.path}")
             if (study := self._study_of(self.reader.state())) is not None:
-                say(self.console, study.headline())
+                self._say(study.headline())
             if self.console.is_terminal:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True)
                 self._live.start()
@@ -137,15 +135,43 @@ class LiveRun:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
-        events, state = reader.read(), reader.state()
+        events, state = reader.read(), self._with_forecasts(reader.state())
         study = self._study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
         self._print_hint(state)
+        headline = study.headline() if study else ""
         if self._live is not None:
-            headline = study.headline() if study else ""
-            room = read_room(state, here=self.here)
-            self._live.update(render(state, room, read_pressure(), headline), refresh=True)
+            room, width = read_room(state, here=self.here), self.console.width
+            self._live.update(render(state, room, read_pressure(), headline, width=width), refresh=True)
+        elif not self.quiet and state.outcome == {}:
+            self._print_sign_of_life(state, headline)
+
+    def _with_forecasts(self, state: RunState) -> RunState:
+        """Return the state with an end for each running job whose log alone says how far it is."""
+        jobs = {
+            job.id: replace(job, eta_seconds=self._pace.seconds_left(job, state.run, state.now))
+            for job in state.running
+            if job.eta_seconds is None and job.pid is not None
+        }
+        return replace(state, jobs={**state.jobs, **jobs}) if jobs else state
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """Print a line; a terminal, where a table stands below, breaks a long one between words."""
+        if self._live is None:
+            say(self.console, text, style)
+        else:
+            self.console.print(Text(text, style or ""))
+        self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
+
+    def _print_sign_of_life(self, state: RunState, headline: str) -> None:
+        """After a silence print how long the run has lasted, what runs, and what the others wait for."""
+        silent = time.monotonic() - self._spoke
+        if silent < self._silence or (state.is_one and _has_output(state, self._silence)):
+            return
+        silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
+        self._say(f"{_stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
+        self._silence = silence
 
     def _study_of(self, state: RunState) -> StudyView | None:
         found = study_of(state, self._study)
@@ -165,21 +191,21 @@ class LiveRun:
                 line = find_shortage(new)
             if line and (job.id, line) not in self._said:
                 self._said.add((job.id, line))
-                say(self.console, f"{_stamp(time.time())}  {job.name} says: {line}", "red")
+                self._say(f"{_stamp(time.time())}  {job.name} says: {line}", "red")
             if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
                 self._epochs_seen[job.id] = len(ends)
                 from memfit.diagnosis import explain_growth
 
                 if grown := explain_growth(folder, ends, limit):
                     self._said.add((job.id, "grows"))
-                    say(self.console, f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
+                    self._say(f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
 
     def _print_hint(self, state: RunState) -> None:
         jobs = state.jobs.values()
         if any(job.phase for job in jobs):
             self._hint = ""
-        if self._hint and any(job.state != "failed" and (job.ended or counter_of(job, state.run)) for job in jobs):
-            say(self.console, self._hint)
+        if self._hint and any(job.state != "failed" and (job.ended or counter_of(job, state.run).text) for job in jobs):
+            self._say(self._hint)
             self._hint = ""
 
     def _new_of(self, log: Path) -> bytes:
@@ -207,12 +233,14 @@ class LiveRun:
             self._live = None
 
     def _print_lines(self, events: Sequence[Event], state: RunState, study: StudyView | None) -> None:
-        is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
+        is_many = len(state.params) > WHOLE_ROWS or any(len(one.units) > WHOLE_ROWS for one in state.stages.values())
         lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or study else "table")
         # Once a look for each stage.
         ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = []
         for event in events:
+            if event["kind"] in ("wait", "admit"):
+                self._waits_for = str(event.get("reason") or "") if event["kind"] == "wait" else ""
             is_failure = event["kind"] in ("end", "trial") and event.get("state") not in ("completed", "pruned")
             is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
             text = describe(event, state, study) if is_told else ""
@@ -222,7 +250,7 @@ class LiveRun:
                 text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
                 lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
-            say(self.console, "\n".join(lines))
+            self._say("\n".join(lines))
 
 
 def _stamp(seconds: float) -> str:
@@ -255,127 +283,22 @@ def describe_left(event: Event, state: RunState) -> str:
     return left + (f", about {format_duration(seconds, short=True)}" if seconds else "")
 
 
-def read_room(state: RunState, *, here: bool = True) -> Room:
-    """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
-    told, used = state.budget, sum(job.used_bytes for job in state.jobs.values())
-    if told and (not here or told.get("backend") == "slurm"):
-        binding = told["binding"]
-        said = binding.get("used_bytes") if state.told_bytes is None else state.told_bytes
-        return Room(binding["limit_bytes"], max(used, said if fits(said, int) else 0), binding["name"])
-    cap = next((limit["limit_bytes"] for limit in told.get("limits", ()) if limit["name"] == "cap"), None)
-    budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
-    return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
+def explain_now(state: RunState, waits_for: str = "") -> str:
+    """Return what a run does now in a line: for how long, which jobs run and how far they are, what others wait for."""
+    parts = []
+    for job in state.running[:_MOST_TOLD]:
+        left = f", about {format_duration(job.eta_seconds, short=True)} left" if job.eta_seconds else ""
+        does = "waits for memory" if job.stalled else share_done(job) or what_it_does(job, state.run)
+        parts.append(f"{job.name} {does}{epochs_done(job)}{left}")
+    if (more := len(state.running) - _MOST_TOLD) > 0:
+        parts.append(f"{more} more run")
+    if waiting := state.counts.get("waiting"):
+        why = f" ({waits_for})" if waits_for else ""
+        parts.append(f"{waiting} wait{'s' if waiting == 1 else ''}{why}")
+    return f"after {format_duration(state.wall_seconds, short=True)}: {'; '.join(parts) or 'no job runs yet'}"
 
 
-def read_pressure(root: Path = Path("/")) -> float | None:
-    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
-
-    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
-    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
-    """
-    try:
-        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
-    except OSError:
-        return None
-    return float(found.group(1)) if found else None
-
-
-def render(state: RunState, room: Room, pressure: float | None = None, headline: str = "") -> RenderableType:
-    """Return the table of jobs, their counts and the budget, in at most 80 columns, with a headline above.
-
-    Parameters behind a job's name give way where the terminal is narrow.
-    """
-    rows = [*state.jobs.values()]
-    lines = [line for row in _shown(rows) for line in (_cells(row, state.run), *_rank_cells(row))]
-    shown = [
-        place
-        for place, name in enumerate(_HEADINGS)
-        if name not in _OPTIONAL or any(cells[place] != "-" for cells in lines)
-    ]
-    headings, *lines = ([cells[place] for place in shown] for cells in (_HEADINGS, *lines))
-    table = plain_table(*map(str, headings), rows=lines, left=("job", "node", "phase"), gap=1)
-    table.columns[0].no_wrap, table.columns[0].min_width = False, max((len(row.id) for row in rows), default=0)
-    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure))
-
-
-def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
-    if len(rows) <= _WHOLE_ROWS:
-        return rows
-    running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
-    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
-    return [*ended[-_ENDED_ROWS:], *running]
-
-
-def _footer(state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None) -> Iterator[Text]:
-    if len(state.stages) > 1 and state.kind != "tune":
-        names = state.stage_names
-        yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
-    if counts := ", ".join(f"{name} {number}" for name, number in state.counts.items()):
-        num_stalled = sum(row.stalled for row in rows)
-        counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
-        for stage in state.stage_names if state.kind != "tune" else ():
-            eta = state.left(stage)[1]
-            of = f" of {stage}" if len(state.stages) > 1 else ""
-            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
-        yield Text(counts)
-    used = sum(row.used_bytes for row in rows)
-    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
-    free = max(0, room.limit_bytes - room.used_bytes)
-    others = max(0, room.used_bytes - used)
-    if state.budget.get("backend") == "slurm":
-        num_nodes = len({row.node for row in rows if row.own == "running"})
-        nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
-        yield Text(
-            f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
-        )
-        return
-    sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
-    columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in sizes]
-    bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:_BAR_COLUMNS]
-    yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
-    left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
-    yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
-    if pressure is not None:
-        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
-
-
-def _progress(name: str, states: Sequence[str]) -> str:
-    """Return a stage's progress, such as ``prepare kept`` or ``fold 2 of 5``."""
-    if len(set(states)) == 1 and (len(states) == 1 or states[0] != "running"):
-        return f"{name} {states[0]}"
-    return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
-
-
-def _cells(job: JobState, run: RunDir) -> list[str | Text]:
-    state = "waiting" if job.state == "pending" else job.state
-    if state == "running":
-        state = "stalled" if job.stalled else state
-    text = show_state(state)
-    if state == "running":
-        text = _share_done(job) or what_it_does(job, run)[:_PHASE_COLUMNS]
-    return [
-        Text(job.name, no_wrap=True, overflow="ellipsis"),
-        job.node or "-",
-        Text(text, style=_STYLE.get(state, "")),
-        f"{int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else "-",
-        *sizes_of(job),
-        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (job.seconds, job.eta_seconds)),
-    ]
-
-
-def _rank_cells(job: JobState) -> Iterator[list[str | Text]]:
-    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
-    ranks = job.ranks if job.state == "running" else ()
-    for rank in ranks[:_MOST_RANKS]:
-        does, *sizes = explain_rank(rank, job)
-        yield [Text(f"  rank {rank['rank']}"), "-", Text(does[:_PHASE_COLUMNS], style="dim"), "-", *sizes, "", ""]
-    if len(ranks) > _MOST_RANKS:
-        yield [Text(f"  and {len(ranks) - _MOST_RANKS} more"), "-", Text(""), "-", "", "", "", "", ""]
-
-
-def _share_done(job: JobState) -> str:
-    """Return a job's phase with the share that is done, such as ``build 45 %``."""
-    event = job.progress
-    if event is None or event["phase"] != job.phase or not event["total"]:
-        return ""
-    return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
+def _has_output(state: RunState, seconds: float) -> bool:
+    """Whether a running job wrote into its logs in the last seconds."""
+    logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
+    return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)

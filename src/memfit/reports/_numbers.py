@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from memfit.files import fits, open_own
 from memfit.rundir import Event, JobState, RunDir
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_duration
 
 T = TypeVar("T")
 #: What is read of a log to find its last counter.
@@ -118,6 +118,12 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in result.items() if is_number(value)}
 
 
+def explain_time(job: JobState) -> str:
+    """Return how long a job ran, and how long its earlier attempts did, such as ``22.1s + 33.0s``."""
+    text = or_dash(job.seconds, format_duration)
+    return f"{text} + {format_duration(job.earlier_seconds)}" if job.earlier_seconds else text
+
+
 def sizes_of(job: JobState) -> tuple[str, str, str]:
     """Return what a job uses, its peak and its reservation, as text."""
     used, peak, reserved = (
@@ -142,20 +148,31 @@ def what_it_does(job: JobState, run: RunDir) -> str:
     """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
         return job.phase or "starts"
-    return f"{found} ~log" if (found := counter_of(job, run)) else "runs"
+    return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"
 
 
-def counter_of(job: JobState, run: RunDir) -> str:
-    """Return the last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing."""
-    found = ""
+class Counted(NamedTuple):
+    """The last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing.
+
+    ``share`` is how much of the job that is, None where the whole is not known; ``time`` when the log grew last.
+    """
+
+    text: str = ""
+    share: float | None = None
+    time: float = 0.0
+
+
+def counter_of(job: JobState, run: RunDir) -> Counted:
+    """Return the last counter in a job's logs."""
+    found = Counted()
     for name in ("out.log", "err.log"):
         with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:
             stat = os.fstat(log.fileno())
-            if not found and stat.st_mtime > (job.started or 0.0):  # not an earlier attempt's
+            if not found.text and stat.st_mtime > (job.started or 0.0):  # not an earlier attempt's
                 from memfit.diagnosis import last_counter
 
                 log.seek(max(0, stat.st_size - _END_BYTES))
-                found = last_counter(log.read(_END_BYTES))
+                found = Counted(*last_counter(log.read(_END_BYTES)), stat.st_mtime)
     return found
 
 

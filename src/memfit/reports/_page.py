@@ -1,11 +1,12 @@
-"""A run as one HTML page without network and script: memory over time, jobs, forecasts and peaks, causes of death."""
+"""A run as one HTML page without network and script: learning curves, results, memory, jobs, and why some failed."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,19 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._numbers import explain_rank, format_number, or_dash
+from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
+from memfit.reports._differences import read_settings
+from memfit.reports._numbers import (
+    explain_rank,
+    format_column,
+    format_number,
+    metrics_of,
+    or_dash,
+    summarize_metrics,
+)
 from memfit.reports._study_text import explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
-from memfit.rundir import RunDir, RunState, read, show_state
+from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
 #: More points than this make a chart no finer.
@@ -38,15 +48,25 @@ _OTHER = "no phase marked"
 _MOST_TOLD = 200
 #: A longer table is folded.
 _MOST_LINES = 30
+#: The widths of a chart on a large and on a small screen, and the points that it has there.
+_LARGE, _SMALL = 960, 400
+#: Of more units than this, each is a row of the results, and else a column.
+_MOST_COLUMNS = 8
+_MOST_LETTERS = 200
 
 _CSS = """
-:root{color-scheme:light dark;--line:#8884;--soft:#8881}
+:root{color-scheme:light dark;--line:#8884;--soft:#8881;--bad:#c62828}
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem}
+@media(prefers-color-scheme:dark){:root{--bad:#ff8a80}}
 h1{font-size:1.5rem;margin:0}
+h1,.note{overflow-wrap:anywhere}
+h3{font-size:1rem;margin:.8rem 0 .2rem}
+td{max-width:24rem;overflow-wrap:break-word}
 h2{font-size:1.1rem;margin:2.2rem 0 .4rem}
 p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
+table:has(th:nth-child(2):last-child){width:auto;min-width:min(100%,22rem)}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
@@ -55,10 +75,21 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;ve
 .facts{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
 .facts div,pre{background:var(--soft);border-radius:6px;padding:.5rem .9rem}
 .facts b{display:block;font-size:1.15rem}
-pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;margin:.3rem 0}
 .note{opacity:.7}
-.failed{color:#d03030;font-weight:600}
-.wide{overflow-x:auto}
+.failed{color:var(--bad);font-weight:600}
+.wide{overflow-x:auto;margin-bottom:.8rem}
+.wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
+.small{display:none}
+@media(max-width:640px){
+body{margin:1rem auto;padding:0 .6rem}
+h1{font-size:1.2rem}
+.large{display:none}.small{display:block}
+table{font-size:13px}
+th,td{padding:.3rem .4rem}
+meter{display:block;margin:0 0 0 auto}
+}
 meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 #: A cell of a table: its text; or its text and a share from 0 to 1, which is drawn as a bar behind it.
@@ -71,6 +102,7 @@ class _Seen:
 
     state: RunState
     summary: Mapping[str, Any]
+    events: Sequence[Event]
     series: Mapping[str, Sequence[Sample]]
     colours: Mapping[str, str]
 
@@ -113,7 +145,8 @@ class _Seen:
 def write_page(run: RunDir, path: Path) -> Path:
     """Write a run as an HTML page; return the file."""
     series, state = _read(run), read(run)
-    write_atomic(path, mask(_page(_Seen(state, summarize(state), series, _colours(series))), by_name=False))
+    seen = _Seen(state, summarize(state), read_events(run.events_dir), series, _colours(series))
+    write_atomic(path, mask(_page(seen), by_name=False))
     return path
 
 
@@ -135,16 +168,16 @@ def _colours(series: Mapping[str, Sequence[Sample]]) -> dict[str, str]:
 
 def _page(seen: _Seen) -> str:
     name, words = escape(seen.name), [str(word) for word in seen.state.header.get("template") or ()]
-    body = [f'<h1>{name}</h1><p class="note">{escape(str(seen.state.run.path))}</p>']
+    body = [f'<h1>{name.replace("/", "/<wbr>")}</h1><p class="note">{escape(str(seen.state.run.path))}</p>']
     body += [f"<pre>{escape(shlex.join(mask(words)))}</pre>"] if words else []
     body.append(_facts(seen))
     if (study := seen.summary.get("study")) is not None:
         body += ["<h2>Study</h2>", *_study(study)]
-    body += ["<h2>Memory over time</h2>", *_memory(seen), "<h2>Jobs</h2>", *_jobs(seen), *_sizes(seen)]
+    body += [*_learned(seen), *_results(seen)]
+    body += ["<h2>Memory over time</h2>", *_memory(seen), *_machine(seen), "<h2>Jobs</h2>", *_jobs(seen), *_sizes(seen)]
     if deaths := list(_deaths(seen)):
         body += ["<h2>What failed</h2>", *deaths]
-    if results := _metrics(seen):
-        body += ["<h2>Results</h2>", _table(("result", "value"), [*results.items()], num_words=1)]
+    body += ["<h2>Settings</h2>", *_settings(seen)]
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     body.append(f'<p class="note">Written by memfit report on {made}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
@@ -160,28 +193,37 @@ def _facts(seen: _Seen) -> str:
         "jobs": ", ".join(f"{number} {name}" for name, number in summary["counts"].items()) or "none started",
         "wall clock": format_duration(summary["wall_seconds"], short=True),
         "most jobs at once": str(summary["most_at_once"]),
-        "peak of all jobs together": format_bytes(int(max(seen.totals, default=0))),
     }
+    if peak := int(max(seen.totals, default=0)):
+        facts["peak of all jobs together"] = format_bytes(peak)
     if seen.limit is not None:
         facts[f"limit ({seen.limit[0]})"] = format_bytes(seen.limit[1])
     if (study := summary.get("study")) is not None:
         facts["trials"] = f"{study['num_ended']} of {study['n_trials']}"
         facts[f"best {study['number']}"] = or_dash(study["best"], lambda best: format_number(best["value"]))
     if summary["num_restarts"]:
-        facts["restarts by memfit"] = str(summary["num_restarts"])
+        lost = sum(job.earlier_seconds for job in seen.state.jobs.values())
+        took = f" ({format_duration(lost, short=True)} of earlier attempts)" if lost else ""
+        facts["restarts by memfit"] = f"{summary['num_restarts']}{took}"
     boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
     why = f'<p class="failed">{escape(summary["why"])}</p>' if summary["why"] else ""
     return f'<div class="facts">{boxes}</div>{why}'
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:
-    """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
+    """Return a table whose columns behind the first ``num_words`` hold numbers.
+
+    A long one is folded, and a column in which no row has anything is left out.
+    """
 
     def line(cells: Sequence[_Cell], tag: str) -> str:
         kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
         pairs = zip(kinds, cells, strict=True)
         return f"<tr>{''.join(f'<{tag}{kind}>{_cell(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
 
+    shown = [at for at in range(len(headings)) if any(cells[at] not in ("", "-") for cells in rows)]
+    num_words = sum(at < num_words for at in shown)
+    headings, rows = [headings[at] for at in shown], [[cells[at] for at in shown] for cells in rows]
     lines = "".join(line(cells, "td") for cells in rows)
     table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
     if len(rows) <= _MOST_LINES:
@@ -205,8 +247,8 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
         params = dict(explain_params(one["params"]))
         numbers: list[_Cell] = [value, or_dash(one["seconds"] or None, format_duration)]
         numbers += [or_dash(one[key] or None, format_bytes) for key in sizes.values()]
-        rows.append((one["trial"], one["state"], one["cause"], *(params.get(name, "-") for name in names), *numbers))
-    yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3, what="trials")
+        rows.append((one["trial"], one["state"], one["cause"], *numbers, *(params.get(name, "-") for name in names)))
+    yield _table(("trial", "state", "why", study["number"], "time", *sizes, *names), rows, num_words=3, what="trials")
     if settings := study["refused"]["settings"]:
         words = [
             (name.removeprefix("params."), *(explain_region(one[key]) for key in ("refused", "accepted")))
@@ -231,14 +273,75 @@ def _values(study: Mapping[str, Any]) -> Iterator[_Cell]:
             yield text, max(0.0, 1 - abs(best["value"] - value) / reach)
 
 
-def _metrics(seen: _Seen) -> dict[str, str]:
-    return {
-        f"{stage['name']}: {name}, mean of {one['n']}": format_number(one["mean"])
-        + (f", sd {format_number(one['sd'])}" if one["sd"] is not None else "")
-        for stage in seen.summary["stages"]
-        for name, one in stage["metrics"].items()
-        if one["mean"] is not None
-    }
+def _learned(seen: _Seen) -> Iterator[str]:
+    """Yield the learning curves, and where each job stood last."""
+    curves = read_curves(seen.state, seen.events)
+    if not curves.values:
+        return
+    study = seen.summary.get("study") or {}
+    sign = -1 if study.get("direction") == "maximize" else 1
+    done = [one for one in study.get("trials", ()) if one["value"] is not None]
+    ranked = [one["trial"] for one in sorted(done, key=lambda one: sign * one["value"])]
+    yield "<h2>Learning curves</h2>"
+    yield from draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())])
+    headings, rows = last_values(curves, seen.state)
+    yield f"<details><summary>last values</summary>{_table(headings, rows, num_words=1)}</details>"
+
+
+def _results(seen: _Seen) -> Iterator[str]:
+    """Yield for each stage what its units returned: of several units each beside their mean and deviation."""
+    tables = []
+    for stage in seen.state.stage_names if seen.state.kind == "stages" else ():
+        jobs = [job for job in seen.state.jobs.values() if job.stage == stage and metrics_of(job.result)]
+        if jobs:
+            tables.append(f"<h3>{escape(stage)}</h3>{_stage_table(stage, jobs)}")
+    if tables:
+        yield "<h2>Results</h2>" + "".join(tables)
+
+
+def _stage_table(stage: str, jobs: Sequence[JobState]) -> str:
+    metrics = summarize_metrics([metrics_of(job.result) for job in jobs])
+    if [job.id for job in jobs] == [stage]:
+        facts = [(name, *format_column([mean], [])) for name, (mean, _, _) in metrics.items()]
+        return _table(("", "value"), facts, num_words=1)
+    names, rows = [job.name.removeprefix(f"{stage}_") for job in jobs], []
+    for name, (mean, sd, _) in metrics.items():
+        values = [metrics_of(job.result).get(name) for job in jobs]
+        told = format_column(values, [mean, sd])
+        rows.append([name, *told[-2:], *told[:-2]])
+    table = [["", "mean", "sd", *names], *rows]
+    if len(jobs) > _MOST_COLUMNS:
+        table = [list(column) for column in zip(*table, strict=True)]
+    return _table(table[0], table[1:], num_words=1)
+
+
+def _settings(seen: _Seen) -> Iterator[str]:
+    """Yield a table of the settings that were given, and of all params, with where each value came from."""
+    config, origins = read_settings(seen.state.run), seen.state.header.get("origins") or {}
+    rows = []
+    for name, origin in origins.items() if isinstance(origins, Mapping) else ():
+        value: Any = config
+        for part in str(name).split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if name != "schema_version" and (origin != "default" or name.startswith("params.")):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            rows.append((name, text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…", str(origin)))
+    if rows:
+        yield _table(("setting", "value", "from"), rows, num_words=3, what="settings")
+    yield '<p class="note">All others have their defaults: config.yaml in the folder of the run has them all.</p>'
+
+
+def _machine(seen: _Seen) -> Iterator[str]:
+    """Yield what the jobs took of cores, disk and GPUs over time."""
+    charts = [*draw_machine(seen.series, seen.events, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
+    if charts:
+        title = "CPU, disk and GPU" if any("GPU" in chart for chart in charts) else "CPU and disk"
+        yield f'<h2>{title}</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _both(draw: Callable[[int], str]) -> str:
+    """Return a chart for large screens and one for small ones, of which the browser shows one."""
+    return f'<div class="large">{draw(_LARGE)}</div><div class="small">{draw(_SMALL)}</div>'
 
 
 def _memory(seen: _Seen) -> Iterator[str]:
@@ -253,7 +356,8 @@ def _memory(seen: _Seen) -> Iterator[str]:
         if job["state"] in BAD and (samples := seen.series.get(job["job"]))
     ]
     label = f"Private memory of all jobs of {seen.name} over time, by phase"
-    yield draw_stack(seen.layers, seen.seconds, label, limit=seen.limit, marks=marks)
+    layers, limit = seen.layers, seen.limit
+    yield _both(lambda width: draw_stack(layers, seen.seconds, label, limit=limit, marks=marks, size=(width, 280)))
     yield (
         '<p class="note">The private memory of all jobs together, by what each job was doing. Memory that several '
         "jobs share, such as a mapped panel, is not in it. A red cross is a job that failed.</p>"
@@ -295,25 +399,31 @@ def _jobs(seen: _Seen) -> Iterator[str]:
                 parts.append((*times, seen.colours[phase]))
         note = show_state(job["state"]) + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
+        note += f" after {format_duration(lost, short=True)}" if (lost := job["earlier_seconds"]) else ""
         bars.append(Bar(seen.state.name(job["job"]), parts, note, job["state"] in BAD))
-    yield draw_bars(bars, seen.seconds, f"When each job of {seen.name} ran, by phase")
+    label = f"When each job of {seen.name} ran, by phase"
+    yield _both(lambda width: draw_bars(bars, seen.seconds, label, width))
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
 
 
 def _sizes(seen: _Seen) -> Iterator[str]:
-    """Yield a table of the jobs: the log of each, and its peak beside its reservation."""
-    below, rows = f"{seen.state.run.path}/", list[tuple[_Cell, ...]]()
+    """Yield a table of the jobs: the peak of each beside its reservation, and the time of its attempts."""
+    rows = list[tuple[_Cell, ...]]()
     for job in seen.summary["jobs"][:_MOST_TOLD]:
         peak, reserved = job["peak_bytes"] or None, job["reserved_bytes"] or None
         texts = [or_dash(size, format_bytes) for size in (peak, reserved)]
         share = (texts[0], min(1.0, peak / reserved)) if peak and reserved else texts[0]
-        log = job["log"].removeprefix(below)
-        rows.append((seen.state.name(job["job"]), job["state"], log, share, texts[1], str(job["attempt"])))
+        times = [or_dash(job[key] or None, format_duration) for key in ("seconds", "earlier_seconds")]
+        name, state = seen.state.name(job["job"]), show_state(job["state"])
+        attempts = str(job["attempt"]) if job["attempt"] > 1 else "-"
+        rows.append((name, state, share, texts[1], times[0], attempts, times[1]))
     if rows:
-        yield _table(("job", "state", "log", "peak", "reserved", "attempts"), rows, num_words=3, what="jobs")
+        headings = ["job", "state", "peak", "reserved", "time", "attempts", "earlier attempts"]
+        yield _table(headings, rows, num_words=2, what="jobs")
         error = seen.summary["forecast_error"]
         told = "" if error is None else f" Forecast: {explain_forecast(error)}."
+        told += " The logs are jobs/JOB/out.log and err.log."
         yield f'<p class="note">Peak: private memory. The bar is its share of what was reserved.{told}</p>'
     yield from _ranks(seen)
 

@@ -98,7 +98,7 @@ def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[O
 def find_run(
     name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT, writes: bool = False
 ) -> RunDir:
-    """The run that a word means; without one, the newest live run of this host, or else the newest below ``root``.
+    """The run that a word means; without one, the newest live run, below ``root`` first, or else the newest there.
 
     What ``writes`` into the run gets one below ``root`` alone, unless a word names another.
 
@@ -108,6 +108,7 @@ def find_run(
     if name is not None:
         return find_target(name, claims=claims, root=root).run
     live = [] if writes else [one.run for one in list_runs(claims=claims)]
+    live.sort(key=lambda run: not run.path.is_relative_to(root.absolute()))
     found = [*live, *_below(root)]
     if not found:
         raise UsageError(

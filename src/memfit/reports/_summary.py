@@ -21,11 +21,11 @@ from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
     explain_memory,
+    explain_time,
     format_column,
     format_number,
     is_number,
     metrics_of,
-    or_dash,
     plain_table,
     print_facts,
     say,
@@ -224,6 +224,7 @@ def _print_commands(rows: Sequence[JobState], console: Console) -> None:
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
+        tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
         of = {"state": row.own, "started": row.started, "ended": row.ended, "peak_bytes": row.peak_bytes}
         say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
@@ -272,7 +273,10 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
     wall, is_whole = state.wall_seconds, state.num_commands == 1
     yield "jobs", ", ".join(f"{name} {number}" for name, number in state.counts.items()) or "none has started"
     if state.num_restarts:
-        yield "restarts", f"memfit restarted jobs {state.num_restarts} time{'s' if state.num_restarts > 1 else ''}"
+        took = sum(row.earlier_seconds for row in rows)
+        took_text = f"; their earlier attempts took {format_duration(took)}" if took else ""
+        times = f"{state.num_restarts} time{'s' if state.num_restarts > 1 else ''}"
+        yield "restarts", f"memfit restarted jobs {times}{took_text}"
     if state.outgrown:
         yield "sizes", explain_outgrown(state)
     cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
@@ -382,7 +386,7 @@ def _tables(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[T
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
     first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = [(show_state(row.state), or_dash(row.seconds, format_duration), *sizes_of(row)[1:]) for row in rows]
+    facts = [(show_state(row.state), explain_time(row), *sizes_of(row)[1:]) for row in rows]
     headings = ("state", "time", "peak", "reserved")
     rest = [
         (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)

@@ -59,6 +59,8 @@ class _Attempt:
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
     epoch_ends: list[float] = field(default_factory=list)
+    ran_seconds: float = 0.0
+    earlier_seconds: float = 0.0
 
     def take(self, event: Event) -> None:
         now, done = float(event["time"]), float(event["epoch"])
@@ -209,7 +211,9 @@ class Reader:
             self._lost[job].append(event)
         if kind in ("admit", "end", "retry"):
             self._settled.pop(job, None)
-            self._attempts[job].admitted = None
+            before = self._attempts[job]
+            if before.admitted is not None:
+                before.ran_seconds, before.admitted = max(0.0, now - before.admitted), None
             self._queued.discard(job)  # a job may also end while it is queued
         if kind in ("admit", "end") and fits(event.get("used_bytes"), int):
             known["told_bytes"] = event["used_bytes"]
@@ -218,8 +222,9 @@ class Reader:
             known["num_restarts"] += 1
         elif kind == "admit":
             self._attempts[job] = _Attempt(now, event.get("reservation_bytes"), event.get("reservation_bytes"))
-            before = known["most_at_once"] if self._admitted_by == known["num_commands"] else 0
-            known["most_at_once"], self._admitted_by = max(before, event["num_running"]), known["num_commands"]
+            self._attempts[job].earlier_seconds = before.earlier_seconds + before.ran_seconds
+            most = known["most_at_once"] if self._admitted_by == known["num_commands"] else 0
+            known["most_at_once"], self._admitted_by = max(most, event["num_running"]), known["num_commands"]
         elif kind == "grow":
             self._attempts[job].reserved_bytes = event["to_bytes"]
         elif kind in ("epoch", "step"):
@@ -279,6 +284,7 @@ class Reader:
                 "own": own,
                 "started": began,
                 "seconds": None if began is None else max(0.0, (found.get("ended") or now) - began),
+                "earlier_seconds": attempt.earlier_seconds,
                 "reserved_bytes": attempt.reserved_bytes,
                 "forecast_bytes": attempt.forecast_bytes,
                 "epochs_done": attempt.last[1],

@@ -60,6 +60,7 @@ class JobState:
         told: What the supervisor said of it last, as in ``StageState.units``; empty where it said nothing.
         own: The state in its own files; ``pending`` also for one that ended and is queued again.
         seconds: How long it has run, or ran, in this attempt; None before its start.
+        earlier_seconds: How long its earlier attempts ran.
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
         forecast_bytes: What it had reserved when it started.
         epochs_done: How many epochs it has done, the part of the present one included.
@@ -93,6 +94,7 @@ class JobState:
     node: str = ""
     ranks: Sequence[Mapping[str, Any]] = ()
     seconds: float | None = None
+    earlier_seconds: float = 0.0
     reserved_bytes: int | None = None
     forecast_bytes: int | None = None
     epochs_done: float = 0.0
@@ -122,7 +124,9 @@ class JobState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
-        plain = "stage params state seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        plain = (
+            "stage params state seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        )
         found = {"job": self.id, **{name: getattr(self, name) for name in plain.split()}}
         if self.ranks:
             found["ranks"] = [dict(one) for one in self.ranks]
@@ -239,14 +243,15 @@ class RunState:
     def left(self, stage: str) -> tuple[int, float | None]:
         """How many units of a stage are not done yet, and how long they take, as units took so far.
 
-        The seconds are None while no unit is done, or when nothing is left.
+        The seconds are None when nothing is left, and while no unit is done, unless all others run and know their end.
         """
         own = [job for job in self.jobs.values() if job.stage == stage]
         running = [job for job in own if job.state == "running"]
         waiting = sum(state == "waiting" for state in self.units.get(stage, {}).values())
         took = [job.seconds for job in own if job.own == "completed" and job.seconds is not None]
         if not took or not (running or waiting):
-            return waiting + len(running), None
+            ends = [job.eta_seconds for job in running if job.eta_seconds is not None]
+            return waiting + len(running), max(ends) if ends and len(ends) == len(running) and not waiting else None
         mean = statistics.fmean(took)
         left = [job.eta_seconds or max(0.0, mean - (job.seconds or 0.0)) for job in running]
         at_once = len(running) or max(1, self.most_at_once)

@@ -1,0 +1,208 @@
+"""The table of a run's jobs on a terminal: as wide as that is, with the budget below."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.files import fits
+from memfit.memory import Budget
+from memfit.reports._numbers import explain_rank, or_dash, plain_table, sizes_of, what_it_does
+from memfit.rundir import JobState, RunDir, RunState, show_state
+from memfit.units import format_bytes, format_duration
+
+_STYLE = {
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "out_of_memory": "red",
+    "node_fail": "red",
+    "timeout": "red",
+    "stalled": "yellow",
+    "stopped": "yellow",
+}
+_HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+#: Columns that are left out if no job has them.
+_OPTIONAL = ("node", "epoch")
+#: Columns that give way where the terminal is narrow, one after the other.
+_GIVING_WAY = ("peak", "reserved", "node", "memory")
+#: The width of a counter such as ``12000/100000 ~log``.
+_PHASE_COLUMNS = 18
+#: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
+WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
+_BAR_COLUMNS = 40
+#: More ranks of one job are counted.
+_MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limit that binds a run now, and how much of it everyone uses."""
+
+    limit_bytes: int
+    used_bytes: int
+    name: str
+
+
+def read_room(state: RunState, *, here: bool = True) -> Room:
+    """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
+    told, used = state.budget, sum(job.used_bytes for job in state.jobs.values())
+    if told and (not here or told.get("backend") == "slurm"):
+        binding = told["binding"]
+        said = binding.get("used_bytes") if state.told_bytes is None else state.told_bytes
+        return Room(binding["limit_bytes"], max(used, said if fits(said, int) else 0), binding["name"])
+    cap = next((limit["limit_bytes"] for limit in told.get("limits", ()) if limit["name"] == "cap"), None)
+    budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
+    return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
+
+
+def read_pressure(root: Path = Path("/")) -> float | None:
+    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
+
+    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
+    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
+    """
+    try:
+        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
+    except OSError:
+        return None
+    return float(found.group(1)) if found else None
+
+
+def render(
+    state: RunState, room: Room, pressure: float | None = None, headline: str = "", *, width: int = 80
+) -> RenderableType:
+    """Return the table of jobs, their counts and the budget, with a headline above.
+
+    Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
+    """
+    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), _short_names(state)
+    for row in _shown(rows):
+        lines += [_cells(row, state.run), *_rank_cells(row)]
+    shown = [
+        name for at, name in enumerate(_HEADINGS) if name not in _OPTIONAL or any(line[at] != "-" for line in lines)
+    ]
+    for dropped in range(-1, len(_GIVING_WAY) + 1):
+        if dropped == 0:
+            lines = [[Text(names.get(str(job), str(job)), no_wrap=True), *cells] for job, *cells in lines]
+        columns = [name for name in shown if name not in _GIVING_WAY[: max(0, dropped)]]
+        places = [_HEADINGS.index(name) for name in columns]
+        widths = [
+            max(map(len, (name, *(str(line[at]) for line in lines)))) for name, at in zip(columns, places, strict=True)
+        ]
+        if sum(widths) + len(widths) <= width:
+            break
+    table = plain_table(
+        *columns, rows=[[line[at] for at in places] for line in lines], left=("job", "node", "phase"), gap=1
+    )
+    table.columns[0].overflow = "ellipsis"
+    for column, least in zip(table.columns[1:], widths[1:], strict=True):
+        column.min_width = least
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
+
+
+def _short_names(state: RunState) -> dict[str, str]:
+    """Return for each job's name the parameters in which the jobs differ; its name where it has none."""
+    values = [*state.params.values()]
+    found = {}
+    for job in state.jobs.values():
+        own = [f"{name}={value}" for name, value in job.params.items() if any(one.get(name) != value for one in values)]
+        found[job.name] = " ".join(own) or job.id
+    return found
+
+
+def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
+    if len(rows) <= WHOLE_ROWS:
+        return rows
+    running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
+    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
+    return [*ended[-_ENDED_ROWS:], *running]
+
+
+def _footer(
+    state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None, width: int
+) -> Iterator[Text]:
+    if len(state.stages) > 1 and state.kind != "tune":
+        names = state.stage_names
+        yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
+    if counts := ", ".join(f"{name} {number}" for name, number in state.counts.items()):
+        num_stalled = sum(row.stalled for row in rows)
+        counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
+        for stage in state.stage_names if state.kind != "tune" else ():
+            eta = state.left(stage)[1]
+            of = f" of {stage}" if len(state.stages) > 1 else ""
+            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
+        yield Text(counts)
+    used = sum(row.used_bytes for row in rows)
+    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
+    free = max(0, room.limit_bytes - room.used_bytes)
+    others = max(0, room.used_bytes - used)
+    if state.budget.get("backend") == "slurm":
+        num_nodes = len({row.node for row in rows if row.own == "running"})
+        nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+        yield Text(
+            f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
+        )
+        return
+    sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
+    length = max(10, min(_BAR_COLUMNS, width - _BAR_COLUMNS))
+    columns = [length * size // max(1, room.limit_bytes) for size in sizes]
+    bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:length]
+    yield Text(f"[{bar:.<{length}}] # jobs = reserved o others . free", style="dim")
+    left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
+    yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
+    if pressure is not None:
+        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
+
+
+def _progress(name: str, states: Sequence[str]) -> str:
+    """Return a stage's progress, such as ``prepare kept`` or ``fold 2 of 5``."""
+    if len(set(states)) == 1 and (len(states) == 1 or states[0] != "running"):
+        return f"{name} {states[0]}"
+    return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
+
+
+def _cells(job: JobState, run: RunDir) -> list[str | Text]:
+    state = "waiting" if job.state == "pending" else job.state
+    if state == "running":
+        state = "stalled" if job.stalled else state
+    text = show_state(state)
+    if state == "running":
+        text = share_done(job) or what_it_does(job, run)[:_PHASE_COLUMNS]
+    return [
+        Text(job.name, no_wrap=True),
+        job.node or "-",
+        Text(text, style=_STYLE.get(state, "")),
+        epochs_done(job).strip() or "-",
+        *sizes_of(job),
+        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (job.seconds, job.eta_seconds)),
+    ]
+
+
+def epochs_done(job: JobState) -> str:
+    """Return how many epochs a job has done, such as `` 2.5/8``; empty before the first step."""
+    return f" {int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else ""
+
+
+def _rank_cells(job: JobState) -> Iterator[list[str | Text]]:
+    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
+    ranks = job.ranks if job.state == "running" else ()
+    for rank in ranks[:_MOST_RANKS]:
+        does, *sizes = explain_rank(rank, job)
+        yield [Text(f"  rank {rank['rank']}"), "-", Text(does[:_PHASE_COLUMNS], style="dim"), "-", *sizes, "", ""]
+    if len(ranks) > _MOST_RANKS:
+        yield [Text(f"  and {len(ranks) - _MOST_RANKS} more"), "-", Text(""), "-", "", "", "", "", ""]
+
+
+def share_done(job: JobState) -> str:
+    """Return a job's phase with the share that is done, such as ``build 45 %``."""
+    event = job.progress
+    if event is None or event["phase"] != job.phase or not event["total"]:
+        return ""
+    return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
