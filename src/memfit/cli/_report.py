@@ -22,7 +22,7 @@ def report(
         Path | None, typer.Option("--out", help="The file; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write a run as one HTML page: memory over time, jobs, forecasts against peaks, and why jobs failed.
+    """Write a run as one HTML page: learning curves, results, memory, cores and disk over time, and why jobs failed.
 
     The page needs no network and no script. It works for a run that goes on, too. Outside of ./runs, name the run.
 
