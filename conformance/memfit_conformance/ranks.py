@@ -52,20 +52,26 @@ def main() -> int:
         if given.with_memfit:
             importlib.import_module(f"memfit.integrations.{framework}")
         for size in map(int, given.sizes.split(",")):
-            for name, (strike, options) in MOMENTS.items():
-                ends, text = _row(module, size, Options(samples=48 * size, **options), strike, given.with_memfit)
+            unbroken: dict[Options, Sequence[Run]] = {}
+            for name, (strike, more) in MOMENTS.items():
+                options = Options(samples=48 * size, **more)
+                if options not in unbroken:
+                    with tempfile.TemporaryDirectory() as place:
+                        unbroken[options] = _run(module, Path(place, "whole"), size, options, None, given.with_memfit)
+                ends, text = _row(module, size, options, strike, given.with_memfit, unbroken[options])
                 is_good &= text == "same"
                 print(f"| {framework} | {size} | {name} | {', '.join(map(str, ends))} | {text} |", flush=True)
     return int(given.with_memfit and not is_good)
 
 
-def _row(module: Any, size: int, options: Options, strike: Strike, with_memfit: bool) -> tuple[list[int], str]:
+def _row(
+    module: Any, size: int, options: Options, strike: Strike, with_memfit: bool, unbroken: Sequence[Run]
+) -> tuple[list[int], str]:
+    if any(one.exit_code for one in unbroken):
+        return [one.exit_code for one in unbroken], f"the unbroken run failed: {unbroken[0].log}"
     with tempfile.TemporaryDirectory() as place:
-        unbroken = _run(module, Path(place, "whole"), size, options, None, with_memfit)
         struck = _run(module, Path(place, "struck"), size, options, strike, with_memfit)
         resumed = _run(module, Path(place, "struck"), size, options, None, with_memfit)
-        if any(one.exit_code for one in unbroken):
-            return [one.exit_code for one in unbroken], f"the unbroken run failed: {unbroken[0].log}"
     found = []
     for whole, first, last in zip(unbroken, struck, resumed, strict=True):
         if last.exit_code or not last.has("end"):

@@ -14,6 +14,11 @@ from memfit.rundir import RunDir, read_events
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+#: What the trainings import, with what an optimizer and the first sharded save import late.
+LOADED = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "memfit.training",
+    "transformers.trainer", "memfit.integrations.huggingface",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +32,7 @@ def faults():
 def parent():
     env = {**os.environ, **start_env(tight_malloc=True, cuda_allocator=None), "PYTHONPATH": str(BENCHMARKS)}
     own = Parent.start("faults:train", env)
+    own.load(*LOADED)  # else each rank of each generation would import them, which takes it 3 s
     assert own is not None and not own.refused, own
     yield own
     own.close()

@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -246,6 +248,35 @@ NUM_GPUS = (("none", 0), ("one", 1), ("pair", 4))
 
 def _scripts(run_dir):
     return [path.read_text() for path in (run_dir.path / "slurm").glob("*.sh")]
+
+
+LOSES = 'echo \'{"state": "failed", "exit_code": 79, "cause": "rank 1 left", "attempt": 1}\' > $node/outcome.json'
+
+
+@pytest.mark.parametrize(
+    ("srun", "state"),
+    [
+        (f"{LOSES}; kill -TERM $PPID; exit 79", "node_fail"),
+        (f"{LOSES}; kill -TERM $PPID; sleep 0.5; exit 79", "node_fail"),
+        (f"kill -TERM $PPID; sleep 0.5; {LOSES}; exit 79", "preempted"),
+    ],
+    ids=["ends with the stop", "ends after the stop", "lost after the stop"],
+)
+def test_a_group_is_one_whose_node_failed_however_soon_slurm_ends_it_for_that(tools, run_dir, srun, state):
+    tools(
+        sbatch="echo 7",
+        squeue="true",
+        sacct="true",
+        srun=f'for node in "{run_dir.path}"/jobs/*/*/jobs/node_0; do :; done; {srun}',
+    )
+    backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
+    backend.submit([Submission(Job("group", command=("true",), ranks=4), 100 << 20)])
+    (array,) = (run_dir.path / "slurm").glob("*.json")
+    words = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(run_dir.path), "--array", str(array)]
+    subprocess.run(words, env={**os.environ, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "7"}, check=False)
+    outcome = json.loads((run_dir.job_dir("group") / "outcome.json").read_text())
+    assert (outcome["state"], outcome["ended_by"]) == (state, "platform")
+    assert ("node_1 failed: its ranks left no outcome" in outcome["cause"]) == (state == "node_fail")
 
 
 def test_an_element_whose_job_has_a_later_attempt_does_nothing(tools, run_dir, monkeypatch):

@@ -87,6 +87,7 @@ def loop():
         optimizer = torch.optim.AdamW(model.parameters())
         detector = detector or LeakDetector()
         leaks = {}
+        gc.collect()  # what earlier tests left would be freed within the loop, and hide its growth for two epochs
         for epoch in range(1, num_epochs + 1):
             train_step(model, optimizer)
             for _ in range(40):

@@ -64,7 +64,7 @@ class NodesShim(Shim):
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
         self.order, self.generation, self.without_checkpoint = job, 0, 0
-        self._look_at, self._lost_at = 0.0, math.inf
+        self._look_at, self._lost_at, self._was_lost = 0.0, math.inf, False
         self.folder = make_nodes(job_dir, job)
         super().__init__(self._make_step(), job_dir, stop)
 
@@ -88,8 +88,7 @@ class NodesShim(Shim):
             with contextlib.suppress(OSError):
                 shutil.copyfile(self.folder / "jobs" / node / name, self.job_dir / name)
         end, status = ends[worst], self._merged(status)
-        is_lost = self.has_ranks and (self.stop.since is None or self._lost_at < self.stop.since)
-        if is_lost and end.state != "out_of_memory" and (gone := self._without_end(ends)):
+        if self._was_lost and end.state != "out_of_memory" and (gone := self._without_end(ends)):
             cause = f"{', '.join(gone)} failed: its ranks left no outcome, and those of the other nodes lost them"
             return replace(status, state="node_fail", cause=cause, ended_by="platform")
         if end.state == "completed" or self.stop.since is not None:
@@ -103,6 +102,7 @@ class NodesShim(Shim):
             returncode, stopped_by = super()._follow(pid, monitor)
             self._take_logs()
             if self.stop.since is not None or not self._begins_again():
+                self._was_lost |= self.has_ranks and stopped_by is None  # all ended before a stop was passed on
                 return returncode, stopped_by
             self.generation += 1
             self._look_at, self._lost_at = 0.0, math.inf
@@ -182,6 +182,9 @@ class NodesShim(Shim):
         if self.stop.since is None:
             self._end_late()
             return None
+        if sent is None:  # of a node that is gone Slurm may tell, by this stop, just when the others noticed it
+            ended = self.has_ranks and any(end.state == "failed" for end in self._ends().values())
+            self._was_lost = ended or self._lost_at < math.inf
         is_over = self.stop.is_over(self.grace_seconds)
         word = "SIGKILL" if is_over else "SIGTERM"
         if word != sent:
