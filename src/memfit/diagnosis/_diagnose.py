@@ -18,6 +18,7 @@ from memfit.diagnosis._group import explain_group, explain_lost
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
+from memfit.diagnosis._pod import read_pods
 from memfit.diagnosis._record import Diagnosis, Evidence, Moment
 from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
 from memfit.diagnosis._signatures import find_signs
@@ -93,7 +94,8 @@ def diagnose(
         ('gpu', 'out_of_memory', 2.0)
     """
     named = [paths] if isinstance(paths, Path | str) else list(paths)
-    streams = [stream for one in named for stream in streams_of(one)]
+    found_in = [(stream, read_pods(stream)) for one in named for stream in streams_of(one)]
+    streams, pods = [stream for stream, ends in found_in if ends is None], [end for _, ends in found_in for end in ends or ()]
     files = [Path(one) for one in named if str(one) != "-"]
     witnesses = read_witnesses(
         [line for stream in streams for line in stream.lines],
@@ -104,7 +106,7 @@ def diagnose(
     signs = witnesses.signs
     if sacct is None and not accounting and kernel_log is None:  # the table knows the logs' own lines
         signs = ()
-    witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
+    witnesses = replace(witnesses, signs=(*signs, *pods, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
     found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
     # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.

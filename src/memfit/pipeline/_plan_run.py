@@ -164,7 +164,9 @@ def plan_run(
         planned = RunDir(settings.runs_dir / settings.experiment / "planned")
         graph.look(Results(order, planned, None if new else earlier_runs(order, planned)))
     machine = Machine.read(on) if isinstance(on, Path) else on
-    budget = read_budget(settings) if machine is None else machine.budget(str(on) if isinstance(on, Path) else "the config")
+    budget = (
+        read_budget(settings) if machine is None else machine.budget(str(on) if isinstance(on, Path) else "the config")
+    )
     node = Node(budget, machine)
     stages = [_stage(order, graph, runs, node, start, name) for name in graph.stages if name in graph.asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]

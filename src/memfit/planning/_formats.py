@@ -195,8 +195,8 @@ def _kubernetes(launch: Launch) -> str:
         f"# memory: {launch.memory_why}",
         f"# /dev/shm: {launch.shm_why}; it counts towards the memory",
         f"# terminationGracePeriodSeconds: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
-        "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2) and",
-        f"# too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
+        "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2)",
+        f"# and too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
         f"# volumes: the claim {settings.claim or launch.name} holds runs and the folders of launch.data and .outputs",
     ]
     return "\n".join([*notes, write_yaml(job)])
