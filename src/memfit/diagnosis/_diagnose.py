@@ -17,8 +17,8 @@ from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._group import explain_group, explain_lost
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
-from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
 from memfit.diagnosis._pod import read_pods
+from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
 from memfit.diagnosis._record import Diagnosis, Evidence, Moment
 from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
 from memfit.diagnosis._signatures import find_signs
@@ -76,7 +76,8 @@ def diagnose(
     """Say what killed a job, from what it left.
 
     Args:
-        paths: Logs, folders of logs, run directories of memfit, or ``-`` for standard input.
+        paths: Logs, folders of logs, run directories of memfit, what ``kubectl`` says of a pod (``get pod -o json`` or
+            ``-o yaml``, ``describe pod``), or ``-`` for standard input.
         sacct: A file with what ``sacct`` printed.
         accounting: That text itself; its lines are cited as those of ``sacct``.
         kernel_log: A file with the kernel's log of its node.
@@ -95,7 +96,8 @@ def diagnose(
     """
     named = [paths] if isinstance(paths, Path | str) else list(paths)
     found_in = [(stream, read_pods(stream)) for one in named for stream in streams_of(one)]
-    streams, pods = [stream for stream, ends in found_in if ends is None], [end for _, ends in found_in for end in ends or ()]
+    streams = [stream for stream, ends in found_in if ends is None]
+    pods = [end for _, ends in found_in for end in ends or ()]
     files = [Path(one) for one in named if str(one) != "-"]
     witnesses = read_witnesses(
         [line for stream in streams for line in stream.lines],

@@ -14,11 +14,15 @@ from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream
 from memfit.units import format_bytes
 
+#: The emitter of its signs: advice is in the words of a manifest.
+POD = "kubernetes"
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z][\w .-]*?):(?:\s+(?P<value>\S.*))?\s*$")
 #: What the kubelet says of a volume that grew over its ``sizeLimit``. Source: pkg/kubelet/eviction, Kubernetes 1.31.
 _VOLUME = re.compile(r'[Uu]sage of EmptyDir volume "(?P<name>[^"]+)" exceeds the limit "(?P<limit>[^"]+)"')
 _OVER_DISK = ("ephemeral-storage", "ephemeral local storage", "nodefs", "imagefs", "DiskPressure")
 _SIGKILL = 137
+#: What `kubectl describe` says of an end, by its names in the API.
+_ENDS = {"Reason": "reason", "Exit Code": "exitCode", "Finished": "finishedAt"}
 
 
 @dataclass
@@ -98,48 +102,44 @@ def _list(found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _of_description(lines: Sequence[Line]) -> Iterator[_Pod]:
-    """Read what ``kubectl describe pod`` prints, of one pod or several."""
-    pod, container, section, part = None, None, "", ""
-    end: dict[str, Any] = {}
-    names = {"Reason": "reason", "Exit Code": "exitCode", "Finished": "finishedAt"}
-    for line in lines:
-        found = _KEY.match(line.text)
-        if found is None:
-            continue
+    """Read what ``kubectl describe pod`` prints, of one pod or several: keys, by their indent."""
+    pod, section = _Pod(), ""
+    path: list[str] = ["", ""]  # the container or volume, and the key below it
+    for found in filter(None, (_KEY.match(line.text) for line in lines)):
         indent, key, value = len(found["indent"]), found["key"], found["value"] or ""
         if indent == 0:
-            section, container = key, None
+            if key == "Name" and pod.name:
+                yield pod
             if key == "Name":
-                if pod is not None:
-                    yield pod
                 pod = _Pod(value)
-        if pod is None:
-            continue
-        if indent == 0:
+            section, path = key, ["", ""]
             pod.node = value.partition("/")[0] or None if key == "Node" else pod.node
             pod.reason = value if key == "Reason" else pod.reason
             pod.message = value if key == "Message" else pod.message
         elif section in ("Containers", "Init Containers"):
-            if indent == 2 and not value:
-                container = pod.container(key)
-            elif container is not None and indent == 4:
-                part = key
-                if key in ("State", "Last State") and value == "Terminated":
-                    end = {}
-                    container.ends.append(end)
-                elif key in ("State", "Last State"):
-                    end = {}
-                elif key == "Restart Count" and value.isdigit():
-                    container.restarts = int(value)
-            elif container is not None and part in ("State", "Last State") and key in names:
-                end[names[key]] = int(value) if value.isdigit() else value
-            elif container is not None and part == "Limits" and key == "memory":
-                container.limit = value
+            _read_container(pod, path, indent, key, value)
         elif section == "Volumes":
-            part = key if indent == 2 else part
-            pod.in_memory |= {part} if key == "Medium" and value == "Memory" else set()
-    if pod is not None:
-        yield pod
+            path[0] = key if indent == 2 else path[0]
+            pod.in_memory |= {path[0]} if (key, value) == ("Medium", "Memory") else set()
+    yield pod
+
+
+def _read_container(pod: _Pod, path: list[str], indent: int, key: str, value: str) -> None:
+    """Take one line of a container; ``path`` names it, and the key that the line is below."""
+    if indent == 2 and not value:
+        path[:] = [key, ""]
+        return
+    if not path[0]:
+        return
+    container = pod.container(path[0])
+    if indent == 4:
+        path[1] = f"{key} {value}" if "State" in key else key
+        container.ends += [{}] if value == "Terminated" else []
+        container.restarts = int(value) if key == "Restart Count" and value.isdigit() else container.restarts
+    elif path[1].endswith("Terminated") and key in _ENDS:
+        container.ends[-1][_ENDS[key]] = int(value) if value.isdigit() else value
+    elif path[1] == "Limits" and key == "memory":
+        container.limit = value
 
 
 def _signs(pod: _Pod, lines: Sequence[Line]) -> Iterator[Sign]:
@@ -150,7 +150,8 @@ def _signs(pod: _Pod, lines: Sequence[Line]) -> Iterator[Sign]:
         name = "shm" if volume and volume["name"] in pod.in_memory else "disk_full" if volume else "global_kill"
         name = "disk_full" if any(word in pod.message for word in _OVER_DISK) else name
         values |= {"limit_bytes": size} if volume and (size := _bytes(volume["limit"])) else {}
-        yield Sign(name, (_line(lines, "Evicted", f"pod {pod.name}: Evicted: {pod.message}"),), values)
+        line = _line(lines, "Evicted", f"pod {pod.name}: Evicted: {pod.message}")
+        yield Sign(name, (line,), values, emitter=POD)
     for one in pod.containers.values():
         end = next((end for end in one.ends if _heading(end)), None)
         if end is None:
@@ -162,7 +163,7 @@ def _signs(pod: _Pod, lines: Sequence[Line]) -> Iterator[Sign]:
         text += f", limit {format_bytes(limit)} of the container" if limit else ", no limit of memory"
         own = {"who": "the kernel", "exit_code": end.get("exitCode"), "text": text}
         own |= {"limit_bytes": limit} if limit else {}
-        yield Sign(_heading(end), (_line(lines, str(end.get("reason")), text),), values | own)
+        yield Sign(_heading(end), (_line(lines, str(end.get("reason")), text),), values | own, emitter=POD)
 
 
 def _heading(end: Mapping[str, Any]) -> str:
