@@ -67,7 +67,7 @@ def read_pods(stream: Stream) -> list[Sign] | None:
 def _of_document(text: str) -> list[_Pod]:
     """Read JSON, which is YAML too, or YAML: a pod, or a list of them."""
     try:
-        found = YAML(typ="safe", pure=True).load(text.replace("\t", " "))
+        found = YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError):
         return []
     items = found.get("items", [found]) if isinstance(found, Mapping) else []
