@@ -85,11 +85,11 @@ def _check_room(made: Launch, form: LaunchFormat) -> str:
     """Compare with the partition's largest node, or say what could not be compared."""
     if form == "sbatch":
         try:
-            partition, size, _ = slurm.read_largest_node(made.slurm["partition"])
+            partition, memory, _ = slurm.read_largest_node(made.slurm["partition"])
         except (slurm.NoAnswerError, UsageError) as error:
             what = error.what if isinstance(error, UsageError) else str(error)
             return f"memory was not compared with the partition's nodes: {what}"
-        made.check_node(Amount(size, "node"), f"the largest node of partition {partition}")
+        made.check_node(memory, f"the largest node of partition {partition}")
         return ""
     limit = Amount(Budget.read().binding.limit_bytes, "node")
     if form == "compose" and not made.memory <= limit:

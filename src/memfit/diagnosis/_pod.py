@@ -182,7 +182,8 @@ def _bytes(text: str) -> int | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGTP]?)(i?)", text)
     if found is None:
         return None
-    return round(float(found[1]) * (1024 if found[3] else 1000) ** " KMGTP".index(found[2].upper() or " "))
+    power = " KMGTP".index(found[2].upper() or " ")
+    return round(float(found[1]) * float(1024 if found[3] else 1000) ** power)
 
 
 def _line(lines: Sequence[Line], word: str, text: str) -> Line:

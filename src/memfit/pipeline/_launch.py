@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memfit import config
 from memfit.amounts import Amount, Layout
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.jobs import SHIM_BYTES
+from memfit.jobs import SHIM
 from memfit.masking import mask
 from memfit.memory import Footprint, why_tight
 from memfit.pipeline._config import RunConfig, resolve_settings
@@ -27,7 +27,7 @@ from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, round_up_size
 
 #: What `memfit run` itself takes on each node.
-_WATCHING = Amount(SHIM_BYTES + 96 * MIB, "node")
+_WATCHING = SHIM + Amount(96 * MIB, "node")
 #: More than any node has: a launch is planned for the machine that its config asks for.
 _BOUNDLESS = Amount(1 << 50, "node")
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
