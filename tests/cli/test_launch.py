@@ -51,7 +51,10 @@ def test_a_plan_for_a_described_machine_refuses_what_it_lacks(memfit, tmp_path):
     refused = memfit("launch", "job.yaml", "--on", "machine.yaml")
     assert refused.exit_code == 3 and "a needs 9.00 GiB of each node: 8.00 GiB (declared: 4 x" in refused.err
     (tmp_path / "machine.yaml").write_text("tasks_per_node: 2\nnode_memory: 80GiB\n")
-    assert "ranks of a node: 4 of 2" in memfit("launch", "job.yaml", "--on", "machine.yaml").err
+    assert (
+        "4 ranks were asked for, and the machine has 1 x 2 tasks"
+        in memfit("launch", "job.yaml", "--on", "machine.yaml").err
+    )
 
 
 @pytest.mark.slow

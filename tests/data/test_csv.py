@@ -9,9 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from memfit.data import Panel, match_columns
-from memfit.data import _csv as csv_module
-from memfit.data import _source as source_module
+from memfit.data import Panel, Source, match_columns
 from memfit.errors import DataError
 
 ROW = {"date": "2024-01-02", "code": "007", "f1": "1", "f2": "0.5", "note": "a"}
@@ -34,9 +32,8 @@ def build(source, out, **how):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
-def test_the_panel_of_a_csv_file_has_the_bytes_of_the_panel_of_the_same_table(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(csv_module, "_BLOCK_BYTES", 1 << 14)  # of several blocks
-    rows = table()
+def test_the_panel_of_a_csv_file_has_the_bytes_of_the_panel_of_the_same_table(tmp_path, name):
+    rows = table(30_000)  # of several blocks
     pq.write_table(rows, tmp_path / "rows.parquet")
     csv.write_csv(rows, tmp_path / "rows.csv")
     if name.endswith("gz"):
@@ -80,9 +77,9 @@ def write(tmp_path: Path, *rows, header=HEADER):
 )
 def test_a_type_holds_for_all_rows(tmp_path, values, kind):
     path = write(tmp_path, *({"f1": one} for one in values))
-    with source_module.opened(path) as file:
-        assert str(file.schema.field("f1").type) == kind
-        assert sum(batch.num_rows for batch in file) == len(values)
+    ((_, schema),) = Source.of(path).schemas()
+    assert str(schema.field("f1").type) == kind
+    assert sum(batch.num_rows for batch in Source.of(path).batches(["f1"])) == len(values)
 
 
 @pytest.mark.parametrize(

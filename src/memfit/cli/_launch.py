@@ -27,7 +27,9 @@ class Flags:
     """The flags of this verb."""
 
     measured: Annotated[str | None, Option(help="Take memory, epoch and save from this run.", metavar="RUN")] = None
-    on: Annotated[Path | None, Option(help="Compare with the machine that this file describes.", metavar="YAML")] = None
+    on: Annotated[Path | None, Option(help="Lay it out on the machine that this file describes.", metavar="YAML")] = (
+        None
+    )
     accept_tight: AcceptTight = False
     set_: Set = None
     test_only: Annotated[bool, Option("--test-only", help="Let sbatch check the script; submit nothing.")] = False
@@ -63,10 +65,11 @@ def launch(
         )
     given = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
     measured = find_run(flags.measured) if flags.measured is not None else None
-    made = plan_launch(config, overrides=given, measured=measured, form=format_)
+    machine = Machine.read(flags.on) if flags.on is not None else None
+    made = plan_launch(config, overrides=given, measured=measured, machine=machine, form=format_)
     notes = []
-    if flags.on is not None:
-        made.check_machine(Machine.read(flags.on), str(flags.on))
+    if machine is not None:
+        made.check_machine(machine, str(flags.on))
     else:
         notes.append(_check_room(made, format_))
     text = render(made, format_)

@@ -35,7 +35,7 @@ from memfit.rundir import RunDir
 from memfit.units import MIB
 
 #: What the shim takes beside its job.
-SHIM = Amount(16 * MIB, "node")
+SHIM: Amount = Amount(16 * MIB, "node")
 #: The same on the first of several nodes, with srun and the shim that follows the others.
 _NODES = Amount(64 * MIB, "node")
 _START = ("-P", "-m", "memfit.jobs", "shim")

@@ -65,19 +65,24 @@ def plan_launch(
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
     measured: RunDir | None = None,
+    machine: Machine | None = None,
     form: LaunchFormat = "sbatch",
 ) -> Launch:
     """Return how a config is started elsewhere, with its sizes; start and write nothing.
 
     Memory is that of the stage that takes most on a node by the plan, with ``memory.slack`` on top: of one job, or of
-    ``max_parallel`` jobs if that is a number. The largest job of the run ``measured`` counts in place of the plan.
+    ``max_parallel`` jobs if that is a number. The largest job of the run ``measured`` counts in place of the plan. A
+    ``machine`` says over how many nodes the ranks lie, where ``slurm.nodes`` does not.
 
     Raises:
         ConfigError: The file is no config of a run, no stage's memory is known, or a secret stands in it.
         DoesNotFitError: What is requested is tight for a peak that the config declares (`why_tight`).
-        UsageError: ``measured`` measured no job, or the config cannot be started in this form.
+        UsageError: ``measured`` measured no job, the machine has fewer tasks, or the config cannot be started so.
     """
     settings = _settings(source, overrides, env)
+    if machine is not None and "nodes" not in settings.slurm.model_fields_set:
+        overrides = [*overrides, ("--on", f"slurm.nodes={machine.layout(settings.resources.ranks).nodes}")]
+        settings = _settings(source, overrides, env)
     nodes, own = settings.slurm.nodes, settings.launch
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place], env=env)
@@ -174,7 +179,7 @@ def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None
         most = order.settings.max_parallel
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
         origin, size = stage.origin.partition("; its lines")[0], stage.footprint
-        forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, str(source))
+        forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
         if measured is not None and told.footprint is not None:
             nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}"
             ledger = Ledger(layout, ()).completed(told.footprint, max(1, told.num_ranks // nodes), origin)
@@ -266,7 +271,7 @@ def _run_words(
             remedy="give the command in the folder of the code, above the config",
         )
     texts = [one if isinstance(one, str) else one[1] for one in overrides]
-    given = [text for text in texts if not text.startswith("launch.")]
+    given = [text for text in texts if not text.startswith(("launch.", "slurm."))]
     given += ["backend=local"] if settings.backend == "slurm" else []
     given += [f"grace_seconds={grace:g}"] if grace != settings.grace_seconds else []
     return ["memfit", "run", str(path), *(word for text in given for word in ("--set", text))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from memfit.amounts import Amount, Layout
 from memfit.config import ByteSize, Settings
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.planning._ledger import Forecast
+from memfit.planning._ledger import Forecast, Line
 from memfit.planning._machine import Machine
 from memfit.units import format_bytes
 
@@ -115,14 +116,15 @@ class Launch:
             DoesNotFitError: With the arithmetic, and the smallest change that would fit.
         """
         if not self.memory <= limit:
+            own = self.forecast
             found = Forecast(
-                self.forecast.ledger,
+                replace(own.ledger, lines=_padded(own.ledger.lines, own.slack)),
                 limit,
                 where,
                 num_ranks=self.num_nodes * self.num_ranks,
                 num_nodes=num_nodes or self.num_nodes,
-                others=self.forecast.others,
-                variants=self.forecast.variants,
+                others=_padded(own.others, own.slack),
+                variants=tuple(replace(one, lines=_padded(one.lines, own.slack)) for one in own.variants),
             )
             raise DoesNotFitError(
                 f"{self.name} needs {self.memory}: {self.memory_why}.",
@@ -162,3 +164,8 @@ class Launch:
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
+
+
+def _padded(lines: Iterable[Line], slack: float) -> tuple[Line, ...]:
+    """Return lines with a share more of each amount, as it is requested."""
+    return tuple(replace(one, amount=one.amount.scaled(1 + slack)) for one in lines)
