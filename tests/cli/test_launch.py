@@ -8,34 +8,36 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/launch/recipes.yaml"
 MIB = 1 << 20
+JOB = "experiment: a\nstages: {train: {run: 'true'}}\n"
 
 
-def test_a_config_of_memfit_run_is_told_how_it_is_launched(memfit, config):
-    done = memfit("launch", config())
-    assert done.exit_code == 2 and "is a config of memfit run" in done.err
-    assert f"command: memfit run {config()}" in done.err and "known:" not in done.err
-
-
-def test_the_known_names_are_told_once(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text("name: a\ncommand: python train.py\nfoo: 1\nqqq: 2\n")
+def test_a_file_of_the_format_that_launch_had_is_told_what_to_write(memfit, tmp_path):
+    (tmp_path / "job.yaml").write_text("name: a\ncommand: python train.py\nmemory: 4GiB\n")
     done = memfit("launch", "job.yaml")
-    assert done.exit_code == 2 and done.err.count("known:") == 1
-    assert "foo is no setting (job.yaml:3); qqq is no setting (job.yaml:4): known:" in done.err
+    assert done.exit_code == 2 and "no format of its own any more" in done.err
+    assert "experiment: NAME and stages: {train: {run: COMMAND}}" in done.err and "known:" not in done.err
+
+
+def test_a_config_of_a_workload_is_launched_as_it_is(memfit, config):
+    done = memfit("launch", config(), "--set", "memory.job=64MiB")
+    assert done.exit_code == 0, done.err
+    assert "--set memory.job=64MiB" in done.out and "#SBATCH --mem=256M" in done.out
 
 
 def test_the_verb_prints_the_file_and_the_figures(memfit, tmp_path):
+    (tmp_path / "recipes.yaml").write_text(EXAMPLE.read_text())
     before = [*tmp_path.iterdir()]
-    found = json.loads(memfit("launch", EXAMPLE, "--format", "compose", "--json").out)
-    assert "mem_limit: " in found["text"] and found["figures"]["memory_why"].startswith("1 x 28.00 GiB")
-    large = memfit("launch", EXAMPLE, "--format", "compose", "--set", "memory.rank=900TiB")
+    found = json.loads(memfit("launch", "recipes.yaml", "--format", "compose", "--json").out)
+    assert "mem_limit: " in found["text"] and found["figures"]["memory_why"].startswith("28.00 GiB (declared: 1 x")
+    large = memfit("launch", "recipes.yaml", "--format", "compose", "--set", "resources.memory=900TiB")
     assert large.exit_code == 0 and "this host has" in large.err
-    refused = memfit("launch", EXAMPLE, "--format", "env", "--submit")
+    refused = memfit("launch", "recipes.yaml", "--format", "env", "--submit")
     assert (refused.exit_code, refused.out) == (2, "")
     assert [*tmp_path.iterdir()] == before
 
 
 def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text('name: a\ncommand: ["true"]\nmemory: {node: 64GiB, slack: 0}\nimage: python\n')
+    (tmp_path / "job.yaml").write_text(f"{JOB}resources: {{memory: 64GiB}}\nmemory: {{slack: 0}}\n")
     words = ("launch", "job.yaml", "--format", "compose")
     refused = memfit(*words)
     assert (refused.exit_code, refused.out) == (3, "")
@@ -43,12 +45,24 @@ def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(memfit, tmp_
     assert memfit(*words, "--accept-tight").exit_code == memfit(*words, "--set", "memory.slack=0.25").exit_code == 0
 
 
+def test_a_plan_for_a_described_machine_refuses_what_it_lacks(memfit, tmp_path):
+    (tmp_path / "job.yaml").write_text(f"{JOB}resources: {{ranks: 4, memory: 2GiB}}\n")
+    (tmp_path / "machine.yaml").write_text("tasks_per_node: 4\nnode_memory: 8GiB\n")
+    refused = memfit("launch", "job.yaml", "--on", "machine.yaml")
+    assert refused.exit_code == 3 and "a needs 9.00 GiB of each node: 8.00 GiB (declared: 4 x" in refused.err
+    (tmp_path / "machine.yaml").write_text("tasks_per_node: 2\nnode_memory: 80GiB\n")
+    assert (
+        "4 ranks were asked for, and the machine has 1 x 2 tasks"
+        in memfit("launch", "job.yaml", "--on", "machine.yaml").err
+    )
+
+
 @pytest.mark.slow
 def test_a_run_that_was_measured_stands_for_the_memory(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text('name: trial\ncommand: ["true"]\nimage: python\n')
+    (tmp_path / "job.yaml").write_text(JOB)
     code = "block = bytearray(300 << 20); import time; time.sleep(1)"
     assert memfit("run", "--name", "trial", "--", sys.executable, "-c", code).exit_code == 0
     words = ("launch", "job.yaml", "--format", "compose", "--json", "--set", "memory.slack=0")
     found = json.loads(memfit(*words, "--measured", "trial").out)["figures"]
     assert 300 * MIB < found["memory_bytes"] <= 512 * MIB and "measured in 'run_" in found["memory_why"]
-    assert "memory of the training is not known" in memfit(*words).err
+    assert "the memory of train is not known" in memfit(*words).err

@@ -38,22 +38,21 @@ def test_the_job_of_report_3_is_refused_before_it_starts(memfit, report_3, tmp_p
     assert bad.exit_code == 2 and "foo is no setting" in bad.err
 
 
-def test_a_launch_is_compared_with_the_same_machine(memfit, report_3, tmp_path):
+def test_a_launch_is_laid_out_on_the_same_machine(memfit, report_3):
     report_3("256GB")
-    (tmp_path / "job.yaml").write_text(
-        "name: trajectory\ncommand: python train.py\nnum_nodes: 4\nranks_per_node: 4\ngpus_per_node: 4\n"
-        "start_with: srun\nmemory: {rank: 71.4GB}\nnum_workers: 2\nbatch_bytes: 1GiB\n"
-    )
-    words = "launch", "job.yaml", "--on", "machine.yaml"
+    words = "launch", "report3.yaml", "--on", "machine.yaml"
     refused = memfit(*words)
     assert (refused.exit_code, refused.out) == (3, "")
-    assert "trajectory needs 333.00 GiB on each node" in refused.err and "machine.yaml has 238.42 GiB" in refused.err
-    assert "2 tasks a node: 166.24 GiB of each node (cost: 8 nodes for 16 ranks" in refused.err
-    assert memfit(*words, "--set", "memory.rank=45GB").exit_code == 0
-    wide = memfit(*words, "--set", "ranks_per_node=8")
-    assert wide.exit_code == 2 and "ranks_per_node: 8 of 4" in wide.err
+    assert "report3 needs 293.00 GiB of each node" in refused.err and "machine.yaml has 238.42 GiB" in refused.err
+    assert "3 tasks a node: 219.44 GiB of each node (cost: 6 nodes for 16 ranks" in refused.err  # with its slack
+    small = memfit(*words, "--set", "resources.memory=45GB")
+    assert small.exit_code == 0 and "#SBATCH --nodes=4" in small.out and "--nproc-per-node=4" in small.out
+    many = memfit(*words, "--set", "resources.ranks=17")
+    assert many.exit_code == 2 and "17 ranks were asked for, and the machine has 4 x 4 tasks" in many.err
+    wide = memfit(*words, "--set", "slurm.nodes=2")
+    assert wide.exit_code == 2 and "ranks of a node: 8 of 4" in wide.err
     report_3("900GB\nshm: 8GiB")
-    shm = memfit(*words)
+    shm = memfit(*words, "--set", "launch.shm=20GiB")
     assert shm.exit_code == 3 and "in /dev/shm of each node" in shm.err
 
 

@@ -69,6 +69,36 @@ def test_units_come_from_a_result_and_meet_and_a_join_gets_all_of_them():
     assert again.path == result.path and {one.attempt for one in again.statuses.values()} == {1}
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat {fold}/own > {dir}/all",
+        "cat '{fold}'",
+        "join --in={fold}",
+        ["join", "{fold}/own"],
+        ["sh", "-c", "ls {fold}"],
+    ],
+)
+def test_the_folders_of_several_units_within_a_word_are_refused_with_a_loop(command):
+    stages = {"fold": {"each": "fold in params.folds", "run": "true"}, "join": {"run": command}}
+    with pytest.raises(ConfigError, match=r"has \{fold\} within a word of its command") as caught:
+        run(stages, params={"folds": 2})
+    assert 'for one in {fold}; do cat "$one"/result.json; done' in caught.value.remedy
+
+
+def test_the_folders_of_several_units_are_words_of_a_command_or_of_a_loop():
+    stages = {
+        "fold": {"each": "fold in params.folds", "run": "echo {fold} > {dir}/own"},
+        "join": {"run": 'for one in {fold}; do cat "$one"/own; done > {dir}/all; ls {fold}>/dev/null'},
+        "words": {"run": ["cp", "-r", "{fold}", "{dir}"]},
+        "again": {"each": "fold in params.folds", "run": "cat {fold}/own > {dir}/own"},  # its own fold
+    }
+    result = run(stages, params={"folds": 2})
+    assert result.state == "completed"
+    assert (kept(result.path, "stage_join/all"), kept(result.path, "again_2/own")) == ("1\n2\n", "2\n")
+    assert {one.name for one in (result.path / "checkpoints/stage_words").iterdir()} >= {"fold_1", "fold_2"}
+
+
 @pytest.mark.slow
 def test_a_job_of_a_killed_supervisor_that_is_not_asked_for_any_more_is_stopped_before_a_result_is_reused():
     stages = {"make": {"run": "sh make.sh {dir}"}}

@@ -1,4 +1,4 @@
-"""Files that start a training elsewhere: their figures agree with one another, and no secret stands in them."""
+"""Files that start a config elsewhere: their figures agree with one another, and no secret stands in them."""
 
 import json
 import os
@@ -9,14 +9,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+from memfit.amounts import Amount
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.planning import Launch, LaunchConfig, Measured
+from memfit.memory import Footprint
+from memfit.pipeline import plan_launch
+from memfit.planning import LaunchSettings, render
+from memfit.rundir import RunDir
 from memory.containers import NoContainersError, podman
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -34,19 +39,42 @@ HOSTILE = [
         " a ",
     ),
 ]
-EXAMPLES = Path(__file__).parents[2] / "examples/launch"
 NODES = {
-    "schema_version": 1, "name": "trajectory", "command": ["python", "train.py"], "num_nodes": 4, "ranks_per_node": 4,
-    "gpus_per_node": 4, "num_workers": 2, "memory": {"rank": "52GiB"}, "num_epochs": 40, "epoch_seconds": 2700.0,
+    "experiment": "trajectory", "stages": {"train": {"run": ["python", "train.py"]}},
+    "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4},
+    "launch": {"cpus_per_rank": 3, "num_epochs": 40, "epoch_seconds": 2700.0},
 }  # fmt: skip
 SERVICE = {
-    "name": "recipes", "command": ["python", "train.py"], "gpus_per_node": 1, "num_workers": 4, "batch_bytes": "300MiB",
-    "memory": {"rank": "28GiB"}, "image": "torch", "secrets": ["API_KEY"], "cuda_allocator": "expandable_segments:True",
+    "experiment": "recipes", "stages": {"train": {"run": ["python", "train.py"]}}, "resources": {"memory": "28GiB"},
+    "memory": {"num_gpus": 1, "slack": 0.25, "cuda_allocator": "expandable_segments:True"},
+    "launch": {"shm": "3GiB", "base_image": "torch", "secrets": ["API_KEY"]},
 }  # fmt: skip
 
 
-def made(content=NODES, measured=None, **changes):
-    return Launch.of(LaunchConfig.model_validate(content | changes), measured)
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def made(content=NODES, *overrides, measured=None, form="sbatch", **changes):
+    """A launch of a config in this folder, with changes of its block ``launch``."""
+    config = content | {"launch": content["launch"] | changes}
+    Path("job.yaml").write_text(json.dumps(config))  # YAML too
+    return plan_launch(Path("job.yaml"), overrides=overrides, measured=measured, form=form)
+
+
+def measured_run(experiment="trial", *, shared=GIB, saves=()):
+    """A run whose one job took 6 GiB and two epochs of a minute, and saved."""
+    run = RunDir.create(Path("runs"), experiment, "0" * 64)
+    run.job_dir("train").mkdir(parents=True)
+    footprint = Footprint(6 * GIB, shared).to_dict()
+    status = {"schema_version": 1, "state": "completed", "attempt": 1, "started": 1000.0, "ended": 1120.0}
+    (run.job_dir("train") / "status.json").write_text(json.dumps(status | {"footprint": footprint}))
+    events = [{"kind": "checkpoint", "seconds": one} for one in saves]
+    events += [{"kind": "epoch", "epoch": one, "num_epochs": 2} for one in (1, 2)]
+    lines = (json.dumps({"time": 1060.0, "job": "train", **one}) for one in events)
+    (run.path / "events/a-1-1.jsonl").write_text("".join(f"{one}\n" for one in lines))
+    return run
 
 
 def services(text):
@@ -63,107 +91,199 @@ def options(text):
 
 
 def test_the_header_of_a_job_of_four_nodes_is_consistent():
-    given = options(made(start_with="srun").render("sbatch"))
+    launch = made(start_with="srun")
+    given = options(render(launch, "sbatch"))
     assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
     assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
     assert given["mem"] == "260G"  # 4 x 52 GiB, a quarter more; memfit itself does not run there
-    assert made().memory_bytes == 261 * GIB
+    assert made().memory == Amount(261 * GIB, "node")
     assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
     assert given["signal"] == "TERM@120" and "requeue" in given
 
 
 def test_torchrun_is_one_task_a_node_with_the_cores_of_all_its_ranks():
-    text = made().render("sbatch")
+    text = render(made(), "sbatch")
     given = options(text)
     assert (given["ntasks-per-node"], given["ntasks"], given["cpus-per-task"]) == ("1", "4", "12")
-    assert (
-        "--nnodes=4" in text and "--nproc-per-node=4" in text and "train.py" in text and "python train.py" not in text
-    )
+    assert "--nnodes=4" in text and "--nproc-per-node=4" in text and " train.py" in text
+    assert "python train.py" not in text and "memfit run --retries 0 --grace 60 --name trajectory-" in text
 
 
-def test_one_rank_needs_no_torchrun():
-    text = made(num_nodes=1, ranks_per_node=1).render("sbatch")
-    assert "torchrun" not in text and "-- python train.py'" in text
+def test_on_one_node_memfit_runs_the_config_with_the_settings_that_were_given():
+    one = NODES | {"slurm": {"nodes": 1}, "backend": "slurm"}
+    words = made(one, "seed=3", "launch.num_epochs=2").command
+    assert words == ("memfit", "run", "job.yaml", "--set", "seed=3", "--set", "backend=local")
+    assert "exec memfit run job.yaml --set seed=3" in render(made(one, "seed=3"), "sbatch")
+    with pytest.raises(UsageError, match="lies outside"):
+        os.chdir(Path(tempfile.mkdtemp(dir=".")))
+        plan_launch(Path("../job.yaml"), form="compose")
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        ({"a": {"run": "true"}, "b": {"run": "true"}}, "has several stages"),
+        ({"a": {"run": "true", "each": "n in params.folds"}}, "has units"),
+        ({"a": {"run": "cd src && python train.py"}}, "only a shell reads"),
+        ({"a": {"run": ["train", "{dir}"]}}, "names a folder of the run"),
+    ],
+)
+def test_what_is_no_single_command_is_not_started_on_several_nodes(stages, what):
+    own = {"stages": stages, "params": {"folds": 3}, "memory": {"job": "1GiB"}, "resources": {"ranks": 4}}
+    with pytest.raises(ConfigError, match=what) as caught:
+        made(NODES | own | {"stages": {name: {"memory": "1GiB"} | one for name, one in stages.items()}})
+    assert "--backend slurm" in caught.value.remedy
 
 
 def test_words_of_the_command_reach_the_training_as_they_are():
-    text = made(command=["python", "train.py", "a b; $HOME"], num_nodes=2).render("sbatch")
+    stages = {"train": {"run": ["python", "train.py", "a b; $HOME", "{params.lr}", "{seed}", "{x}"]}}
+    text = render(made(NODES | {"stages": stages, "params": {"lr": 0.1}, "seed": 7}), "sbatch")
     words = shlex.split(shlex.split(text.partition("sh -c ")[2].partition("\n")[0])[0])
-    assert words[-2:] == ["train.py", "a b; $HOME"]
-    with pytest.raises(ValidationError):
-        made(secrets=["A}; rm -r x; {"])
+    assert words[-5:] == ["train.py", "a b; $HOME", "0.1", "7", "{x}"]
 
 
-def test_memory_counts_what_is_shared_once_and_a_measured_run_stands_for_a_node():
-    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4, accept_tight=True)
-    assert 11 * GIB < own.memory_bytes <= 12 * GIB and "that they share" in own.memory_why
-    run = Measured(6 * GIB, GIB, 60.0, "run_1")
-    found = made(NODES | {"memory": {}, "epoch_seconds": None}, run)
-    assert 8.5 * GIB < found.memory_bytes <= 9 * GIB and "measured in 'run_1'" in found.memory_why
+def test_memory_follows_from_the_plan_of_the_stage_that_takes_most():
+    stages = {
+        "prepare": {"run": "true"},  # not known: it does not count
+        "fold": {"run": "true", "each": "n in params.folds", "memory": "2GiB"},
+        "join": {"run": "true", "memory": "3GiB"},
+    }
+    own = {"experiment": "folds", "stages": stages, "params": {"folds": 5}, "memory": {"slack": 0.25}, "launch": {}}
+    assert "3.00 GiB (declared: stages.join.memory), 25% more" in made(own).memory_why
+    launch = made(own, "max_parallel=8", "memory.slack=0.05", "accept_tight=true")
+    assert launch.memory_why.startswith("5 jobs x 2.00 GiB (declared: stages.fold.memory)")
+    assert launch.memory == Amount(11 * GIB, "node") and launch.num_cpus == 5
+
+
+def test_a_measured_run_stands_for_a_node_and_counts_what_it_shares_once():
+    run = measured_run()
+    own = NODES | {"resources": {"ranks": 4}}
+    found = made(own, measured=run, epoch_seconds=None)
+    assert 8.5 * GIB < found.memory.bytes <= 9 * GIB
+    assert f"measured in '{run.path.name}'" in found.memory_why and "1.00 GiB of mapped files" in found.memory_why
     assert found.time == "00:50:00"
+    empty = RunDir.create(Path("runs"), "empty", "0" * 64)
+    with pytest.raises(UsageError, match="was measured"):
+        made(own, measured=empty)
+
+
+def test_the_time_to_stop_follows_from_the_longest_save_that_was_measured():
+    measured_run("recipes", saves=(3.0, 41.0))
+    launch = made(SERVICE)
+    assert (launch.grace_seconds, launch.command[-1]) == (82, "grace_seconds=82")
+    assert "2 x 41.0 s, the longest save" in launch.grace_why
+    assert "terminationGracePeriodSeconds: 92" in render(launch, "kubernetes")
+    assert made(SERVICE | {"grace_seconds": 20}).grace_seconds == 20  # what the config says counts
+    assert made(SERVICE | {"experiment": "new"}).grace_why == "grace_seconds, 60 s"
 
 
 def test_more_than_a_node_has_is_refused_with_the_arithmetic():
-    with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, 25% more"):
-        made().check_node(256 * GIB, "the largest node")
-    made().check_node(513 * GIB, "the largest node")
+    with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, resources.memory\), 25% more"):
+        made().check_node(Amount(256 * GIB, "node"), "the largest node")
+    made().check_node(Amount(513 * GIB, "node"), "the largest node")
+    with pytest.raises(TypeError, match="different scopes"):
+        made().check_node(Amount(513 * GIB, "task"), "the largest node")
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"memory": {}}, "the memory of the training is not known"),
-        ({"memory": {"rank": "1GiB", "node": "2GiB"}}, "both given"),
-        ({"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
-        ({"command": ["train", "--api-key=abc"]}, "command looks like a secret"),
-        ({"cuda_allocator": "expandable_segment:True"}, "expandable_segment"),
+        ({"resources": {}}, "the memory of train is not known"),
+        ({"launch": {"env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
+        ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
+        ({"launch": {"data": ["a\nb"]}}, "launch.data"),
+        ({"name": "a", "command": "python train.py"}, "has no format of its own any more"),
     ],
 )
 def test_what_cannot_be_right_is_refused(changes, what):
     with pytest.raises(ConfigError, match=what):
-        made(**changes)
+        made(NODES | {"launch": {}} | changes)
 
 
 def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
-    launch = Launch.of(LaunchConfig.model_validate(SERVICE), form="compose")
-    service = services(launch.render("compose"))["recipes"]
+    launch = made(SERVICE, form="compose")
+    service = services(render(launch, "compose"))["recipes"]
     assert service["mem_limit"] == service["memswap_limit"] == "36g"  # memfit itself runs there
-    assert service["shm_size"] == "3g"  # 4 workers x 2 batches x 300 MiB, a quarter more
-    assert launch.shm_bytes >= 8 * 300 * MIB * 1.25 and launch.shm_bytes < launch.memory_bytes
+    assert service["shm_size"] == "3g" and launch.shm <= launch.memory
     assert service["environment"]["API_KEY"].startswith("${API_KEY:?")
-    assert service["environment"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 1
 
 
+def test_a_kubernetes_job_requests_the_planned_peak_and_a_stop_does_not_count_as_a_failure():
+    launch = made(SERVICE, form="kubernetes", data=["data", "/mnt/images"], image="r.example/x:1", env={"A": "$(B)"})
+    job = YAML(typ="safe", pure=True).load(render(launch, "kubernetes"))
+    pod, (container,) = job["spec"]["template"]["spec"], job["spec"]["template"]["spec"]["containers"]
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("batch/v1", "Job", "recipes")
+    assert container["resources"]["limits"] == {"memory": "36Gi", "nvidia.com/gpu": 1}
+    assert container["resources"]["requests"] == {"memory": "36Gi", "nvidia.com/gpu": 1, "cpu": 1}
+    assert pod["terminationGracePeriodSeconds"] == 70 and pod["restartPolicy"] == "Never"  # the policy needs Never
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    by_code = {code: one["action"] for one in rules for code in one.get("onExitCodes", {}).get("values", ())}
+    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob"}
+    assert {one["onExitCodes"]["containerName"] for one in rules if "onExitCodes" in one} == {container["name"]}
+    shm, files = pod["volumes"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "3Gi"}
+    assert files["persistentVolumeClaim"] == {"claimName": "recipes"}
+    assert [(one["mountPath"], one.get("subPath"), one.get("readOnly")) for one in container["volumeMounts"]] == [
+        ("/dev/shm", None, None),
+        ("/app/runs", "runs", None),
+        ("/app/data", "data", True),
+        ("/mnt/images", "mnt/images", True),
+    ]
+    env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert env["A"] == "$$(B)" and env["API_KEY"] == {"secretKeyRef": {"name": "recipes", "key": "API_KEY"}}
+    with pytest.raises(UsageError, match=r"\.\./shared cannot be a part of a claim"):
+        render(made(SERVICE, data=["../shared"]), "kubernetes")
+    with pytest.raises(UsageError, match="has 4 nodes"):
+        render(made(), "kubernetes")
+
+
 def test_an_image_gets_the_command_as_words_and_no_secret():
-    text = made(SERVICE).render("dockerfile")
-    assert text.startswith("FROM torch\n") and text.endswith(', "--", "python", "train.py"]\n')
+    text = render(made(SERVICE, form="dockerfile"), "dockerfile")
+    assert text.startswith("FROM torch\n") and text.endswith('CMD ["memfit", "run", "job.yaml"]\n')
     assert "ENV API_KEY" not in text and "ARG" not in text
-    with pytest.raises(ConfigError, match="image is not given"):
-        made(SERVICE | {"image": ""}).render("dockerfile")
+    with pytest.raises(ConfigError, match="base_image is not given"):
+        render(made(SERVICE, base_image=""), "dockerfile")
 
 
 def test_an_env_file_names_the_secrets_and_leaves_them_empty():
-    assert "API_KEY=\n" in made(SERVICE).render("env")
+    assert "API_KEY=\n" in render(made(SERVICE), "env")
+
+
+def _settings(name, of=lambda text: text):
+    return lambda text, launch: replace(
+        launch, settings=LaunchSettings.model_validate({"base_image": "torch", name: of(text)})
+    )
 
 
 FIELDS = {
-    "measured": lambda _: {"memory": {}},
-    "command": lambda text: {"command": ["python", "train.py", text]},
-    "env": lambda text: {"env": {"A": text}},
-    **{name: (lambda text, name=name: {"slurm": {name: text}}) for name in ("partition", "account", "qos")},
-    "extra": lambda text: {"slurm": {"extra": [f"--comment={text}"]}},
-    **{name: (lambda text, name=name: {name: [text]}) for name in ("data", "outputs", "secrets")},
-    **{name: (lambda text, name=name: {name: text}) for name in ("name", "time", "image", "requirements")},
-    "cuda_allocator": lambda text: {"cuda_allocator": text},
+    "why": lambda text, launch: replace(launch, memory_why=repr(text), shm_why=repr(text)),
+    "command": lambda text, launch: replace(launch, command=("python", "train.py", text)),
+    "ranks": lambda text, launch: replace(launch, command=("python", "train.py", text), is_split=True),
+    "env": lambda text, launch: replace(launch, env=LaunchSettings.model_validate({"env": {"A": text}}).env),
+    **{
+        name: (lambda text, launch, name=name: replace(launch, slurm={name: text}))
+        for name in ("partition", "account", "qos")
+    },
+    "extra": lambda text, launch: replace(launch, slurm_extra=(f"--comment={text}",)),
+    "time": lambda text, launch: replace(launch, time=text),
+    **{name: _settings(name, lambda text: [text]) for name in ("data", "outputs", "secrets")},
+    **{name: _settings(name) for name in ("image", "base_image", "claim", "requirements")},
 }
 
 
-def rendered(form, field, text):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A launch without GPUs and secrets, of which one field at a time is replaced."""
+    path = tmp_path_factory.mktemp("plain") / "job.yaml"
+    path.write_text(json.dumps(SERVICE | {"memory": {}, "launch": {"base_image": "torch"}}))
+    return plan_launch(path)
+
+
+def rendered(plain, form, field, text):
     """The file with this text in one field; None where it is refused."""
-    content = SERVICE | {"gpus_per_node": 0, "secrets": []} | FIELDS[field](text)
     try:
-        return Launch.of(LaunchConfig.model_validate(content), Measured(GIB, 0, 60.0, text), form).render(form)
+        return render(FIELDS[field](text, plain), form)
     except (ValidationError, UsageError):
         return None
 
@@ -176,33 +296,36 @@ def shape(form, text):
             return {name: of(one) for name, one in value.items()}
         return [of(one) for one in value] if isinstance(value, list) else ""
 
-    if form != "compose":
+    if form not in ("compose", "kubernetes"):
         return len(text.split("\n"))
-    return of([*services(text).values()]), [line[:9] for line in text.splitlines() if line[:1] == "#"]
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    return of(reader.load(text)), [line[:9] for line in text.splitlines() if line[:1] == "#"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("form", ["sbatch", "compose", "dockerfile", "dockerignore", "env"])
-def test_no_text_of_a_setting_becomes_a_line_of_its_own(form, field):
-    plain = {"cuda_allocator": "expandable_segments:True", "secrets": "A"}.get(field, "a")
-    usual = shape(form, rendered(form, field, plain))
-    found = [(text, made) for text in HOSTILE if (made := rendered(form, field, text)) is not None]
-    assert found or field in ("name", "image", "requirements", "secrets", "cuda_allocator")
-    if (form, field) != ("sbatch", "command"):  # a shell reads several lines in quotes as one word: see below
+@pytest.mark.parametrize("form", ["sbatch", "compose", "kubernetes", "dockerfile", "dockerignore", "env"])
+def test_no_text_of_a_setting_becomes_a_line_of_its_own(plain, form, field):
+    if field == "ranks" and form != "sbatch":
+        return
+    usual = shape(form, rendered(plain, form, field, "A" if field == "secrets" else "a"))
+    found = [(text, made) for text in HOSTILE if (made := rendered(plain, form, field, text)) is not None]
+    assert found or field in ("image", "base_image", "claim", "requirements", "secrets", "data", "outputs")
+    if form != "sbatch" or field not in ("command", "ranks"):  # a shell reads several lines in quotes as one word
         assert [text for text, made in found if shape(form, made) != usual] == []
 
 
 @pytest.mark.slow
-def test_values_and_words_arrive_as_they_were_given_or_are_refused():
+def test_values_and_words_arrive_as_they_were_given_or_are_refused(plain):
     def texts(form, field):
-        found = {text: rendered(form, field, text) for text in HOSTILE}
+        found = {text: rendered(plain, form, field, text) for text in HOSTILE}
         refused = {text for text, file in found.items() if file is None}
-        assert refused == {text for text in HOSTILE if re.search(r"[\x00-\x1f\x7f]" if field == "env" else "\0", text)}
+        assert refused == {text for text in HOSTILE if field == "env" and re.search(r"[\x00-\x1f\x7f]", text)}
         return [(text, file) for text, file in found.items() if file is not None]
 
     for text, file in texts("sbatch", "env"):
-        assert shlex.split(file.partition("export A=")[2].partition("\nexport")[0]) == [text]
+        assert shlex.split(file.partition("export A=")[2].partition("\nsrun")[0]) == [text]
     for text, file in texts("sbatch", "command"):
         (command,) = shlex.split(file.partition("sh -c ")[2].partition("\ncode=")[0])
         assert shlex.split(command)[-1] == text
@@ -210,8 +333,11 @@ def test_values_and_words_arrive_as_they_were_given_or_are_refused():
         assert services(file)["recipes"]["environment"]["A"] == text.replace("$", "$$")
     for text, file in texts("compose", "command"):
         assert services(file)["recipes"]["command"][-1] == text.replace("$", "$$")
+    for text, file in texts("kubernetes", "command"):
+        (container,) = YAML(typ="safe", pure=True).load(file)["spec"]["template"]["spec"]["containers"]
+        assert container["command"][-1] == text.replace("$", "$$")
     for text, file in texts("dockerfile", "env"):
-        quoted = file.partition("ENV A=")[2].partition("\nENV")[0]  # Docker knows \\, \" and \$ in double quotes
+        quoted = file.partition("ENV A=")[2].partition("\nCMD")[0]  # Docker knows \\, \" and \$ in double quotes
         assert re.sub(r'\\([\\"$])', r"\1", quoted[1:-1]) == text and not re.search(r'[^\\](\\\\)*["$]', quoted[1:-1])
     for text, file in texts("dockerfile", "command"):
         assert json.loads(file.rpartition("\nCMD ")[2])[-1] == text
@@ -219,8 +345,8 @@ def test_values_and_words_arrive_as_they_were_given_or_are_refused():
 
 def test_a_container_has_its_folders_from_the_host_and_starts_again_a_few_times():
     folders = {"data": ["data", "/mnt/images", "../shared"], "outputs": ["checkpoints"]}
-    launch = made(SERVICE | folders, checkpoint_seconds=90)
-    service = services(launch.render("compose"))["recipes"]
+    launch = made(SERVICE | {"grace_seconds": 90}, **folders)
+    service = services(render(launch, "compose"))["recipes"]
     assert service["volumes"] == [
         "./runs:/app/runs",
         "./checkpoints:/app/checkpoints",
@@ -230,50 +356,25 @@ def test_a_container_has_its_folders_from_the_host_and_starts_again_a_few_times(
     ]
     assert service["environment"]["MEMFIT_RUNS_DIR"] == "/app/runs"
     assert service["restart"] == "on-failure:5" and service["stop_grace_period"] == "100s"
-    assert {"data", "checkpoints", "runs"} <= {*launch.render("dockerignore").split()}
-
-
-@pytest.mark.parametrize(
-    "own", [["memfit", "run", "c.yaml"], ["/venv/bin/memfit", "tune", "c.yaml"], ["python", "-m", "memfit"]]
-)
-def test_a_command_of_memfit_runs_as_it_is_and_another_under_memfit(own):
-    config = SERVICE | {"checkpoint_seconds": 90}
-    assert json.loads(made(config, command=own).render("dockerfile").rpartition("CMD ")[2]) == own
-    assert f"sh -c 'exec {shlex.join(own)}'" in made(config, command=own).render("sbatch")
-    head = ["memfit", "run", "--grace", "90", "--name", "recipes", "--"]
-    found = json.loads(made(config, ranks_per_node=2).render("dockerfile").rpartition("CMD ")[2])
-    assert found == [*head, "torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
-    assert "memfit run --retries 0 --grace 90 --name recipes-" in made(config).render("sbatch")
-
-
-def test_a_size_and_a_command_may_be_written_plainly():
-    plain = LaunchConfig.model_validate(NODES | {"memory": "4GiB", "command": "python train.py --note 'a b'"})
-    assert plain.memory.rank == 4 * GIB and plain.command == ["python", "train.py", "--note", "a b"]
-    with pytest.raises(ValidationError, match=r"give a list of words, such as \[sh, -c, 'a && b'\]"):
-        made(command="python a.py && python b.py")
-
-
-def test_a_container_needs_the_memory_of_memfit_too():
-    launch = Launch.of(LaunchConfig.model_validate(SERVICE | {"memory": "100MiB", "batch_bytes": 0}), form="compose")
-    assert "112.0 MiB for memfit" in launch.memory_why and launch.memory_bytes == 256 * MIB
+    assert {"data", "checkpoints", "runs"} <= {*render(launch, "dockerignore").split()}
 
 
 def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_tight():
-    memory = {"node": "100GiB", "slack": 0.02}
-    with pytest.raises(DoesNotFitError, match=r"trajectory is tight: 100\.11 GiB of 103\.00 GiB leave 2\.8%") as caught:
-        made(memory=memory)
+    tight = SERVICE | {"resources": {"memory": "100GiB"}, "memory": {"slack": 0.02}}
+    with pytest.raises(DoesNotFitError, match=r"recipes is tight: 100\.11 GiB of 103\.00 GiB leave 2\.8%") as caught:
+        made(tight)
     assert "--set memory.slack=0.25" in caught.value.remedy and "--accept-tight" in caught.value.remedy
-    assert made(memory=memory | {"slack": 0.25}).memory_bytes == 126 * GIB  # each remedy as it was printed
-    assert made(memory=memory, accept_tight=True).memory_bytes == 103 * GIB
-    measured = Measured(100 * GIB, 0, None, "run_1")
-    assert made(NODES | {"memory": {"slack": 0.02}}, measured).memory_bytes == 103 * GIB
+    assert made(tight, "memory.slack=0.25").memory == Amount(126 * GIB, "node")  # each remedy as it was printed
+    assert made(tight, "accept_tight=true").memory == Amount(103 * GIB, "node")
+    run = measured_run(shared=0)
+    assert made(tight, measured=run).memory == Amount(7 * GIB, "node")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
 def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
     (tmp_path / "compose.yaml").write_text(
-        Launch.of(LaunchConfig.model_validate(SERVICE), form="compose").render("compose")
+        render(made(SERVICE, image="recipes", base_image="", form="compose"), "compose")
     )
 
     def config(**env):
@@ -291,9 +392,9 @@ def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
 @pytest.mark.container
 def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tmp_path):
     code = "import json; from memfit.memory import Budget; print(json.dumps(Budget.read().to_dict()))"
-    small = {"memory": {"rank": "200MiB"}, "gpus_per_node": 0, "secrets": [], "batch_bytes": "16MiB"}
-    launch = made(SERVICE | small)
-    (tmp_path / "compose.yaml").write_text(launch.render("compose"))
+    small = {"memory": {}, "resources": {"memory": "200MiB"}, "launch": {"base_image": "torch", "shm": "160MiB"}}
+    launch = made(SERVICE | small, form="compose")
+    (tmp_path / "compose.yaml").write_text(render(launch, "compose"))
     try:
         with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
             more = {"image": run.image, "network_mode": "none", "volumes": run.mounts, "environment": [run.python_path]}
@@ -307,8 +408,8 @@ def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tm
         pytest.skip(str(reason))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])  # the first line may name the pod
-    assert found["limit_bytes"] == launch.memory_bytes
-    assert found["shm"]["total_bytes"] == launch.shm_bytes
+    assert found["limit_bytes"] == launch.memory.bytes
+    assert found["shm"]["total_bytes"] == launch.shm.bytes
 
 
 @pytest.mark.slow
@@ -327,12 +428,13 @@ def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(
     for name in ("given", "saved", "runs"):
         (tmp_path / name).mkdir()
     (tmp_path / "given/data").write_text("data")
-    config = {"name": "recipes", "command": f"{sys.executable} job.py", "memory": "200MiB"}
-    launch = Launch.of(LaunchConfig.model_validate(config | {"data": ["given"], "outputs": ["saved"]}), form="compose")
-    (tmp_path / "compose.yaml").write_text(launch.render("compose"))
+    config = {"experiment": "recipes", "stages": {"train": {"run": [sys.executable, "job.py"]}}, "launch": {}}
+    config["resources"] = {"memory": "200MiB"}
+    launch = made(config, form="compose", data=["given"], outputs=["saved"], image="recipes")
+    (tmp_path / "compose.yaml").write_text(render(launch, "compose"))
     try:
         with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
-            mounts = [*run.mounts, f"{tmp_path}/job.py:/app/job.py:ro"]
+            mounts = [*run.mounts, *(f"{tmp_path}/{name}:/app/{name}:ro" for name in ("job.py", "job.yaml"))]
             env = [run.python_path, f"PATH={Path(sys.executable).parent}:/bin"]
             more = {"image": run.image, "network_mode": "none", "volumes": mounts, "environment": env}
             more["working_dir"] = "/app"
@@ -356,7 +458,7 @@ def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(
                 subprocess.run([*words, "down"], **here, check=True)
     except NoContainersError as reason:
         pytest.skip(str(reason))
-    assert told == "5 exited 3"
+    assert told == "5 exited 4"  # a job of the run failed
     assert (tmp_path / "saved/state").read_text() == "went on with data"
     (outcome,) = (tmp_path / "runs").glob("recipes/run_*/outcome.json")  # one run, continued by each start
     assert json.loads(outcome.read_text())["state"] == "failed"
@@ -391,11 +493,11 @@ def test_no_layer_of_the_image_holds_a_key_that_lies_in_the_folder(tmp_path):
 
     try:
         with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
-            launch = made(SERVICE | {"image": run.image, "requirements": ""})
-            text = re.sub(r"RUN .*\n", "", launch.render("dockerfile"))  # the image has no programs
+            launch = made(SERVICE, base_image=run.image, requirements="", form="dockerfile")
+            text = re.sub(r"RUN .*\n", "", render(launch, "dockerfile"))  # the image has no programs
             (folder / "Dockerfile").write_text(text)
             without = layers(run, "memfit-test-without")
-            (folder / ".dockerignore").write_text(launch.render("dockerignore"))
+            (folder / ".dockerignore").write_text(render(launch, "dockerignore"))
             image = layers(run, "memfit-test-with")
     except NoContainersError as reason:
         pytest.skip(str(reason))

@@ -411,7 +411,7 @@ print("loss", (float(sys.argv[1]) - 0.3) ** 2)
 def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path):
     (tmp_path / "job.py").write_text(JOB.replace("def save(*_):", "def save(*_):\n    time.sleep(3)"))
     command = [sys.executable, "job.py", "1", "10", "30"]
-    config = {"name": "again", "command": command, "memory": {"rank": "60MiB"}}
+    config = {"experiment": "again", "stages": {"train": {"run": command}}, "resources": {"memory": "60MiB"}}
     (tmp_path / "job.yaml").write_text(json.dumps(config))
     env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}"}
     words = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--submit"]

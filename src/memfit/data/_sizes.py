@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memfit.data._source import NUMBER, Source, SourceLike, decode_assets, decode_dates, ipc_batches, is_of, opened
+from memfit.data._source import NUMBER, Source, SourceLike, batches_of, decode_assets, decode_dates, is_of, opened
 from memfit.errors import DataError
 from memfit.units import format_bytes
 
@@ -113,7 +113,7 @@ def _num_rows(path: Path) -> int:
     with opened(path) as file:
         if isinstance(file, pq.ParquetFile):
             return int(file.metadata.num_rows)
-        return sum(batch.num_rows for batch in ipc_batches(file))
+        return sum(batch.num_rows for batch in batches_of(file))
 
 
 def _check_names(path: Path, names: Iterable[str], index: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Read the rows of Parquet and Arrow files and in-memory tables, a few thousand at a time."""
+"""Read the rows of Parquet, Arrow and CSV files and in-memory tables, a few thousand at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from memfit.data._csv import is_csv, open_csv
 from memfit.errors import DataError, nearest
 
 _BUFFER_BYTES = 1 << 18
 _DECODED_BYTES = 4 << 20
-_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc", ".csv")
 _NUM_NAMED = 8
 #: Files are hashed in pieces of this size, by several threads.
 _CHUNK_BYTES, _PIECE_BYTES = 64 << 20, 1 << 20
@@ -36,7 +37,7 @@ class Source:
     """Files or one table, not read yet.
 
     Attributes:
-        paths: Parquet or Arrow IPC files, told apart by their first bytes.
+        paths: Parquet or Arrow IPC files, told apart by their first bytes, or CSV files by their name.
         table: An in-memory table instead of files.
     """
 
@@ -45,7 +46,7 @@ class Source:
 
     @classmethod
     def of(cls, source: SourceLike) -> Source:
-        """Return the source of a path, a folder (all its Parquet and Arrow files), a list of them or a table."""
+        """Return the source of a path, a folder (all its Parquet, Arrow and CSV files), a list of them or a table."""
         if isinstance(source, pa.Table):
             return cls(table=source)
         named = [source] if isinstance(source, str | Path) else list(source)
@@ -55,11 +56,11 @@ class Source:
                 "the source names no file.", rule="a panel is built from at least one.", remedy="name a Parquet file"
             )
         for path in paths:
-            _is_parquet(path)
+            _form(path)
         return cls(paths=paths)
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
-        """Yield each part's name and schema, from the files' headers alone."""
+        """Yield each part's name and schema, from the files' headers; from all rows of CSV."""
         if self.table is not None:
             yield "the table", self.table.schema
         for path in self.paths:
@@ -76,7 +77,7 @@ class Source:
         for path in self.paths:
             with opened(path, wanted) as file:
                 is_parquet = isinstance(file, pq.ParquetFile)
-                for batch in file.iter_batches(num_rows, columns=wanted) if is_parquet else ipc_batches(file):
+                for batch in file.iter_batches(num_rows, columns=wanted) if is_parquet else batches_of(file):
                     for start in range(0, batch.num_rows, num_rows):
                         yield batch.slice(start, num_rows)
 
@@ -131,7 +132,7 @@ def _expand(path: Path) -> list[Path]:
     elif path.is_file():
         return [path]
     remedy = "name an existing file or folder"
-    what = "holds no Parquet or Arrow file" if path.is_dir() else "is neither a file nor a folder"
+    what = "holds no Parquet, Arrow or CSV file" if path.is_dir() else "is neither a file nor a folder"
     if not path.exists():
         what = "is not there"
         if set("*?[") & set(str(path)):
@@ -143,29 +144,34 @@ def _expand(path: Path) -> list[Path]:
     )
 
 
-def _is_parquet(path: Path) -> bool:
-    """Return whether a file is Parquet, by its first bytes; a DataError if it is no Arrow IPC file either."""
+def _form(path: Path) -> Literal["parquet", "arrow", "csv"]:
+    """Return the form of a file, by its first bytes, or its name for CSV; a DataError if it has none of them."""
     with open(path, "rb") as file:
         head = file.read(6)
-    if head[:4] != b"PAR1" and head != b"ARROW1":
-        what = "is an Arrow IPC stream" if head[:4] == b"\xff\xff\xff\xff" else f"begins with {head!r}"
-        raise DataError(
-            f"{path} is neither a Parquet nor an Arrow file: it {what}.",
-            rule="a Parquet file begins with PAR1, and an Arrow IPC file with ARROW1.",
-            remedy="convert it, for example with pyarrow.csv.read_csv or pyarrow.ipc.open_stream, and "
-            "pyarrow.parquet.write_table",
-        )
-    return head[:4] == b"PAR1"
+    if head[:4] == b"PAR1" or head == b"ARROW1":
+        return "parquet" if head[:4] == b"PAR1" else "arrow"
+    if is_csv(path):
+        return "csv"
+    what = "is an Arrow IPC stream" if head[:4] == b"\xff\xff\xff\xff" else f"begins with {head!r}"
+    raise DataError(
+        f"{path} is neither a Parquet nor an Arrow file: it {what}.",
+        rule="a Parquet file begins with PAR1, an Arrow IPC file with ARROW1, and CSV is named .csv or .csv.gz.",
+        remedy="convert it, for example with pyarrow.ipc.open_stream and pyarrow.parquet.write_table, or name it .csv",
+    )
 
 
 @contextmanager
 def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    """Open a Parquet or a mapped Arrow IPC file for some columns; an error of pyarrow becomes a DataError."""
+    """Open a Parquet, a mapped Arrow IPC or a CSV file for some columns; an error of pyarrow becomes a DataError."""
     try:
-        if _is_parquet(path):
+        form = _form(path)
+        if form == "parquet":
             # pyarrow's default keeps every byte read until the file is closed.
             with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
                 yield file
+        elif form == "csv":
+            with open_csv(path, columns) as reader:
+                yield reader
         else:
             with pa.memory_map(str(path)) as mapped:
                 reader = pa.ipc.open_file(mapped)
@@ -183,8 +189,10 @@ def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
         ) from error
 
 
-def ipc_batches(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of an Arrow IPC file, one at a time."""
+def batches_of(reader: Any) -> Iterator[pa.RecordBatch]:
+    """Yield all batches of an Arrow IPC or a CSV file, one at a time."""
+    if not hasattr(reader, "get_batch"):
+        return iter(reader)
     return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 

@@ -17,6 +17,7 @@ from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._group import explain_group, explain_lost
 from memfit.diagnosis._growth import run_notes
 from memfit.diagnosis._phase import JobPhase, find_phase
+from memfit.diagnosis._pod import read_pods
 from memfit.diagnosis._progress import Reading, clock_between, read_counters, read_progress
 from memfit.diagnosis._record import Diagnosis, Evidence, Moment
 from memfit.diagnosis._runs import find_run, logs_of, open_file, read_log, run_signs
@@ -75,7 +76,8 @@ def diagnose(
     """Say what killed a job, from what it left.
 
     Args:
-        paths: Logs, folders of logs, run directories of memfit, or ``-`` for standard input.
+        paths: Logs, folders of logs, run directories of memfit, what ``kubectl`` says of a pod (``get pod -o json`` or
+            ``-o yaml``, ``describe pod``), or ``-`` for standard input.
         sacct: A file with what ``sacct`` printed.
         accounting: That text itself; its lines are cited as those of ``sacct``.
         kernel_log: A file with the kernel's log of its node.
@@ -93,7 +95,9 @@ def diagnose(
         ('gpu', 'out_of_memory', 2.0)
     """
     named = [paths] if isinstance(paths, Path | str) else list(paths)
-    streams = [stream for one in named for stream in streams_of(one)]
+    found_in = [(stream, read_pods(stream)) for one in named for stream in streams_of(one)]
+    streams = [stream for stream, ends in found_in if ends is None]
+    pods = [end for _, ends in found_in for end in ends or ()]
     files = [Path(one) for one in named if str(one) != "-"]
     witnesses = read_witnesses(
         [line for stream in streams for line in stream.lines],
@@ -104,7 +108,7 @@ def diagnose(
     signs = witnesses.signs
     if sacct is None and not accounting and kernel_log is None:  # the table knows the logs' own lines
         signs = ()
-    witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
+    witnesses = replace(witnesses, signs=(*signs, *pods, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
     found = _diagnose(streams, witnesses, judge_checkpoints(checkpoints))
     # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.amounts import Amount
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
+from memfit.diagnosis._pod import POD
 from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Edit, Remedy, row
 from memfit.slurm import MEMORY_OPTIONS, format_time
 from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
@@ -273,7 +274,7 @@ def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
     is_limit = diagnosis.kind == "host_cgroup"
     tasks, workers = job.tasks_per_node or 1, job.workers
     if is_limit:
-        yield _larger_request(job)
+        yield _larger_request(job, diagnosis.emitter)
     in_worker = "DataLoader worker" in " ".join(one.text for one in diagnosis.evidence)
     if tasks > 1 or (workers or 0) > 1 or in_worker:
         yield row("share_data", readers=f"{tasks} tasks of a node" if tasks > 1 else "loader workers")
@@ -297,7 +298,7 @@ def _fewer_workers(name: str, workers: int | None) -> Remedy:
     return row(name, workers="fewer" if target is None else target, target="N" if target is None else target)
 
 
-def _larger_request(job: Job) -> Remedy:
+def _larger_request(job: Job, emitter: str) -> Remedy:
     wanted = wanted_request(job)
     if wanted is None:
         title, why = "request more memory", "It hit its limit. Neither the limit nor a node's peak is known"
@@ -312,6 +313,10 @@ def _larger_request(job: Job) -> Remedy:
         written = write_size(size.bytes, ("GiB", "MiB"))
         setting = _MEMORY.format(written, f" above {written}")
         return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
+    if emitter == POD:
+        written = write_size(size.bytes, ("Gi", "Mi"))
+        title, why = f"give the container {written}", why.replace("each node", "the container")
+        return row("request", gain, enough=enough, title=title, setting=f"resources.limits.memory: {written}", why=why)
     asked = job.step_request or job.script_request
     own = raise_request(job, asked, size) if asked else size
     written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY_OPTIONS.items()}

@@ -30,27 +30,29 @@ class StepMemory(NamedTuple):
 
 def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
     """Add up the tasks that share a limit; ``limit_source`` is the setting that says what they may use."""
-    per = job.request.per if job.request else "node"
-    known = job.tasks_per_node if per == "node" else step.num_tasks
-    tasks, limit = known or 1, job.request.bytes if job.request else 0
-    mean, most = tasks * (job.task_mean_bytes or 0), tasks * (job.task_peak_bytes or 0)
-    total, is_over = mean if mean > limit else most, max(mean, most) > limit
-    if not limit or not total or per == "cpu":
-        return StepMemory(step.id, job, most)
-    words = f"the {format_bytes(limit)} of {'a node' if per == 'node' else 'the job'} ({limit_source})"
-    said = f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total // tasks)} = {format_bytes(total)}"
+    limit = job.request or Amount(0, "node")
+    known = job.tasks_per_node if limit.per == "node" else step.num_tasks
+    tasks = known or 1
+    mean, most = (Amount(tasks * (each or 0), limit.per) for each in (job.task_mean_bytes, job.task_peak_bytes))
+    total, is_over = mean if limit < mean else most, limit < max(mean, most)
+    if not limit.bytes or not total.bytes or limit.per == "cpu":
+        return StepMemory(step.id, job, most.bytes)
+    words = f"the {format_bytes(limit.bytes)} of {'a node' if limit.per == 'node' else 'the job'} ({limit_source})"
+    said = (
+        f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total.bytes // tasks)} = {format_bytes(total.bytes)}"
+    )
     if known is None and not is_over:
         said += f" of {words}: how many tasks share them is not known"
-    elif mean > limit:
+    elif limit < mean:
         said += f" on average, over {words}"
-    elif most > limit:
-        below = "; their mean is below it" if mean else ""
+    elif limit < most:
+        below = "; their mean is below it" if mean.bytes else ""
         said += f" when all are as large as the largest, over {words}{below}"
-    elif most >= _CLOSE * limit:
+    elif limit.scaled(_CLOSE) <= most:
         said += f" at most, close to {words}: samples can miss the peak"
     else:
         said += f" at most, below {words}: these samples do not explain a kill"
-    return StepMemory(step.id, job, most, is_over, said)
+    return StepMemory(step.id, job, most.bytes, is_over, said)
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from memfit.jobs._retry import what_follows as what_follows
     from memfit.jobs._scheduler import Scheduler as Scheduler
     from memfit.jobs._shim import run_element as run_element
-    from memfit.jobs._slurm import SHIM_BYTES as SHIM_BYTES
+    from memfit.jobs._slurm import SHIM as SHIM
     from memfit.jobs._slurm import SlurmBackend as SlurmBackend
     from memfit.jobs._slurm import SlurmOptions as SlurmOptions
     from memfit.jobs._slurm import SlurmPlace as SlurmPlace

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from memfit import slurm
+from memfit.amounts import Amount
 from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
 from memfit.files import read_json, refresh, write_atomic, write_json
@@ -34,10 +35,10 @@ from memfit.rundir import RunDir
 from memfit.units import MIB
 
 #: What the shim takes beside its job.
-SHIM_BYTES: int = 16 * MIB
+SHIM: Amount = Amount(16 * MIB, "node")
 #: The same on the first of several nodes, with srun and the shim that follows the others.
-_NODES_BYTES = 64 * MIB
-_SHIM = ("-P", "-m", "memfit.jobs", "shim")
+_NODES = Amount(64 * MIB, "node")
+_START = ("-P", "-m", "memfit.jobs", "shim")
 #: The largest index of an array is 1000 on a cluster with Slurm's defaults.
 _MOST_ELEMENTS = 1000
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
@@ -105,9 +106,9 @@ class SlurmOptions(SlurmPlace):
 
 
 class _Request(NamedTuple):
-    """What a job asks of Slurm: bytes (None if unknown), ranks and GPUs on each node, and the CPUs of each rank."""
+    """What a job asks of Slurm: memory of each node, ranks and GPUs on each, and the CPUs of each rank."""
 
-    limit_bytes: int | None
+    memory: Amount
     num_ranks: int
     num_cpus: int
     num_gpus: int
@@ -115,12 +116,14 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
+        """Return the request for a job's limit on each node (None if unknown), with what its shims take there."""
         ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
-        return cls(limit_bytes, ranks, cpus, job.num_devices // options.nodes, options)
+        memory = Amount(limit_bytes or options.memory, "node") + (SHIM if options.nodes == 1 else _NODES)
+        memory += SHIM if ranks > 1 else Amount(0, "node")
+        return cls(memory, ranks, cpus, job.num_devices // options.nodes, options)
 
     def to_options(self) -> dict[str, str]:
         """Return the options of ``sbatch``."""
-        own = (SHIM_BYTES if self.options.nodes == 1 else _NODES_BYTES) + SHIM_BYTES * (self.num_ranks > 1)
         return {
             **self.options.options,
             "time": self.options.time,
@@ -128,7 +131,7 @@ class _Request(NamedTuple):
             "ntasks-per-node": str(self.num_ranks),
             "cpus-per-task": str(self.num_cpus),
             "gres": f"gpu:{self.num_gpus}" if self.num_gpus else "",
-            "mem": f"{math.ceil(((self.limit_bytes or self.options.memory) + own) / MIB)}M",
+            "mem": f"{math.ceil(self.memory.bytes / MIB)}M",
         }
 
     def to_step(self) -> list[str]:
@@ -204,7 +207,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self.options, self.by_stage = options or SlurmOptions(), by_stage or {}
         self.max_parallel, self.now = max_parallel, now
         for one in (self.options, *self.by_stage.values()):  # refused here, before any job
-            self._script(_Array(run.path / "slurm/0.json", "mf", []), _Request(None, 1, 1, 0, one))
+            self._script(_Array(run.path / "slurm/0.json", "mf", []), _Request(SHIM, 1, 1, 0, one))
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None
@@ -277,7 +280,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
                 "output": str(array.path.parent).replace("%", "%%") + "/%A_%a.log",
             },
             request.options.extra,
-            f"exec {shlex.join([sys.executable, *_SHIM, str(self.run.path), '--array', str(array.path)])}",
+            f"exec {shlex.join([sys.executable, *_START, str(self.run.path), '--array', str(array.path)])}",
         )
 
     def _send(self, array: _Array) -> None:

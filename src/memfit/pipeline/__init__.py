@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._grid import expand_range as expand_range
     from memfit.pipeline._grid import fill as fill
     from memfit.pipeline._grid import parse_param as parse_param
+    from memfit.pipeline._launch import plan_launch as plan_launch
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm

@@ -16,6 +16,7 @@ from memfit.errors import ConfigError
 from memfit.integrations import NotifySettings, TrackSettings
 from memfit.jobs import OnFailure, SlurmOptions
 from memfit.memory import DEFAULT_SLACK
+from memfit.planning import LaunchSettings
 from memfit.units import MIB
 
 _LEAST_LIMIT_BYTES = 16 * MIB  # an interpreter alone takes 10
@@ -158,6 +159,7 @@ class RunConfig(Settings):
             one rank is enough.
         canary_seconds: How long a canary waits for them.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
+        launch: What `memfit launch` needs beside this; ``memfit run`` does not look at it.
         warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;
             ``never`` starts a new interpreter for each.
     """
@@ -189,6 +191,7 @@ class RunConfig(Settings):
     canary_phases: list[_Name] = Field(default_factory=lambda: ["train", "validate", "checkpoint"], min_length=1)
     canary_seconds: Annotated[float, Field(gt=0)] = 600.0
     tune: dict[str, Any] = Field(default_factory=dict)
+    launch: LaunchSettings = LaunchSettings()
     warm: Literal["auto", "never"] = "auto"
 
 

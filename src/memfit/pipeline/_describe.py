@@ -178,9 +178,10 @@ def in_order(
             rule="a stage runs when the stages that it waits for are done.",
             remedy="remove one of these needs",
         ) from None
-    for gate in found.values():
-        if gate.holds:
-            _check_gate(gate, gate.holds, found, waits)
+    for one in found.values():
+        if one.holds:
+            _check_gate(one, one.holds, found, waits)
+        _check_several(one, found)
     return [found[name] for name in ordered]
 
 
@@ -252,6 +253,18 @@ def _of_command(stage: Stage, found: StageSpec, names: Sequence[str], params: Ma
         seed="seed" in used,
         code=code_of_command(split, Path.cwd()),
     )
+
+
+def _check_several(stage: StageSpec, stages: Mapping[str, StageSpec]) -> None:
+    """Refuse the folders of several units within a word of a command, whose rest would be that of the last alone."""
+    for name in (one for one in stage.needs if stages[one].each and stages[one].each != stage.each):
+        alone = rf"(?<![^\s;&|(])\{{{name}\}}(?![^\s;&|<>)])" if stage.shell else rf"\A\{{{name}\}}\Z"
+        if word := next((one for one in stage.command or () if f"{{{name}}}" in re.sub(alone, "", one)), None):
+            rule = f"{{{name}}} stands for the folders of all units of {name}, so it is a word of its own"
+            loop = f'for one in {{{name}}}; do cat "$one"/result.json; done'
+            raise _bad(
+                stage.name, f"has {{{name}}} within a word of its command ({word})", rule, f"write a loop: {loop}"
+            )
 
 
 def _setting(params: Mapping[str, Any], dotted: str, stage: Stage) -> Any:

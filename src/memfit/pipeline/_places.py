@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.jobs import SHIM_BYTES, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
+from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
 from memfit.pipeline._config import Resources, RunConfig
 from memfit.rundir import EventWriter, RunDir
@@ -142,8 +142,8 @@ def _read_node_budget(settings: RunConfig) -> Budget:
                 ) from error
             time.sleep(_AGAIN_SECONDS)
     _check_gpus(settings, nodes)
-    largest = max(nodes.values(), key=attrgetter("bytes"))
-    size = max(1, min(largest.bytes - SHIM_BYTES, settings.memory.limit or largest.bytes))
+    largest = max(nodes.values(), key=attrgetter("memory.bytes"))
+    size = max(1, min((largest.memory - SHIM).bytes, settings.memory.limit or largest.memory.bytes))
     node = Limit("largest node", f"Slurm partition {largest.partition}", size, 0, size, "job")
     return replace(
         Budget.read(),

@@ -135,22 +135,25 @@ class RunPlan:
 
 
 def plan_run(
-    source: Source,
+    source: Source | Order,
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
     choice: Choice = ALL,
     new: bool = False,
     start: str = "",
-    on: Path | None = None,
+    on: Path | Machine | None = None,
 ) -> RunPlan:
     """Return what `memfit.run` would do with the same arguments; start and write nothing.
 
-    ``on`` is a file that describes the machine (`memfit.planning.Machine`); None for this one, or Slurm's largest node.
+    ``source`` may be an order that was made before. ``on`` is a machine (`memfit.planning.Machine`) or the file that
+    describes it; None for this one, or Slurm's largest node.
     ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags, of a command up
     to its ``--``.
     """
-    order = order_of_config(source, overrides=overrides, env=env, choice=choice)
+    order = source
+    if not isinstance(order, Order):
+        order = order_of_config(order, overrides=overrides, env=env, choice=choice)
     if not start:
         start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
     settings = order.settings
@@ -160,8 +163,10 @@ def plan_run(
     if found is None:
         planned = RunDir(settings.runs_dir / settings.experiment / "planned")
         graph.look(Results(order, planned, None if new else earlier_runs(order, planned)))
-    machine = None if on is None else Machine.read(on)
-    budget = read_budget(settings) if machine is None else machine.budget(str(on))
+    machine = Machine.read(on) if isinstance(on, Path) else on
+    budget = (
+        read_budget(settings) if machine is None else machine.budget(str(on) if isinstance(on, Path) else "the config")
+    )
     node = Node(budget, machine)
     stages = [_stage(order, graph, runs, node, start, name) for name in graph.stages if name in graph.asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]

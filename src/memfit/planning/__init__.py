@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from memfit.planning._estimate import Question as Question
     from memfit.planning._estimate import ask as ask
     from memfit.planning._estimate import find_this_gpu as find_this_gpu
+    from memfit.planning._formats import render as render
     from memfit.planning._launch import Launch as Launch
-    from memfit.planning._launch import LaunchConfig as LaunchConfig
     from memfit.planning._launch import LaunchFormat as LaunchFormat
-    from memfit.planning._launch import Measured as Measured
+    from memfit.planning._launch import LaunchSettings as LaunchSettings
     from memfit.planning._ledger import Forecast as Forecast
     from memfit.planning._ledger import Ledger as Ledger
     from memfit.planning._ledger import Line as Line
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memfit.planning._ledger import describe_batch as describe_batch
     from memfit.planning._ledger import list_loader_lines as list_loader_lines
     from memfit.planning._ledger import list_step_lines as list_step_lines
+    from memfit.planning._ledger import shm_bytes as shm_bytes
     from memfit.planning._machine import Machine as Machine
 
 # A run plans without these, and they take a while to load.

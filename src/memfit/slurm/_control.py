@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from memfit.amounts import Amount
 from memfit.errors import UsageError
 
 #: A call that takes longer counts as no answer; Slurm's own tools give up after 9 to 18 s. A user waits longer.
@@ -47,7 +48,7 @@ class LargestNode(NamedTuple):
     """The most memory, and the most GPUs, that a node of a partition has."""
 
     partition: str
-    bytes: int
+    memory: Amount
     num_gpus: int
 
 
@@ -113,7 +114,7 @@ def parse_nodes(lines: Sequence[str], partition: str = "") -> LargestNode:
     """Return the most that a node has, by what ``sinfo -o "%P|%m|%G"`` printed: MiB there, and generic resources.
 
     >>> parse_nodes(["main*|2048|(null)", "main*|4096+|gpu:a100:2(S:0-1),gpu:t4:1,nic:4", "big|9000|gpu:8"])
-    LargestNode(partition='main', bytes=4294967296, num_gpus=3)
+    LargestNode(partition='main', memory=Amount(bytes=4294967296, per='node', place='host'), num_gpus=3)
     """
     rows = [line.strip().split("|") for line in lines if line.count("|") == 2]
     wanted = [(name.rstrip("*"), size, gres) for name, size, gres in rows if partition or name.endswith("*")]
@@ -124,7 +125,8 @@ def parse_nodes(lines: Sequence[str], partition: str = "") -> LargestNode:
             remedy="name one that sinfo shows: --set slurm.partition=NAME",
         )
     gpus = [sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))) for _, _, gres in wanted]
-    return LargestNode(wanted[0][0], max(int(size.rstrip("+")) for _, size, _ in wanted) << 20, max(gpus))
+    largest = Amount(max(int(size.rstrip("+")) for _, size, _ in wanted) << 20, "node")
+    return LargestNode(wanted[0][0], largest, max(gpus))
 
 
 def read_accounting(given: str) -> str:

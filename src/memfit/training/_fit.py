@@ -344,7 +344,7 @@ class Fit:
         if self.step.team is not None:
             self.step.team.forget_size()
         if not is_sharded:  # its seal has told it
-            self.journal.checkpoint(path, progress.position)
+            self.journal.checkpoint(path, progress.position, time.monotonic() - began)
         check_save_seconds(time.monotonic() - began)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if progress.step:

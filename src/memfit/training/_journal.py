@@ -145,10 +145,10 @@ class Journal:
 
     # --- checkpoints and stops
 
-    def checkpoint(self, path: Path, position: tuple[int, int]) -> None:
-        """Record a checkpoint that was written."""
-        epoch, step = position
-        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
+    def checkpoint(self, path: Path, position: tuple[int, int], seconds: float) -> None:
+        """Record a checkpoint that was written, and how long that took."""
+        (epoch, step), size = position, path.stat().st_size
+        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size, seconds=round(seconds, 3))
 
     def resume(self, path: Path, position: tuple[int, int]) -> None:
         """Record that the training continues from a checkpoint; seconds are counted from here."""

@@ -155,8 +155,10 @@ class SealedFolder:
             sync_folder(path)
             sync_folder(self.path)
             shutil.rmtree(self._replaced(step), ignore_errors=True)
-        record("checkpoint", path=str(path), step=step, epoch=facts.get("epoch"), bytes=_total(files))
-        check_save_seconds(time.monotonic() - self._began)
+        took = time.monotonic() - self._began
+        facts = {"step": step, "epoch": facts.get("epoch"), "bytes": _total(files), "seconds": round(took, 3)}
+        record("checkpoint", path=str(path), **facts)
+        check_save_seconds(took)
 
     def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
         """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``."""

@@ -1,0 +1,313 @@
+"""Work out how a config is started elsewhere: its plan, and what its block ``launch`` says."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from memfit import config
+from memfit.amounts import Amount, Layout
+from memfit.errors import ConfigError, DoesNotFitError, UsageError
+from memfit.jobs import SHIM
+from memfit.masking import mask
+from memfit.memory import Footprint, why_tight
+from memfit.pipeline._config import RunConfig, resolve_settings
+from memfit.pipeline._grid import PLACEHOLDER, fill
+from memfit.pipeline._order import Order, order_of_config
+from memfit.pipeline._plan_run import StagePlan, plan_run
+from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
+from memfit.rundir import RunDir, read, read_events
+from memfit.slurm import format_time
+from memfit.units import MIB, format_bytes, round_up_size
+
+#: What `memfit run` itself takes on each node.
+_WATCHING = SHIM + Amount(96 * MIB, "node")
+#: More than any node has: a launch is planned for the machine that its config asks for.
+_BOUNDLESS = Amount(1 << 50, "node")
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+#: A stop leaves the longest save that was measured so many times, and this much at least.
+_SAVES, _LEAST_GRACE_SECONDS = 2, 10
+_SHELL = re.compile(r"[;&|<>$`\n]")
+
+
+class _Measured(NamedTuple):
+    """What a run took: its largest job and that job's ranks, the seconds of an epoch and of the longest save."""
+
+    footprint: Footprint | None = None
+    num_ranks: int = 1
+    epoch_seconds: float | None = None
+    save_seconds: float | None = None
+
+
+class _Planned(NamedTuple):
+    """The stage that takes most on a node: its plan, so many jobs of it at once, and where the figure comes from."""
+
+    stage: StagePlan
+    forecast: Forecast
+    jobs: int
+    origin: str
+
+    def needs(self, slack: float, watching: Amount) -> Amount:
+        """Return what a node needs with a share of slack on the peak."""
+        ledger = self.forecast.ledger
+        return ledger.peak.scaled(self.jobs * (1 + slack)) + ledger.mapped + watching
+
+
+def plan_launch(
+    source: Path,
+    *,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+    measured: RunDir | None = None,
+    machine: Machine | None = None,
+    form: LaunchFormat = "sbatch",
+) -> Launch:
+    """Return how a config is started elsewhere, with its sizes; start and write nothing.
+
+    Memory is that of the stage that takes most on a node by the plan, with ``memory.slack`` on top: of one job, or of
+    ``max_parallel`` jobs if that is a number. The largest job of the run ``measured`` counts in place of the plan. A
+    ``machine`` says over how many nodes the ranks lie, where ``slurm.nodes`` does not.
+
+    Raises:
+        ConfigError: The file is no config of a run, no stage's memory is known, or a secret stands in it.
+        DoesNotFitError: What is requested is tight for a peak that the config declares (`why_tight`).
+        UsageError: ``measured`` measured no job, the machine has fewer tasks, or the config cannot be started so.
+    """
+    settings = _settings(source, overrides, env)
+    if machine is not None and "nodes" not in settings.slurm.model_fields_set:
+        overrides = [*overrides, ("--on", f"slurm.nodes={machine.layout(settings.resources.ranks).nodes}")]
+        settings = _settings(source, overrides, env)
+    nodes, own = settings.slurm.nodes, settings.launch
+    place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
+    order = order_of_config(source, overrides=[*overrides, place], env=env)
+    told = _read_run(measured or next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None))
+    layout, is_split = _layout(order), nodes > 1 or own.start_with == "srun"
+    planned = _largest(order, layout, source, measured, told)
+    watching = Amount(0, "node") if is_split and own.start_with == "srun" else _WATCHING
+    memory, memory_why = _memory(settings, planned, watching)
+    grace, grace_why = _grace(settings, told)
+    time, time_why = _time(settings, told)
+    shm, shm_why, cpus = _shm_and_cpus(settings, planned)
+    gpus = layout.gpus_per_node or 0
+    launch = Launch(
+        re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
+        own,
+        tuple(_rank_words(order) if is_split else _run_words(source, settings, overrides, grace, form)),
+        is_split,
+        replace(layout, cpus_per_task=cpus * planned.jobs, gpus_per_node=gpus * planned.jobs),
+        planned.forecast,
+        memory,
+        memory_why,
+        shm,
+        shm_why,
+        time,
+        time_why,
+        grace,
+        grace_why,
+        _variables(settings, is_split),
+        settings.slurm.options,
+        settings.slurm.extra,
+    )
+    _refuse_secrets(launch)
+    return launch
+
+
+def _settings(source: Path, overrides: Sequence[config.Override], env: Mapping[str, str] | None) -> RunConfig:
+    """Return the settings of a config; refuse a file that is none."""
+    if source.is_file() and not {"name", "command"}.isdisjoint(config.read_file(source)):
+        raise ConfigError(
+            f"{source} has name or command at its top: memfit launch has no format of its own any more.",
+            rule="memfit launch reads a config of memfit run, with a block launch: beside it (docs/launch.md).",
+            remedy="write experiment: NAME and stages: {train: {run: COMMAND}}; ranks and memory of a rank below "
+            "resources:, nodes below slurm:",
+        )
+    return resolve_settings(file=source, env=env, overrides=overrides).value
+
+
+def _layout(order: Order) -> Layout:
+    """Return nodes, ranks and GPUs of a node as the config asks for them, of its largest stage."""
+    nodes, memory, gpus = order.settings.slurm.nodes, order.settings.memory, [0]
+    for stage in order.stages:
+        own, is_main, ranks = order.topology(stage.name), order.is_main(stage), order.ranks_of(stage)
+        has_gpu = bool(own.gpu_memory or (memory.gpu_job if is_main else None))
+        gpus.append(own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * has_gpu)
+    ranks = max(map(order.ranks_of, order.stages))
+    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(max(gpus) / nodes))
+
+
+def _read_run(run: RunDir | None) -> _Measured:
+    """Return what a run took; nothing if there is none."""
+    if run is None:
+        return _Measured()
+    jobs = [one for one in read(run).jobs.values() if one.footprint is not None]
+    sizes = {one.id: Footprint.from_dict(one.footprint or {}) for one in jobs}
+    saves = [one.get("seconds") for one in read_events(run.path / "events") if one.get("kind") == "checkpoint"]
+    longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
+    if not jobs:
+        return _Measured(save_seconds=longest)
+    largest = max(jobs, key=lambda one: sizes[one.id].private_bytes)
+    seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
+    return _Measured(sizes[largest.id], max(1, len(largest.ranks)), seconds, longest)
+
+
+def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None, told: _Measured) -> _Planned:
+    """Plan the stages; return that which takes most on a node."""
+    if measured is not None and told.footprint is None:
+        raise UsageError(
+            f"no job of {measured.path} was measured.",
+            rule="--measured takes the peak of a run's largest job.",
+            remedy="name a run whose jobs have trained and validated, or give --set resources.memory=8GiB",
+        )
+    tasks, gpus = layout.tasks_per_node or 1, layout.gpus_per_node or 0
+    each = math.ceil(gpus / tasks)
+    machine = Machine(
+        nodes=layout.nodes or 1,
+        tasks_per_node=tasks,
+        gpus_per_task=each,
+        gpu="1TiB" if each else None,
+        node_memory=config.ByteSize(_BOUNDLESS.bytes),
+    )
+    found: list[_Planned] = []
+    plan = plan_run(order, new=True, on=machine)
+    for stage in plan.stages:
+        most = order.settings.max_parallel
+        jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
+        origin, size = stage.origin.partition("; its lines")[0], stage.footprint
+        forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
+        if measured is not None and told.footprint is not None:
+            nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}"
+            ledger = Ledger(layout, ()).completed(told.footprint, max(1, told.num_ranks // nodes), origin)
+            forecast = replace(forecast, ledger=ledger, others=(), variants=())
+        elif stage.forecast is None and size is not None:
+            own = max(1, math.ceil(order.ranks_of(order.by_name[stage.name]) / (layout.nodes or 1)))
+            ledger = Ledger(replace(layout, tasks_per_node=own), ()).completed(size, own, origin)
+            forecast = replace(forecast, ledger=ledger)
+        if forecast.ledger.peak.bytes:
+            found.append(_Planned(stage, forecast, jobs, origin))
+    if not found:
+        measure = next((one for stage in plan.stages for one in stage.measure), f"memfit run {source}")
+        raise ConfigError(
+            f"the memory of {', '.join(stage.name for stage in plan.stages)} is not known.",
+            rule="a request follows from the plan: what was measured, declared, or counted line by line.",
+            remedy=f"run it once: {measure}; or declare one rank with its workers: --set resources.memory=8GiB",
+        )
+    return max(found, key=lambda one: one.needs(0.0, _WATCHING).bytes)
+
+
+def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[Amount, str]:
+    """Return what to request of a node, and how it follows; refuse what is tight for a peak that was declared."""
+    slack, ledger = settings.memory.slack, planned.forecast.ledger
+    size = Amount(round_up_size(planned.needs(slack, watching).bytes), "node")
+    why = f"{f'{planned.jobs} jobs x ' * (planned.jobs > 1)}{format_bytes(ledger.peak.bytes)} ({planned.origin})"
+    why += f", {slack:.0%} more" if slack else ""
+    why += f", {format_bytes(ledger.mapped.bytes)} of mapped files" if ledger.mapped.bytes else ""
+    why += f", {format_bytes(watching.bytes)} for memfit" if watching.bytes else ""
+    is_measured = planned.origin.startswith("measured")
+    tight = "" if is_measured else why_tight(planned.needs(0.0, watching).bytes, size.bytes)
+    if tight and not settings.accept_tight:
+        raise DoesNotFitError(
+            f"{settings.experiment} is tight: {tight}.",
+            rule="a peak that was declared, not measured, leaves 5 % or more of the memory that is requested.",
+            remedy="request more: --set memory.slack=0.25; or accept it: --accept-tight",
+        )
+    return size, why
+
+
+def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, int]:
+    """Return what /dev/shm of a node must hold, how that follows, and the cores of a rank."""
+    ledger = (planned.stage.forecast or planned.forecast).ledger
+    workers = max((line.number for line in ledger.lines if line.name.endswith("workers")), default=0)
+    cpus = settings.launch.cpus_per_rank or max(settings.threads_per_job, workers + 1)
+    if settings.launch.shm is not None:
+        return Amount(settings.launch.shm, "node"), "as launch.shm says", cpus
+    batches = ledger.shm.scaled(planned.jobs).bytes
+    size = shm_bytes(batches, settings.memory.slack)
+    if not batches:
+        return Amount(size, "node"), "Docker's own: the plan counts no batches of loader workers", cpus
+    why = f"{format_bytes(batches)} of batches by the plan, {settings.memory.slack:.0%} more"
+    return Amount(round_up_size(size), "node"), why, cpus
+
+
+def _grace(settings: RunConfig, told: _Measured) -> tuple[float, str]:
+    """Return how long a stop may take, and how that follows."""
+    if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
+        return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
+    seconds = max(_LEAST_GRACE_SECONDS, math.ceil(_SAVES * told.save_seconds))
+    return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured"
+
+
+def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
+    """Return the time limit, and how it follows; both empty for the partition's own."""
+    own, slack = settings.launch, settings.memory.slack
+    seconds = own.epoch_seconds or told.epoch_seconds
+    if settings.slurm.time or not own.num_epochs or not seconds:
+        return settings.slurm.time, ""
+    total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
+    return format_time(total), f"{own.num_epochs} epochs of {seconds:.0f} s, {slack:.0%} more"
+
+
+def _variables(settings: RunConfig, is_split: bool) -> dict[str, str]:
+    """Return the variables of the training; under ``memfit run CONFIG``, memfit sets the others."""
+    own = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}
+    allocator = settings.memory.cuda_allocator
+    return own | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | settings.launch.env
+
+
+def _run_words(
+    source: Path, settings: RunConfig, overrides: Sequence[config.Override], grace: float, form: LaunchFormat
+) -> list[str]:
+    """Return the command that runs the config on one node, with the settings that were given here."""
+    path = source if form == "sbatch" else Path(os.path.relpath(source))
+    if path.parts[:1] == ("..",):
+        raise UsageError(
+            f"{source} lies outside of the current folder.",
+            rule="an image holds the current folder, and the config is read in it.",
+            remedy="give the command in the folder of the code, above the config",
+        )
+    texts = [one if isinstance(one, str) else one[1] for one in overrides]
+    given = [text for text in texts if not text.startswith(("launch.", "slurm."))]
+    given += ["backend=local"] if settings.backend == "slurm" else []
+    given += [f"grace_seconds={grace:g}"] if grace != settings.grace_seconds else []
+    return ["memfit", "run", str(path), *(word for text in given for word in ("--set", text))]
+
+
+def _rank_words(order: Order) -> list[str]:
+    """Return the command of one rank, which each node starts; refuse a config that is more than one command."""
+    stage = order.stages[0]
+    words = list(stage.command or ())
+    unfit = "has several stages" if len(order.stages) > 1 else "has units" if stage.each or stage.units else ""
+    if not unfit and stage.command is None:
+        unfit = "has a target"
+    if not unfit and stage.shell:
+        unfit = "has a line that only a shell reads" if _SHELL.search(words[0]) else ""
+        words = words if unfit else shlex.split(words[0])
+    names = {name for word in words for name in PLACEHOLDER.findall(word)}
+    if not unfit and names & {"dir", "unit"}:
+        unfit = "names a folder of the run"
+    if unfit:
+        raise ConfigError(
+            f"the config {unfit}, and its ranks are to be started by {order.settings.launch.start_with}.",
+            rule="over several nodes, or with srun, a batch script starts one command as it is, on each of them.",
+            remedy="submit its jobs instead: memfit run CONFIG --backend slurm (docs/slurm.md); or give one stage with "
+            "a list of words: run: [python, train.py]",
+        )
+    own = {f"params.{name}": str(value) for name, value in stage.settings.items()}
+    return list(fill(words, own | {"seed": str(order.settings.seed)}))
+
+
+def _refuse_secrets(launch: Launch) -> None:
+    shown: Mapping[str, object] = mask({"env": launch.env, "command": list(launch.command)})
+    masked = shown["env"]
+    bad = [name for name, value in launch.env.items() if isinstance(masked, Mapping) and masked[name] != value]
+    if bad or shown["command"] != list(launch.command):
+        raise ConfigError(
+            f"{f'launch.env.{bad[0]}' if bad else 'the command'} looks like a secret.",
+            rule="a file that is written holds the names of secrets and no values.",
+            remedy=f"name the variable below launch.secrets: [{bad[0] if bad else 'API_TOKEN'}]",
+        )

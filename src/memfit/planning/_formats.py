@@ -1,0 +1,273 @@
+"""Write a launch as the file that starts it: a batch script, a Kubernetes Job, or what a container needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from posixpath import join, normpath
+from typing import Any
+
+from memfit.config import write_yaml
+from memfit.errors import ConfigError, UsageError
+from memfit.jobs import render_script
+from memfit.planning._launch import Launch, LaunchFormat
+from memfit.units import write_size
+
+#: What an image must not hold: keys, the history of old ones, and what runs leave.
+_NOT_IN_IMAGES = (
+    "**/.env",
+    "**/.env.*",
+    "**/.git",
+    "runs",
+    "panels",
+    "**/.venv",
+    "**/__pycache__",
+)
+#: Slurm may send a signal up to a minute early.
+_EARLY_SECONDS = 60
+#: What memfit takes to end, after its job.
+_ENDING_SECONDS = 10
+_MOST_REQUEUES, _MOST_RESTARTS = 20, 5
+_HOME = "/app"  # where the code lies in an image
+_STEP = "srun --kill-on-bad-exit=1 --wait=60"
+
+
+def render(launch: Launch, form: LaunchFormat) -> str:
+    """Return the file.
+
+    Raises:
+        ConfigError: A Dockerfile has no image to start from.
+        UsageError: An option cannot be one of sbatch, or the format has no place for several nodes or a folder.
+    """
+    if form != "sbatch" and launch.is_split:
+        raise UsageError(
+            f"{launch.name} has {launch.num_nodes} nodes, or ranks that srun starts.",
+            rule=f"--format {form} starts all ranks in one container.",
+            remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
+        )
+    writers = {
+        "sbatch": _sbatch,
+        "compose": _compose,
+        "kubernetes": _kubernetes,
+        "dockerfile": _dockerfile,
+        "dockerignore": lambda one: "\n".join([*_NOT_IN_IMAGES, *one.settings.data, *one.settings.outputs, ""]),
+        "env": _env,
+    }
+    return writers[form](launch)
+
+
+def _sbatch(launch: Launch) -> str:
+    is_srun = launch.settings.start_with == "srun"
+    tasks, gpus = launch.num_ranks if is_srun else 1, launch.layout.gpus_per_node
+    options: dict[str, str | None] = {
+        "job-name": launch.name,
+        **launch.slurm,
+        "nodes": str(launch.num_nodes),
+        "ntasks": str(launch.num_nodes * tasks),
+        "ntasks-per-node": str(tasks),
+        "cpus-per-task": str(launch.num_cpus // tasks),
+        "gres": f"gpu:{gpus}" if gpus else "",
+        "mem": write_size(launch.memory.bytes),
+        "time": launch.time,
+        # To the ranks and not to this script, which has to start the job again.
+        "signal": f"TERM@{math.ceil(launch.grace_seconds) + _EARLY_SECONDS}",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{launch.name}_%j.log",
+    }
+    notes = [f"# memory: {launch.memory_why}", *([f"# time: {launch.time_why}"] if launch.time_why else [])]
+    notes.append(f"# signal: {launch.grace_why}, and a minute that Slurm may be early")
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
+    needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.secrets]
+    again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
+    body = [
+        *notes,
+        *needed,
+        *exports,
+        *_start(launch),
+        "code=$?",
+        "# 75: it was stopped, and has saved. It goes on where it stood.",
+        f'if {again}; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
+    return render_script(options, launch.slurm_extra, "\n".join(body))
+
+
+def _start(launch: Launch) -> list[str]:
+    """Return the lines that start the run on one node, or the ranks of each under memfit, or each as a task."""
+    words = shlex.join(launch.command)
+    if not launch.is_split:
+        return [f"{_STEP} sh -c {shlex.quote(f'exec {words}')}"]
+    if launch.settings.start_with == "srun":
+        return [f"{_STEP} {words}"]
+    # This script runs on the first node.
+    head = 'export RENDEZVOUS="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"'
+    torchrun = (
+        f"torchrun --nproc-per-node={launch.num_ranks} --nnodes={launch.num_nodes} --rdzv-backend=c10d "
+        f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$RENDEZVOUS" --max-restarts=0 '
+        f"{shlex.join(_without_python(launch.command))}"
+    )
+    # All nodes start again together, so memfit restarts none by itself.
+    flags = f"--retries 0 --grace {launch.grace_seconds:g} --name {launch.name}-$SLURM_JOB_ID-$SLURM_NODEID"
+    return [head, f"{_STEP} sh -c {shlex.quote(f'exec memfit run {flags} -- {torchrun}')}"]
+
+
+def _folders(launch: Launch) -> dict[str, bool]:
+    """Return the folders that outlive a container, and whether it only reads them."""
+    settings = launch.settings
+    return {"runs": False} | dict.fromkeys(settings.outputs, False) | dict.fromkeys(settings.data, True)
+
+
+def _compose(launch: Launch) -> str:
+    settings = launch.settings
+    memory, shm = (write_size(size.bytes, ("g", "m")) for size in (launch.memory, launch.shm))
+    last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.secrets}
+    last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
+    service: dict[str, Any] = {"build": "."} if settings.base_image else {"image": settings.image or launch.name}
+    service |= {
+        "command": [_plain(word) for word in launch.command],
+        "restart": f"on-failure:{_MOST_RESTARTS}",
+        "volumes": [
+            f"{join('.', one)}:{normpath(join(_HOME, one))}{':ro' * reads}" for one, reads in _folders(launch).items()
+        ],
+        "mem_limit": memory,
+        "memswap_limit": memory,
+        "shm_size": shm,
+        "environment": {name: _plain(value) for name, value in launch.env.items()} | last,
+        "stop_grace_period": f"{_grace(launch)}s",
+    }
+    if launch.layout.gpus_per_node:
+        devices = [{"driver": "nvidia", "count": launch.layout.gpus_per_node, "capabilities": ["gpu"]}]
+        service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+    notes = [
+        f"# restart: after a stop (exit code 75), a kill or an error, {_MOST_RESTARTS} times at most; it goes on",
+        "# volumes: these folders outlive the container; launch.data and launch.outputs name more of them",
+        f"# mem_limit: {launch.memory_why}",
+        "# memswap_limit: the same, so no swap",
+        f"# shm_size: {launch.shm_why}; it counts towards mem_limit",
+        f"# stop_grace_period: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+    ]
+    return "\n".join([*notes, write_yaml({"services": {launch.name: service}})])
+
+
+def _kubernetes(launch: Launch) -> str:
+    """Return a Job. Source of its fields: the API batch/v1, Kubernetes 1.31, where podFailurePolicy is stable."""
+    settings, memory = launch.settings, write_size(launch.memory.bytes, ("Gi", "Mi"))
+    limits: dict[str, Any] = {"memory": memory}
+    if launch.layout.gpus_per_node:
+        limits["nvidia.com/gpu"] = launch.layout.gpus_per_node
+    env: list[dict[str, Any]] = [{"name": name, "value": _plain(value)} for name, value in launch.env.items()]
+    env.append({"name": "MEMFIT_RUNS_DIR", "value": f"{_HOME}/runs"})
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}} for name in settings.secrets
+    ]
+    container = {
+        "name": launch.name,
+        "image": settings.image or launch.name,
+        "command": [_plain(word) for word in launch.command],
+        "env": env,
+        "resources": {"requests": limits | {"cpu": launch.num_cpus}, "limits": limits},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_mounts(launch)],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _grace(launch),
+        "containers": [container],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": write_size(launch.shm.bytes, ("Gi", "Mi"))}},
+            {"name": "files", "persistentVolumeClaim": {"claimName": settings.claim or launch.name}},
+        ],
+    }
+    rules = [
+        {"action": "Ignore", "onExitCodes": {"containerName": launch.name, "operator": "In", "values": [75]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"containerName": launch.name, "operator": "In", "values": [2, 3]}},
+    ]
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": launch.name},
+        "spec": {"backoffLimit": _MOST_RESTARTS, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}},
+    }
+    notes = [
+        f"# memory: {launch.memory_why}",
+        f"# /dev/shm: {launch.shm_why}; it counts towards the memory",
+        f"# terminationGracePeriodSeconds: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+        "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2)",
+        f"# and too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
+        f"# volumes: the claim {settings.claim or launch.name} holds runs and the folders of launch.data and .outputs",
+    ]
+    return "\n".join([*notes, write_yaml(job)])
+
+
+def _mounts(launch: Launch) -> list[dict[str, Any]]:
+    """Return where the folders of the claim appear; each is a folder of the claim."""
+    found: list[dict[str, Any]] = []
+    for one, reads in _folders(launch).items():
+        below = normpath(one).lstrip("/")
+        if below.startswith(".."):
+            raise UsageError(
+                f"the folder {one} cannot be a part of a claim.",
+                rule="Kubernetes mounts folders of a volume by a path below it.",
+                remedy="name the folder without ..: an absolute path, or one below the current folder",
+            )
+        mount: dict[str, Any] = {"name": "files", "mountPath": normpath(join(_HOME, one)), "subPath": below}
+        found.append(mount | ({"readOnly": True} if reads else {}))
+    return found
+
+
+def _dockerfile(launch: Launch) -> str:
+    settings = launch.settings
+    if not settings.base_image:
+        raise ConfigError(
+            "launch.base_image is not given.",
+            rule="an image starts from another one, such as pytorch/pytorch.",
+            remedy="name it: --set launch.base_image=pytorch/pytorch:2.9.0-cuda12.8-cudnn9-runtime",
+        )
+    lines, packages = [f"FROM {settings.base_image}", f"WORKDIR {_HOME}"], settings.requirements
+    if packages:
+        lines += [f"COPY {packages} {packages}", f"RUN pip install --no-cache-dir -r {packages}"]
+    lines += [
+        "RUN memfit --version  # the command runs under it",
+        "# Write .dockerignore first (--format dockerignore): without it the image holds .env and .git.",
+        "COPY . .",
+    ]
+    guarded = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in launch.env.items()}
+    lines += [f'ENV {name}="{value}"' for name, value in guarded.items()]
+    if settings.secrets:
+        lines += [f"# Set when it is started, never here: {', '.join(settings.secrets)}"]
+    return "\n".join([*lines, f"CMD {json.dumps(launch.command)}", ""])
+
+
+def _env(launch: Launch) -> str:
+    head = "# For docker compose: fill in, and keep it out of version control."
+    return "\n".join([head, *(f"{name}=" for name in launch.settings.secrets), ""])
+
+
+def _plain(text: str) -> str:
+    """Return a text in which Compose and Kubernetes replace nothing."""
+    return text.replace("$", "$$")
+
+
+def _grace(launch: Launch) -> int:
+    return math.ceil(launch.grace_seconds) + _ENDING_SECONDS
+
+
+def _without_python(command: tuple[str, ...]) -> list[str]:
+    """Return what torchrun is given: the script and its arguments.
+
+    >>> _without_python(("python", "-u", "train.py", "--epochs", "3"))
+    ['train.py', '--epochs', '3']
+    >>> _without_python(("python", "-m", "pkg.train"))
+    ['-m', 'pkg.train']
+    >>> _without_python(("./train",))
+    ['--no-python', './train']
+    """
+    if not command[0].rpartition("/")[2].startswith("python"):
+        return ["--no-python", *command]
+    rest = list(command[1:])
+    while rest and rest[0] in ("-u", "-B", "-O"):
+        rest = rest[1:]
+    return rest
