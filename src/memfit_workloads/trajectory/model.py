@@ -54,6 +54,8 @@ class TrajectoryScorer(nn.Module):
         )
         self.query = nn.Linear(2 * width, len(HEADS) * (width + 1))
         self.departure = nn.Linear(2, len(HEADS))
+        with torch.no_grad():  # at first the best is the nearest to going straight on
+            self.departure.weight.zero_()[0, 0] = -1.0
 
     def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
         """Return the heads' scores as log-odds, shape (B, 5, K)."""

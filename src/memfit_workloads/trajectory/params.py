@@ -25,7 +25,7 @@ class DataParams(config.Settings):
     hz: int = Field(5, ge=1, description="positions of a scene per second")
     history_seconds: float = Field(2.0, gt=0)
     future_seconds: float = Field(4.0, gt=0)
-    stride_seconds: float = Field(1.0, gt=0, description="from one scene of a vehicle to its next")
+    stride_seconds: float = Field(2.0, gt=0, description="from one scene of a vehicle to its next")
     block_seconds: float = Field(20.0, gt=0, description="scenes of one block of time are of one split")
     valid_share: float = Field(0.15, gt=0, lt=0.5)
     test_share: float = Field(0.15, gt=0, lt=0.5)
