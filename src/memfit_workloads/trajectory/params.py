@@ -105,5 +105,5 @@ class TrajectoryParams(config.Settings):
     model: ModelParams = ModelParams()
     dataloader: LoaderGroup = LoaderGroup()
     trainer: TrainerGroup = TrainerGroup()
-    seeds: int = Field(2, ge=1, description="trainings, from other first weights and in another order each")
+    seeds: int = Field(3, ge=1, description="trainings, from other first weights and in another order each")
     level: float = Field(0.95, gt=0, lt=1, description="level of the intervals")
