@@ -1,0 +1,1 @@
+"""Choose a vehicle's trajectory from a vocabulary: scenes, teacher table, a training on several ranks, metrics."""

@@ -1,0 +1,60 @@
+"""Score each trajectory of a vocabulary, by one imitation head and four teacher heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+#: What each head says of a trajectory; the last four are those of the teacher table.
+HEADS = ("imitation", "no_collision", "on_road", "progress", "comfort")
+
+
+class SceneEncoder(nn.Module):
+    """History and lane raster to one vector a scene."""
+
+    def __init__(self, num_history: int, width: int) -> None:
+        super().__init__()
+        self.history = nn.Sequential(
+            nn.Linear(2 * num_history, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU()
+        )
+        self.raster = nn.Sequential(
+            nn.Conv2d(3, width // 4, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(width // 4, width // 2, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(width // 2, width, 3, stride=2, padding=1), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, width), nn.ReLU(),
+        )  # fmt: skip
+        self.join = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.ReLU())
+
+    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
+        """Return shape (B, 2 x width); history (B, H, 2) in metres, raster (B, 3, R, R) of bytes."""
+        seen = torch.cat([self.history(history.flatten(1) / 10), self.raster(raster.float() / 255)], dim=1)
+        joined: torch.Tensor = self.join(seen)
+        return joined
+
+
+class TrajectoryScorer(nn.Module):
+    """The model: a head scores a trajectory by the product of a query of the scene and a key of the trajectory.
+
+    Args:
+        vocabulary: The trajectories, shape (K, F, 2) in metres.
+        num_history: Positions of a history.
+        width: Of the layers.
+    """
+
+    vocabulary: torch.Tensor
+
+    def __init__(self, vocabulary: torch.Tensor, num_history: int, width: int = 64) -> None:
+        super().__init__()
+        self.register_buffer("vocabulary", vocabulary.float(), persistent=False)
+        self.scene = SceneEncoder(num_history, width)
+        self.entry = nn.Sequential(
+            nn.Linear(2 * vocabulary.shape[1], 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
+        )
+        self.query = nn.Linear(2 * width, len(HEADS) * (width + 1))
+
+    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
+        """Return the heads' scores as log-odds, shape (B, 5, K)."""
+        keys = self.entry(self.vocabulary.flatten(1) / 10)
+        query, bias = self.query(self.scene(history, raster)).unflatten(1, (len(HEADS), -1)).tensor_split([-1], dim=2)
+        scores: torch.Tensor = query @ keys.T / keys.shape[1] ** 0.5 + bias
+        return scores

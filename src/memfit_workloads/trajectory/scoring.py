@@ -1,0 +1,272 @@
+"""The rules: vocabulary, teacher table, baselines, metrics and their intervals. Nothing here needs torch.
+
+Trajectories are in metres in the frame of the scene's vehicle, one position every 1 / hz seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.errors import MissingExtraError
+from memfit.pipeline import Context
+from memfit.rundir import phase
+from memfit_workloads.trajectory.data import SPLITS, cells, to_world
+from memfit_workloads.trajectory.params import TrajectoryParams
+
+Floats = npt.NDArray[np.floating[Any]]
+Bools = npt.NDArray[np.bool_]
+#: A vehicle of 5 m x 1.8 m is two discs of this radius, so far ahead of its middle and behind it. Metres.
+_DISC_RADIUS, _DISC_AHEAD = 1.2, 1.25
+#: More than this is no comfort, in m/s².
+_MOST_ACCELERATION = 4.0
+_MISS_METRES = 2.0
+#: Every so many positions are looked at for collisions, roads and comfort.
+_EVERY = 2
+_NUM_RESAMPLES = 1000
+_MOST_FOR_CLUSTERS = 50_000
+METRICS = ("minADE1", "minFDE1", "minADE6", "minFDE6", "miss6", "collision", "off_road")
+
+
+def vocabulary(context: Context, params: TrajectoryParams) -> dict[str, Any]:
+    """Cluster the futures that are trained on; save ``vocabulary``: ``paths`` (K, F, 2)."""
+    phase("build")
+    found = []
+    for unit in context.units("prepare"):
+        scenes = unit.arrays("scenes")
+        found.append(scenes["future"][scenes["split"] == 0])
+    paths = cluster(np.concatenate(found), params.vocabulary.size, context.seed)
+    context.save("vocabulary", {"paths": paths})
+    return {"size": len(paths)}
+
+
+def cluster(futures: Floats, size: int, seed: int) -> npt.NDArray[np.float32]:
+    """Return the centres of k-means over futures (n, F, 2), shape (size or n, F, 2), by how far they lead.
+
+    >>> two = np.repeat([[[0.0, 0.0]], [[8.0, 0.0]]], 20, axis=0)
+    >>> cluster(two, 2, seed=0).tolist()
+    [[[0.0, 0.0]], [[8.0, 0.0]]]
+    """
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of("scikit-learn", "trajectory", "the trajectory model") from error
+    picked = np.random.default_rng(seed).permutation(len(futures))[:_MOST_FOR_CLUSTERS]
+    means = MiniBatchKMeans(
+        min(size, len(picked)), batch_size=4096, n_init=1, max_iter=30, random_state=seed % (1 << 32)
+    )
+    means.fit(futures[picked].reshape(len(picked), -1).astype(np.float32))
+    centres = means.cluster_centers_.reshape(-1, *futures.shape[1:]).astype(np.float32)
+    order = np.argsort(np.hypot(centres[:, -1, 0], centres[:, -1, 1]), kind="stable")
+    return np.asarray(centres[order])
+
+
+def teach(context: Context, params: TrajectoryParams) -> dict[str, Any]:
+    """Score each entry of the vocabulary in each scene of a place; save ``teacher``, a table (S, 4, K) to be mapped."""
+    phase("build")
+    paths = context["vocabulary"].arrays("vocabulary")["paths"]
+    scenes, road = context["prepare"].arrays("scenes"), context["prepare"].arrays("road")
+    path = context.dir / "teacher.npy"
+    shape = (len(scenes["future"]), 4, len(paths))
+    table = np.lib.format.open_memmap(path, "w+", np.dtype(params.vocabulary.dtype), shape)
+    for row in range(len(table)):
+        table[row] = scores(paths, {name: scenes[name][row] for name in ("history", "neighbours", "pose")},
+                            road, params.data.hz)  # fmt: skip
+    table.flush()
+    context.save("teacher", path)
+    return {"bytes": int(table.nbytes), "means": [float(one) for one in table.mean((0, 2), dtype=np.float64)]}
+
+
+def scores(paths: Floats, scene: Mapping[str, Floats], road: Mapping[str, Floats], hz: int) -> Floats:
+    """Return how four teachers score paths (K, F, 2) in a scene, shape (4, K), 0 to 1.
+
+    no collision; on the road; progress: metres from the start, as a share of the farthest path that is on the road and
+    without a collision; comfort: no acceleration above 4 m/s².
+    """
+    safe = ~collides(paths, scene["neighbours"])
+    on = on_road(paths, scene["pose"], road)
+    reach = np.hypot(paths[:, -1, 0], paths[:, -1, 1])
+    farthest = max(1.0, float(reach[safe & on].max(initial=0.0)))
+    return np.stack([safe, on, np.minimum(1.0, reach / farthest), is_comfortable(paths, scene["history"], hz)])
+
+
+def collides(paths: Floats, neighbours: Floats) -> Bools:
+    """Return which paths (K, F, 2) come too close to a vehicle, shape (K,).
+
+    Args:
+        paths: Trajectories of the middle of a vehicle that begins at the origin with heading 0.
+        neighbours: Shape (N, F, 3): x, y, heading in radians; NaN where there is none.
+    """
+    others = neighbours[~np.isnan(neighbours).all(axis=(1, 2)), _EVERY - 1 :: _EVERY]
+    if not len(others):
+        return np.zeros(len(paths), bool)
+    mine = _discs(paths, _headings(paths))[:, _EVERY - 1 :: _EVERY]
+    theirs = _discs(others[..., :2], others[..., 2])
+    hit = np.zeros(len(paths), bool)
+    for one in theirs:  # (steps, 2, 2)
+        gap = mine[:, :, :, None] - one[None, :, None]
+        hit |= ((gap**2).sum(-1) < (2 * _DISC_RADIUS) ** 2).any(axis=(1, 2, 3))
+    return hit
+
+
+def _headings(paths: Floats) -> Floats:
+    """Return the heading of each position of paths (K, F, 2); one that hardly moves keeps that of before."""
+    steps = np.diff(paths, axis=1, prepend=0)
+    found = np.arctan2(steps[..., 1], steps[..., 0])
+    still = np.hypot(steps[..., 0], steps[..., 1]) < 0.05
+    last = np.maximum.accumulate(np.where(still, -1, np.arange(paths.shape[1])), axis=1)
+    return np.where(last < 0, 0.0, np.take_along_axis(found, np.maximum(last, 0), axis=1))
+
+
+def _discs(points: Floats, headings: Floats) -> Floats:
+    """Return the middles of a vehicle's two discs, shape (..., 2, 2)."""
+    ahead = _DISC_AHEAD * np.stack([np.cos(headings), np.sin(headings)], axis=-1)
+    return np.stack([points + ahead, points - ahead], axis=-2)
+
+
+def on_road(paths: Floats, pose: Floats, road: Mapping[str, Floats]) -> Bools:
+    """Return which paths (K, F, 2) stay on lanes with their middle, shape (K,)."""
+    grid = road["grid"]
+    row, column = cells(to_world(paths[:, _EVERY - 1 :: _EVERY], pose), road["origin"], float(road["cell"]), grid.shape)
+    return np.asarray(grid[row, column].all(axis=1))
+
+
+def is_comfortable(paths: Floats, history: Floats, hz: int) -> Bools:
+    """Return which paths (K, F, 2) accelerate and turn softly, the step from the history (H, 2) included."""
+    before = np.broadcast_to(history[[-1 - _EVERY, -1]], (len(paths), 2, 2))
+    whole = np.concatenate([before, paths[:, _EVERY - 1 :: _EVERY]], axis=1)
+    acceleration = np.diff(whole, n=2, axis=1) * (hz / _EVERY) ** 2
+    return np.asarray(np.hypot(acceleration[..., 0], acceleration[..., 1]).max(axis=1) <= _MOST_ACCELERATION)
+
+
+def constant_velocity(history: Floats, num_future: int) -> Floats:
+    """Return the futures (S, 1, F, 2) of vehicles that go on as in the last step of histories (S, H, 2).
+
+    >>> constant_velocity(np.array([[[-2.0, 0.0], [0.0, 0.0]]]), 2).tolist()
+    [[[[2.0, 0.0], [4.0, 0.0]]]]
+    """
+    steps = np.arange(1, num_future + 1)[:, None]
+    return np.asarray((history[:, -1] - history[:, -2])[:, None, None] * steps)
+
+
+def nearest_entries(paths: Floats, futures: Floats, number: int) -> npt.NDArray[np.int64]:
+    """Return the entries of a vocabulary (K, F, 2) nearest to each of futures (S, F, 2), shape (S, number)."""
+    flat, wanted = paths.reshape(len(paths), -1), futures.reshape(len(futures), -1)
+    distance = (flat**2).sum(1) - 2 * wanted @ flat.T
+    return np.argsort(distance, axis=1, kind="stable")[:, :number]
+
+
+def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return each of `METRICS` for each scene, shape (S,), of predictions (S, k, F, 2), the best first.
+
+    Distances in metres; ``miss6`` is 1 where no end of six is within 2 m; collision and off-road are of the first.
+    """
+    error = np.linalg.norm(predicted - scenes["future"][:, None], axis=-1)
+    mean, end = error.mean(-1), error[..., -1]
+    first = predicted[:, :1]
+    rows = range(len(predicted))
+    return {
+        "minADE1": mean[:, 0],
+        "minFDE1": end[:, 0],
+        "minADE6": mean[:, :6].min(1),
+        "minFDE6": end[:, :6].min(1),
+        "miss6": (end[:, :6].min(1) > _MISS_METRES).astype(float),
+        "collision": np.array([collides(first[row], scenes["neighbours"][row])[0] for row in rows], float),
+        "off_road": np.array([not on_road(first[row], scenes["pose"][row], road)[0] for row in rows], float),
+    }
+
+
+def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
+    """Judge all seeds and the two baselines on what nothing was trained on, with intervals over seeds and blocks."""
+    phase("validate")
+    paths = context["vocabulary"].arrays("vocabulary")["paths"]
+    rng = np.random.default_rng(context.seed)
+    found: dict[str, Any] = {}
+    lines: list[str] = []
+    for split in SPLITS[2:]:
+        judged, blocks = _judge_split(context, split, paths)
+        if not len(blocks):
+            continue
+        means = {name: {metric: float(one[metric].mean()) for metric in METRICS} for name, one in judged.items()}
+        gains = {
+            name: {metric: interval(judged["model"][metric] - judged[name][metric], blocks, params.level, rng)
+                   for metric in METRICS}
+            for name in ("constant_velocity", "nearest_entry")
+        }  # fmt: skip
+        found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
+        lines += _lines(split, found[split], params.level)
+    context.save("metrics", found)
+    flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
+    return flat | {"report": lines}
+
+
+def _judge_split(
+    context: Context, split: str, paths: Floats
+) -> tuple[dict[str, dict[str, Floats]], npt.NDArray[np.int64]]:
+    """Return each metric of model (seeds, S) and baselines (1, S), and the block of each scene."""
+    names = ("history", "future", "neighbours", "pose")
+    seeds = [unit.arrays("chosen")[split] for unit in context.units("choose")]
+    parts: dict[str, list[dict[str, Floats]]] = {"model": [], "constant_velocity": [], "nearest_entry": []}
+    blocks, start = [], 0
+    for number, unit in enumerate(context.units("prepare")):
+        stored, road = unit.arrays("scenes"), unit.arrays("road")
+        rows = np.flatnonzero(stored["split"] == SPLITS.index(split))
+        if not len(rows):
+            continue
+        scenes = {name: np.asarray(stored[name][rows]) for name in names}
+        straight = constant_velocity(scenes["history"], paths.shape[1])
+        nearest = nearest_entries(paths, straight[:, 0], 6)
+        of_seeds = [judge(paths[one[start : start + len(rows)]], scenes, road) for one in seeds]
+        parts["model"].append({name: np.stack([one[name] for one in of_seeds]) for name in METRICS})
+        for name, one in (("constant_velocity", straight), ("nearest_entry", paths[nearest])):
+            parts[name].append({metric: value[None] for metric, value in judge(one, scenes, road).items()})
+        blocks.append(number * 1_000_000 + stored["block"][rows].astype(np.int64))
+        start += len(rows)
+    if not blocks:
+        return {}, np.zeros(0, np.int64)
+    joined = {who: {name: np.concatenate([one[name] for one in each], axis=1) for name in METRICS}
+              for who, each in parts.items()}  # fmt: skip
+    return joined, np.concatenate(blocks)
+
+
+def interval(
+    differences: Floats, blocks: npt.NDArray[np.int64], level: float, rng: np.random.Generator
+) -> dict[str, float]:
+    """Return the mean of differences (seeds, S) with an interval: a bootstrap over seeds and over whole blocks.
+
+    >>> found = interval(np.full((2, 4), -1.5), np.array([1, 1, 2, 2]), 0.95, np.random.default_rng(0))
+    >>> found
+    {'mean': -1.5, 'low': -1.5, 'high': -1.5}
+    """
+    _, group = np.unique(blocks, return_inverse=True)
+    counts = np.bincount(group)
+    sums = np.stack([np.bincount(group, one) for one in differences])
+    means = []
+    for _ in range(_NUM_RESAMPLES):
+        seeds = rng.integers(len(sums), size=len(sums))
+        picked = rng.integers(len(counts), size=len(counts))
+        means.append(sums[seeds][:, picked].sum(1).mean() / counts[picked].sum())
+    tail = 100 * (1 - level) / 2
+    low, high = np.percentile(means, [tail, 100 - tail])
+    return {"mean": float(differences.mean()), "low": float(low), "high": float(high)}
+
+
+def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
+    """Say the metrics, and of each baseline what it is beaten in."""
+    yield f"{split.replace('_', ' ')}, {found['num_scenes']} scenes: " + ", ".join(METRICS)
+    for name, one in found["metrics"].items():
+        yield f"  {name.replace('_', ' ')}: " + ", ".join(f"{one[metric]:.3f}" for metric in METRICS)
+    for name, gains in found["less_than_baseline"].items():
+        better = [metric for metric in METRICS if gains[metric]["high"] < 0]
+        worse = [metric for metric in METRICS if gains[metric]["low"] > 0]
+        said = [f"{what} in {_joined(which)}" for what, which in (("beaten", better), ("not reached", worse)) if which]
+        rest = [metric for metric in METRICS if metric not in (*better, *worse)]
+        said += [f"no difference shown in {_joined(rest)}"] if rest else []
+        yield f"  {name.replace('_', ' ')} ({level:.0%} intervals over seeds and blocks): {'; '.join(said)}"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return ", ".join(names)
