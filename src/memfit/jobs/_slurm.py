@@ -115,6 +115,8 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
+        if job.target and job.ranks == 1:  # a function of one process has one node, whatever the others have
+            options = options.model_copy(update={"nodes": 1})
         ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
         return cls(limit_bytes, ranks, cpus, job.num_devices // options.nodes, options)
 
