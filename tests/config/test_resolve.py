@@ -141,6 +141,14 @@ def test_of_two_overrides_the_later_counts() -> None:
     assert value.params == {"a": {"b": 3, "c": 2}}
 
 
+def test_a_key_of_the_params_may_be_named_alone_where_it_is_no_setting() -> None:
+    values = {"seed": 3, "params": {"loader": {"params": {"batch_size": 8}}, "seed": 5}}
+    value = resolve(Run, values=values, env={}, overrides=["loader.params.batch_size=2", "seed=1"]).value
+    assert value.params == {"loader": {"params": {"batch_size": 2}}, "seed": 5} and value.seed == 1
+    with pytest.raises(ConfigError, match="unknown_name"):
+        resolve(Run, values=values, env={}, overrides=["unknown_name=1"])
+
+
 def test_mappings_merge_and_lists_replace() -> None:
     values = {"lags": [1, 2, 3], "params": {"a": {"x": 1, "y": [1, 2]}}}
     overrides = ["lags=[9]", "params={a: {y: [3]}, b: 4}"]

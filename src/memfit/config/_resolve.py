@@ -97,8 +97,9 @@ def resolve(
 
     A variable is ``MEMFIT_`` and the setting's name in capitals, with two underscores for a dot:
     ``MEMFIT_MEMORY__RESERVE`` is ``memory.reserve``. An override is ``name=value``; of two for the same name the later
-    one counts. Both take a number, ``true``, ``false``, ``null``, text, or a list or mapping in YAML's flow style such
-    as ``[1, 2]``; a mapping is merged, a list replaces. Nothing behind the ``=`` is the empty text.
+    one counts. The name of no setting that is a key of the given ``params`` stands for that one. Both take a number,
+    ``true``, ``false``, ``null``, text, or a list or mapping in YAML's flow style such as ``[1, 2]``; a mapping is
+    merged, a list replaces. Nothing behind the ``=`` is the empty text.
 
     A file is one YAML document with a mapping. Numbers, ``true``, ``false`` and ``null`` are as in YAML 1.2, so that
     ``1e-3`` is a number and ``no``, ``off``, ``12:30``, ``0050`` and ``2024-01-31`` are text. Types are strict: ``3.0``
@@ -136,7 +137,7 @@ def resolve(
         layers.read_values(values)
     layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
-        layers.read_override(override)
+        layers.read_override(override, model)
     return _checked(model, layers.given, layers.problems, "")
 
 
@@ -206,10 +207,12 @@ class _Layers:
                 path = self._spelled(name.removeprefix(PREFIX).lower().split("__"), model)
                 self._put_text(path, env[name], VARIABLE + name)
 
-    def read_override(self, override: Override) -> None:
+    def read_override(self, override: Override, model: type[BaseModel]) -> None:
         origin, override = (OVERRIDE, override) if isinstance(override, str) else override
         name, equals, text = override.partition("=")
         path = tuple(part.strip() for part in name.split("."))
+        if path[0] not in model.model_fields and any(one[:2] == ("params", path[0]) for one in self.given):
+            path = ("params", *path)
         if equals and all(path):
             self._put_text(path, text, origin)
         else:

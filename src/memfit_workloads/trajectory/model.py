@@ -33,7 +33,9 @@ class SceneEncoder(nn.Module):
 
 
 class TrajectoryScorer(nn.Module):
-    """The model: a head scores a trajectory by the product of a query of the scene and a key of the trajectory.
+    """The model: a head scores a trajectory by a query of the scene times a key of the trajectory.
+
+    To this comes how far the trajectory departs from going straight on.
 
     Args:
         vocabulary: The trajectories, shape (K, F, 2) in metres.
@@ -51,10 +53,19 @@ class TrajectoryScorer(nn.Module):
             nn.Linear(2 * vocabulary.shape[1], 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
         )
         self.query = nn.Linear(2 * width, len(HEADS) * (width + 1))
+        self.departure = nn.Linear(2, len(HEADS))
 
     def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
         """Return the heads' scores as log-odds, shape (B, 5, K)."""
         keys = self.entry(self.vocabulary.flatten(1) / 10)
         query, bias = self.query(self.scene(history, raster)).unflatten(1, (len(HEADS), -1)).tensor_split([-1], dim=2)
-        scores: torch.Tensor = query @ keys.T / keys.shape[1] ** 0.5 + bias
+        match = query @ keys.T / keys.shape[1] ** 0.5 + bias
+        scores: torch.Tensor = match + self.departure(self._departures(history)).movedim(-1, 1)
         return scores
+
+    def _departures(self, history: torch.Tensor) -> torch.Tensor:
+        """Return how far each trajectory departs from going straight on, on average and at its end, shape (B, K, 2)."""
+        steps = torch.arange(1, self.vocabulary.shape[1] + 1, device=history.device)[:, None]
+        straight = (history[:, -1] - history[:, -2])[:, None] * steps
+        distance = (self.vocabulary[None] - straight[:, None]).norm(dim=-1)
+        return torch.stack([distance.mean(-1), distance[..., -1]], dim=-1)

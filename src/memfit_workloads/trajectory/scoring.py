@@ -101,14 +101,14 @@ def collides(paths: Floats, neighbours: Floats) -> Bools:
         neighbours: Shape (N, F, 3): x, y, heading in radians; NaN where there is none.
     """
     others = neighbours[~np.isnan(neighbours).all(axis=(1, 2)), _EVERY - 1 :: _EVERY]
-    if not len(others):
-        return np.zeros(len(paths), bool)
     mine = _discs(paths, _headings(paths))[:, _EVERY - 1 :: _EVERY]
-    theirs = _discs(others[..., :2], others[..., 2])
+    low, high = mine.min(axis=(0, 2)) - 2 * _DISC_RADIUS, mine.max(axis=(0, 2)) + 2 * _DISC_RADIUS
     hit = np.zeros(len(paths), bool)
-    for one in theirs:  # (steps, 2, 2)
-        gap = mine[:, :, :, None] - one[None, :, None]
-        hit |= ((gap**2).sum(-1) < (2 * _DISC_RADIUS) ** 2).any(axis=(1, 2, 3))
+    for theirs in _discs(others[..., :2], others[..., 2]):  # (steps, 2, 2)
+        for step in np.flatnonzero(((theirs > low[:, None]) & (theirs < high[:, None])).all(axis=2).any(axis=1)):
+            for x, y in theirs[step]:
+                gap = (mine[:, step, :, 0] - x) ** 2 + (mine[:, step, :, 1] - y) ** 2
+                hit |= (gap < (2 * _DISC_RADIUS) ** 2).any(axis=1)
     return hit
 
 
