@@ -6,7 +6,7 @@ Needs root, a cgroup v1 memory hierarchy, Slurm's packages and memfit[trajectory
 afterwards. The stages before the training run once on this host. Then, with the same data, model and batch:
 
 - *measure*: a canary of the naive training (trajectory_naive.py) under a large request. The request of all that follows
-  lies midway between what its training and what its validation take of a node: training fits, validation does not.
+  is its peak on a node less half of the validation data of the node's ranks: training fits, validation does not.
 - *naive*: the naive batch script is killed at its first validation, and nothing is saved.
 - *canary*: ``memfit run --canary`` on the naive training finds that in the first minute, with exit code 3.
 - *diagnose*: of the naive job's log and accounting; ``--fix`` writes a script, which runs; ``--verify`` proves it.
@@ -37,8 +37,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memfit.files import read_json
 from memfit.rundir import RunDir, read_events
+from memfit_workloads.trajectory.data import SPLITS, Scenes
 from slurm_runs import ROOT, Lab
 
 CONFIG = ROOT / "src/memfit_workloads/trajectory/config.yaml"
@@ -93,9 +96,19 @@ class Trial:
         """Find the request: midway between what a node takes in training and in validation."""
         code, said, verdict = self._canary(_NODE_MIB - 200)
         assert code == 0, said
-        train, validate = (verdict["phase_peak_bytes"][phase] / MIB for phase in ("train", "validate"))
-        self.request_mib = round((train + validate) / 2)
-        return {"train_mib": train, "validate_mib": validate, "request_mib": self.request_mib}
+        peak, data = verdict["host_peak_bytes"] / MIB, RANKS // NODES * self._valid_bytes() / MIB
+        self.request_mib = round(peak - data / 2)
+        return {"validate_mib": peak, "of_it_validation_data_mib": data, "request_mib": self.request_mib}
+
+    def _valid_bytes(self) -> int:
+        """Return the size of the validation data, which each naive rank loads for itself."""
+        total = 0
+        for table in self.checkpoints().glob("teacher_*/teacher.npy"):
+            folder = table.parent.with_name(table.parent.name.replace("teacher", "prepare")) / "scenes.arrays"
+            num_valid = (np.load(folder / "split.npy") == SPLITS.index("valid")).sum()
+            files = (table, *(folder / f"{name}.npy" for name in Scenes.NAMES))
+            total += num_valid * sum(np.load(file, mmap_mode="r")[0].nbytes for file in files)
+        return int(total)
 
     def canary(self) -> dict[str, Any]:
         """Try the naive training under the request."""
