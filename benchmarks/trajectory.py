@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,16 @@ class Trial:
         """Make scenes, vocabulary and teacher table on this host."""
         code, said = self.run("run", *self.words, "--until", "teacher", seconds=1500)
         assert code == 0, said
-        return {"table_mib": sum(one.stat().st_size for one in self.checkpoints().glob("teacher_*/*.npy")) / MIB}
+        return {"table_mib": self.table_mib}
+
+    @property
+    def table_mib(self) -> float:
+        """The size of the teacher table."""
+        return sum(one.stat().st_size for one in self.checkpoints().glob("teacher_*/*.npy")) / MIB
 
     def checkpoints(self, name: str = "runs") -> Path:
         """Return the folder of a run's results."""
-        return RunDir.all(self.folder / name, "trajectory")[0].path / "checkpoints"
+        return self._run(name) / "checkpoints"
 
     # --- the naive training
 
@@ -189,51 +195,51 @@ class Trial:
         each = self.request_mib * NODES // nodes  # one node has what two had
         slurm = ("--backend", "slurm", "--set", f"slurm.nodes={nodes}", "--set", f"slurm.memory={each}MiB")
         words = ("--until", "train", "--nproc", str(RANKS), "--set", "retries=0", "--runs-dir", str(self.folder / name))
-        began, process, table, killed = time.monotonic(), self.lab.start("run", *self.words, *slurm, *words), 0, None
+        began, process, table, killed = time.monotonic(), self.lab.start("run", *self.words, *slurm, *words), 0, 0.0
         try:
             while process.poll() is None and time.monotonic() < began + 500:
-                ranks = list(_ranks_in(self.folder / name))
-                table = max(table, sum(map(_table_bytes, ranks)))
-                if kill and killed is None and len(ranks) == RANKS and "epoch" in _kinds(self, name):
+                events = self._events(name)
+                pids = _pids(events)
+                table = max(table, sum(map(_table_bytes, pids)))
+                if kill and not killed and any(one["kind"] == "epoch" for one in events):
                     killed = time.time()
-                    os.kill(ranks[-1], signal.SIGKILL)
+                    os.kill(pids[-1], signal.SIGKILL)
                 time.sleep(0.5)
         finally:
             process.kill()
-        code, run = process.wait(), RunDir.all(self.folder / name, "trajectory")[0]
-        events, job = list(read_events(run.events_dir)), next(run.path.glob("jobs/train_*"))
-        found = {"exit_code": code, "seconds": time.monotonic() - began, "table_pss_mib": table / MIB}
-        outcome = read_json(job / "outcome.json") or {}
-        found |= {"peak_mib": outcome.get("peak_bytes", 0) / MIB, "state": outcome.get("state")}
-        phases = [one["phase"] for one in events if one["kind"] == "phase" and str(one.get("job")).startswith("train")]
-        found["phases"] = phases
-        if killed is not None:
-            after = [one["time"] for one in events if one["kind"] in ("epoch", "step") and one["time"] > killed]
-            found |= {"again": [one["text"] for one in events if one["kind"] == "ranks_again"]}
-            found["seconds_to_next"] = min(after, default=float("inf")) - killed
-        if code == 0:
-            found["weights"] = _weights(self.checkpoints(name))
-        else:
-            found["said"] = (self.folder / "memfit.log").read_text()[-3000:]
-        return found | {"ok": code == 0 and (not kill or bool(found.get("again")))}
+        code, events = process.wait(), self._events(name)
+        found: dict[str, Any] = {"exit_code": code, "seconds": time.monotonic() - began, "table_pss_mib": table / MIB}
+        outcome = read_json(self._run(name) / "jobs/train_1/outcome.json") or {}
+        found["peak_of_node_mib"] = outcome.get("peak_bytes", 0) / MIB
+        phases = [
+            one["phase"] for one in events if one["kind"] == "phase" and one["job"] == "train_1" and not one.get("rank")
+        ]
+        before = {phases[at - 1] for at, phase in enumerate(phases) if phase == "validate"}
+        found |= {"phase_before_validation": sorted(before), "ok": code == 0 and before == {"checkpoint"}}
+        if kill:
+            after = [one["time"] for one in events if one["kind"] == "step" and one["time"] > killed]
+            found["again"] = [one["text"] for one in events if one["kind"] == "ranks_again"]
+            found |= {
+                "seconds_to_next_step": min(after, default=math.inf) - killed,
+                "ok": found["ok"] and found["again"],
+            }
+        more = {"said": (self.folder / "memfit.log").read_text()[-3000:]} if code else {}
+        return found | (more or {"weights": _weights(self.checkpoints(name))})
+
+    def _run(self, name: str) -> Path:
+        return RunDir.all(self.folder / name, "trajectory")[0].path
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        return list(read_events(self._run(name) / "events"))
 
 
-def _kinds(trial: Trial, name: str) -> set[str]:
-    runs = RunDir.all(trial.folder / name, "trajectory")
-    return {str(one["kind"]) for one in read_events(runs[0].events_dir)} if runs else set()
-
-
-def _ranks_in(folder: Path) -> Iterator[int]:
-    """Yield the processes of this host that are ranks of a run below a folder, by their rank."""
-    found = []
-    for one in Path("/proc").glob("[0-9]*"):
-        try:
-            env = dict(word.split("=", 1) for word in (one / "environ").read_text().split("\0") if "=" in word)
-            if "RANK" in env and str(folder) in (one / "maps").read_text():
-                found.append((int(env["RANK"]), int(one.name)))
-        except (OSError, ValueError):
-            continue
-    yield from (pid for _, pid in sorted(found))
+def _pids(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the processes of the newest generation of ranks, by their rank."""
+    found: dict[int, int] = {}
+    for one in events:
+        if one["kind"] == "ranks":
+            found |= {int(rank): pid for rank, pid in one["pids"].items()}
+    return [found[rank] for rank in sorted(found)]
 
 
 def _table_bytes(pid: int) -> int:
