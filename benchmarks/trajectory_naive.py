@@ -46,6 +46,8 @@ def main():
     torch.manual_seed(0)
     group.init_process_group("gloo")
     rank, size = group.get_rank(), group.get_world_size()
+    if rank == 0:
+        print(f"epochs: {given.epochs}, batch_size: {given.batch_size}", flush=True)
     train, valid = load(given.folder, "train"), None
     paths = torch.from_numpy(np.load(given.folder / "stage_vocabulary/vocabulary.arrays/paths.npy"))
     model = DistributedDataParallel(TrajectoryScorer(paths, train[0][0].shape[0]))
