@@ -74,7 +74,7 @@ check-code: install
 
 # What a user meets first is checked with every change; the others with make test-long.
 DOCS := README.md docs/quickstart.md docs/folds.md docs/commands.md docs/stages.md docs/training.md docs/data.md
-DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md src/memfit_workloads/recipes/README.md
+DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md src/memfit_workloads/recipes/README.md src/memfit_workloads/trajectory/README.md
 
 check-docs: install
 	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py
@@ -85,7 +85,7 @@ check-docs-long: install
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
-	for page in video recipes forecaster; do cp src/memfit_workloads/$$page/README.md build/docs/$$page.md; done
+	for page in video recipes forecaster trajectory; do cp src/memfit_workloads/$$page/README.md build/docs/$$page.md; done
 	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' README.md > build/docs/index.md
 	sed -i -E 's#\(\.\./src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' build/docs/*.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md

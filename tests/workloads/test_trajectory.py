@@ -2,11 +2,7 @@
 
 import importlib.util
 import json
-import os
 import pickle
-import signal
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +10,11 @@ import torch
 
 from memfit import run
 from memfit.errors import ConfigError, MissingExtraError
-from memfit.pipeline import Output
+from memfit.pipeline import Choice, Output
 from memfit.training import load_checkpoint
 from memfit_workloads.trajectory import data, scoring, training
 from memfit_workloads.trajectory.params import DataParams, TrajectoryParams
 
-CONFIG = Path(data.__file__).with_name("config.yaml")
 SMALL = {
     "data": {"places": ["RiLSA_example1", "RiLSA_example2"], "held_out": ["RiLSA_example2"], "simulations": 1,
              "seconds": 80, "stride_seconds": 4, "raster_size": 16, "raster_cell": 4},
@@ -56,7 +51,7 @@ def test_a_raster_shows_road_direction_and_vehicles_in_the_frame_of_its_vehicle(
     assert (east[1][:, 7] == 255).all() and (east[1][:, 5] == 1).all() and (east[1][:, 9] == 0).all()
     west = road.raster(np.array([0.0, 4.0, np.pi]), params)
     assert (west[0] == east[0]).all() and (west[1] == east[1]).all()
-    data._draw(east[2], np.array([[23.0, 0.5], [-7.0, -15.0], [25.0, 0.0], [np.nan, 0.0]]), 200, params)
+    data.draw(east[2], np.array([[23.0, 0.5], [-7.0, -15.0], [25.0, 0.0], [np.nan, 0.0]]), 200, params)
     assert np.argwhere(east[2]).tolist() == [[0, 7], [15, 15]] and east[2].max() == 200
 
 
@@ -107,7 +102,7 @@ def test_two_vehicles_pass_each_other_in_lanes_and_touch_where_they_overlap():
 
 def test_metrics_of_six_predictions_by_hand():
     true = straight(10)
-    predicted = np.stack([true + [3.0, 4.0], true + [0.0, 1.0], *[true + 50.0] * 4])[None]
+    predicted = np.stack([true + np.array(one) for one in ((3.0, 4.0), (0.0, 1.0), *[50.0] * 4)])[None]
     scenes = {"future": true[None], "neighbours": np.full((1, 1, 20, 3), np.nan), "pose": np.zeros((1, 3))}
     found = {name: one.tolist() for name, one in scoring.judge(predicted, scenes, stored(lanes(0.0))).items()}
     assert found == {"minADE1": [5.0], "minFDE1": [5.0], "minADE6": [1.0], "minFDE6": [1.0], "miss6": [0.0],
@@ -174,7 +169,7 @@ def test_a_missing_simulator_is_named_with_the_line_that_installs_it(monkeypatch
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libsumo" else find(name))
     with pytest.raises(MissingExtraError, match=r"pip install 'memfit\[trajectory\]'"):
-        run(CONFIG)
+        data.find_network("RiLSA_example1")
 
 
 def test_settings_that_cannot_be_are_refused():
@@ -208,7 +203,7 @@ def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(tmp_p
     assert all(by_split[:3]) and not by_split[3] and len(set.union(*by_split)) == sum(map(len, by_split))
     assert (held["split"] == 3).all()
     table = np.load(Output(left / "teacher_RiLSA_example1.json").path("teacher"), mmap_mode="r")
-    assert table.shape == (len(own["split"]), 4, 12) and 0 <= table.min() and table.max() == 1
+    assert table.shape == (len(own["split"]), 4, 12) and table.min() >= 0 and table.max() == 1
     metrics = Output(left / "stage_report.json").json("metrics")
     assert set(metrics) == {"test", "held_out"}
     for one in metrics.values():
@@ -220,3 +215,60 @@ def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(tmp_p
 def weights(result):
     found = load_checkpoint(result.path / "checkpoints/train_1/latest_checkpoint.pt")["model"]
     return {name: value.numpy().tobytes() for name, value in found.items()}
+
+
+KILLING = """
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+from memfit_workloads.trajectory.stages import TRAJECTORY
+
+
+def train(context, params):
+    from memfit_workloads.trajectory import training
+
+    class Killed(training.ScorerLoss):
+        def __call__(self, model, batch):
+            is_second = model.training and (context.dir / "checkpoint_epoch_1.pt").exists()
+            if is_second and os.environ["RANK"] == "1" and not Path(MARK).exists():
+                Path(MARK).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(model, batch)
+
+    training.ScorerLoss = Killed
+    return training.train(context, params)
+
+
+STAGES = tuple(dataclasses.replace(one, run=train) if one.name == "train" else one for one in TRAJECTORY.stages)
+KILLED = dataclasses.replace(TRAJECTORY, stages=STAGES)
+"""
+ON_TWO = {"train": {"resources": {"ranks": 2}}}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@needs_simulator
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mark = tmp_path / "killed"
+    (tmp_path / "killing.py").write_text(KILLING.replace("MARK", repr(str(mark))))
+    plain = run(config(tmp_path, stages=ON_TWO), choice=Choice(until="train"))
+    killed = run(config(tmp_path, stages=ON_TWO, target="killing:KILLED", experiment="k"), choice=Choice(until="train"))
+    assert plain.state == killed.state == "completed" and mark.exists()
+    assert "rank 1 was ended by SIGKILL" in "".join(one.read_text() for one in (killed.path / "events").iterdir())
+    assert weights(killed) == weights(plain)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@needs_simulator
+def test_what_shards_hold_is_chosen_with(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = SMALL | {"trainer": {"params": {"max_epochs": 1, "strategy": "fsdp"}}}
+    result = run(config(tmp_path, stages=ON_TWO, params=own), choice=Choice(until="choose"))
+    assert result.state == "completed"
+    assert Output(result.path / "checkpoints/train_1.json").path("best").is_dir()
+    assert Output(result.path / "checkpoints/choose_1.json").arrays("chosen")["test"].shape[1] == 6

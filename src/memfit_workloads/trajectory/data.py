@@ -272,12 +272,12 @@ def cut(tracks: Floats, road: Road, data: DataParams) -> Iterator[dict[str, npt.
             others[: len(near), :, 2] = (window[now + 1 :, near, 2] - pose[2]).T
             raster = road.raster(pose, data)
             for when, level in ((max(0, now - data.hz), 128), (now, 255)):
-                _draw(raster[2], to_frame(window[when, near, :2], pose), level, data)
+                draw(raster[2], to_frame(window[when, near, :2], pose), level, data)
             yield {"history": path[: now + 1], "raster": raster, "future": path[now + 1 :],
                    "neighbours": others, "pose": pose}  # fmt: skip
 
 
-def _draw(channel: npt.NDArray[np.uint8], points: Floats, level: int, data: DataParams) -> None:
+def draw(channel: npt.NDArray[np.uint8], points: Floats, level: int, data: DataParams) -> None:
     """Mark points (n, 2) of a vehicle's frame in a channel of its raster; those outside or absent are left out."""
     size, cell = data.raster_size, data.raster_cell
     points = points[~np.isnan(points).any(axis=1)]

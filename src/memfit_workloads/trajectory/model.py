@@ -9,6 +9,14 @@ from torch import nn
 HEADS = ("imitation", "no_collision", "on_road", "progress", "comfort")
 
 
+@torch.no_grad()
+def distances(vocabulary: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
+    """Return the metres between entries (K, F, 2) and paths (B, F, 2) at five moments, shape (B, K, 5)."""
+    every = max(1, vocabulary.shape[1] // 5)
+    x, y = ((vocabulary[None, :, every - 1 :: every] - paths[:, None, every - 1 :: every]) ** 2).unbind(-1)
+    return (x + y).sqrt()
+
+
 class SceneEncoder(nn.Module):
     """History and lane raster to one vector a scene."""
 
@@ -54,18 +62,16 @@ class TrajectoryScorer(nn.Module):
         )
         self.query = nn.Linear(2 * width, len(HEADS) * (width + 1))
         self.departure = nn.Linear(2, len(HEADS))
+        with torch.no_grad():  # at first the best is the nearest to going straight on
+            self.departure.weight.zero_()[0, 0] = -1.0
 
     def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
         """Return the heads' scores as log-odds, shape (B, 5, K)."""
         keys = self.entry(self.vocabulary.flatten(1) / 10)
         query, bias = self.query(self.scene(history, raster)).unflatten(1, (len(HEADS), -1)).tensor_split([-1], dim=2)
-        match = query @ keys.T / keys.shape[1] ** 0.5 + bias
-        scores: torch.Tensor = match + self.departure(self._departures(history)).movedim(-1, 1)
-        return scores
-
-    def _departures(self, history: torch.Tensor) -> torch.Tensor:
-        """Return how far each trajectory departs from going straight on, on average and at its end, shape (B, K, 2)."""
         steps = torch.arange(1, self.vocabulary.shape[1] + 1, device=history.device)[:, None]
         straight = (history[:, -1] - history[:, -2])[:, None] * steps
-        distance = (self.vocabulary[None] - straight[:, None]).norm(dim=-1)
-        return torch.stack([distance.mean(-1), distance[..., -1]], dim=-1)
+        away = distances(self.vocabulary, straight)
+        departure = self.departure(torch.stack([away.mean(-1), away[..., -1]], dim=-1)).movedim(-1, 1)
+        scores: torch.Tensor = query @ keys.T / keys.shape[1] ** 0.5 + bias + departure
+        return scores

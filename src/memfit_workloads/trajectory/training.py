@@ -20,7 +20,7 @@ from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
 from memfit_workloads.trajectory.data import SPLITS, Scenes
-from memfit_workloads.trajectory.model import TrajectoryScorer
+from memfit_workloads.trajectory.model import TrajectoryScorer, distances
 from memfit_workloads.trajectory.params import TrajectoryParams
 
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
@@ -67,8 +67,7 @@ class ScorerLoss:
         """Return sum and weight, as ``memfit.training.Trainer`` takes them."""
         history, raster, future, teacher = batch
         scores = model(history, raster).float()
-        distance = (model.vocabulary[None] - future[:, None]).norm(dim=-1).mean(-1)
-        target = softmax(-distance / self.temperature, dim=1)
+        target = softmax(-distances(model.vocabulary, future).mean(-1) / self.temperature, dim=1)
         imitation = -(target * log_softmax(scores[:, 0], dim=1)).sum()
         taught = binary_cross_entropy_with_logits(scores[:, 1:], teacher.float(), reduction="none").mean((1, 2)).sum()
         return imitation + self.teacher_weight * taught, len(history)
