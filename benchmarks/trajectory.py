@@ -157,7 +157,7 @@ class Trial:
         (self.folder / "sacct.txt").write_text(account)
         step = next(one.split("|") for one in account.splitlines() if one.startswith(f"{number}.0|"))
         log = (self.folder / f"slurm-{number}.out").read_text()
-        found = {"job": number, "state": step[2], "exit_code": step[3], "sacct": account, "log": log}
+        found: dict[str, Any] = {"job": number, "state": step[2], "exit_code": step[3], "sacct": account, "log": log}
         found |= {"max_rss_mib": int(step[5].rstrip("K") or 0) / 1024, "saved": (self.folder / "last.pt").exists()}
         is_killed = step[2] == "OUT_OF_MEMORY" and "validation: loading" in log and not found["saved"]
         return found | {"ok": is_killed and found["max_rss_mib"] < 0.75 * self.request_mib}
@@ -215,7 +215,7 @@ class Trial:
             one["phase"] for one in events if one["kind"] == "phase" and one["job"] == "train_1" and not one.get("rank")
         ]
         before = {phases[at - 1] for at, phase in enumerate(phases) if phase == "validate"}
-        found |= {"phase_before_validation": sorted(before), "ok": code == 0 and before == {"checkpoint"}}
+        found |= {"phase_before_validation": sorted(before), "ok": code == 0 and before <= {"checkpoint", "preflight"}}
         if kill:
             after = [one["time"] for one in events if one["kind"] == "step" and one["time"] > killed]
             found["again"] = [one["text"] for one in events if one["kind"] == "ranks_again"]
@@ -284,7 +284,7 @@ def steps(trial: Trial) -> Iterator[tuple[str, dict[str, Any]]]:
     ours = trial.memfit("two")
     yield "memfit", ours
     for title, name, more in (("kill", "kill", {"kill": True}), ("one node", "one", {"nodes": 1})):
-        found = trial.memfit(name, **more)  # type: ignore[arg-type]
+        found = trial.memfit(name, **more)
         yield title, found | {"ok": found["ok"] and found.get("weights") == ours.get("weights")}
 
 

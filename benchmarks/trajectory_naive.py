@@ -9,6 +9,7 @@ the first validation begins, and the weights are saved after it. Model, loss and
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +23,19 @@ from memfit_workloads.trajectory.model import TrajectoryScorer
 from memfit_workloads.trajectory.training import ScorerLoss
 
 
-def load(folder, split):
+def load(folder: Path, split: str) -> StackDataset:  # type: ignore[type-arg]
     """Return the scenes of a split with their rows of the teacher table, in this process's own memory."""
-    parts = []
+    parts: list[list[Any]] = []
     for table in sorted(folder.glob("teacher_*/teacher.npy")):
         scenes = folder / table.parent.name.replace("teacher", "prepare") / "scenes.arrays"
         rows = np.flatnonzero(np.load(scenes / "split.npy") == SPLITS.index(split))
         files = [*(scenes / f"{name}.npy" for name in Scenes.NAMES), table]
         parts.append([torch.from_numpy(np.load(file, mmap_mode="r")[rows]) for file in files])
-    return StackDataset(*(torch.cat(one) if len(one) > 1 else one[0] for one in zip(*parts, strict=True)))
+    joined: Any = [torch.cat(one) if len(one) > 1 else one[0] for one in zip(*parts, strict=True)]
+    return StackDataset(*joined)
 
 
-def main():
+def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("folder", type=Path)
     flags.add_argument("--epochs", type=int, default=3)
@@ -53,7 +55,7 @@ def main():
     model = DistributedDataParallel(TrajectoryScorer(paths, train[0][0].shape[0]))
     model.vocabulary, loss_of = model.module.vocabulary, ScorerLoss(0.5, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    sampler = DistributedSampler(train)
+    sampler: Any = DistributedSampler(train)
     loader = DataLoader(train, given.batch_size // size, sampler=sampler, drop_last=True)
     for epoch in range(given.epochs):
         phase("train")
@@ -62,7 +64,7 @@ def main():
             if step == given.steps:
                 break
             total, weight = loss_of(model, batch)
-            (total / weight).backward()
+            torch.autograd.backward(total / weight)
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0 and (step % 20 == 19 or step + 1 == len(loader)):
@@ -74,7 +76,7 @@ def main():
         if valid is None:
             valid = load(given.folder, "valid")
         with torch.no_grad():
-            sums = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size // size)]
+            sums: list[Any] = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size // size)]
         if rank == 0:
             print(f"epoch {epoch + 1}/{given.epochs} valid_loss {sum(sums).item() / len(valid):.3f}", flush=True)
             phase("checkpoint")

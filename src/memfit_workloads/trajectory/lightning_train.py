@@ -108,9 +108,10 @@ def train(folder: Path, words: Sequence[str], out: Path, *, seed: int = 1, every
         enable_model_summary=False,
     )
     loader = params.dataloader.params
+    scenes: dict[str, Any] = {split: Scenes(places, split) for split in ("train", "valid")}
     loaders = [
-        DataLoader(Scenes(places, split), loader.batch_size // size, split == "train", num_workers=loader.num_workers)
-        for split in ("train", "valid")
+        DataLoader(one, loader.batch_size // size, split == "train", num_workers=loader.num_workers)
+        for split, one in scenes.items()
     ]
     Exact(out, seed=seed, every=every).fit(trainer, module, *loaders)
     if trainer.is_global_zero:
