@@ -310,7 +310,13 @@ def main() -> int:
         print(f"trajectory: not run: {reason}", file=sys.stderr)
         return 2
     place = ("data.places=[RiLSA_example1]", "data.held_out=[]", "data.valid_share=0.4")
-    settings = (*place, f"data.simulations={options.simulations}", f"vocabulary.size={options.size}")
+    settings = (
+        *place,
+        f"data.simulations={options.simulations}",
+        "data.seconds=200",
+        "data.stride_seconds=1",
+        f"vocabulary.size={options.size}",
+    )
 
     def call(cluster: Any) -> int:
         found: dict[str, Any] = {}

@@ -13,7 +13,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from trajectory import Trial
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
-SETTINGS = ("data.places=[RiLSA_example1]", "data.held_out=[]", "data.valid_share=0.4", "data.simulations=1")
+SETTINGS = (
+    "data.places=[RiLSA_example1]",
+    "data.held_out=[]",
+    "data.valid_share=0.4",
+    "data.simulations=1",
+    "data.seconds=200",
+    "data.stride_seconds=1",
+)
 
 
 def test_the_naive_job_dies_at_its_first_validation_and_memfit_s_finishes_with_the_same_request(cluster, tmp_path):
