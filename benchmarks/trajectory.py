@@ -48,6 +48,8 @@ from slurm_runs import ROOT, Lab
 CONFIG = ROOT / "src/memfit_workloads/trajectory/config.yaml"
 NAIVE = Path(__file__).with_name("trajectory_naive.py")
 MIB, RANKS, NODES, BATCH, _NODE_MIB = 1 << 20, 4, 2, 64, 2048
+#: What memfit adds to a request of several nodes for its watchers: so `--mem` is the same for all.
+_OWN_MIB = 80
 _FIELDS = "JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Elapsed,Timelimit"
 
 
@@ -92,7 +94,14 @@ class Trial:
     # --- the naive training
 
     def _canary(self, request_mib: int) -> tuple[int, str, dict[str, Any]]:
-        slurm = ("--backend", "slurm", "--set", f"slurm.nodes={NODES}", "--set", f"slurm.memory={request_mib}MiB")
+        slurm = (
+            "--backend",
+            "slurm",
+            "--set",
+            f"slurm.nodes={NODES}",
+            "--set",
+            f"slurm.memory={request_mib - _OWN_MIB}MiB",
+        )
         command = (sys.executable, str(NAIVE), str(self.checkpoints()), "--batch_size", str(BATCH))
         options = ("--nproc", str(RANKS), "--name", "naive", "--set", "retries=0", "--canary-args", "--steps 5")
         code, said = self.run("run", "--canary", *slurm, *options, "--", *command)
@@ -193,7 +202,7 @@ class Trial:
         """Train with memfit from the prepared stages, on some nodes; kill the last rank in epoch 2 if asked."""
         shutil.copytree(self.folder / "runs" / "trajectory", self.folder / name / "trajectory")
         each = self.request_mib * NODES // nodes  # one node has what two had
-        slurm = ("--backend", "slurm", "--set", f"slurm.nodes={nodes}", "--set", f"slurm.memory={each}MiB")
+        slurm = ("--backend", "slurm", "--set", f"slurm.nodes={nodes}", "--set", f"slurm.memory={each - _OWN_MIB}MiB")
         words = ("--until", "train", "--nproc", str(RANKS), "--set", "retries=0", "--runs-dir", str(self.folder / name))
         began, process, table, killed = time.monotonic(), self.lab.start("run", *self.words, *slurm, *words), 0, 0.0
         try:
