@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-vm test-ends times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults bench-host-plan clean
+.PHONY: help install demo test test-fast test-long test-vm test-ends times mutants check check-code check-docs check-docs-long docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-starts bench-folklore bench-loaders bench-sequences bench-gpu bench-slurm bench-trajectory bench-decision bench-ranker bench-forecaster bench-video bench-recipes bench-tune bench-policy bench-makespan bench-conformance bench-faults bench-host-plan clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -155,6 +155,9 @@ bench-gpu: ## what only a GPU can show, with the Python named by PYTHON, whose t
 
 bench-slurm: install ## a preemption, killed controllers and supervisors, two nodes: on a real Slurm (needs root and its packages)
 	$(BIN)/python benchmarks/slurm_runs.py $(ARGS)
+
+bench-trajectory: install ## a training that dies at its first validation, and the same by memfit, on two nodes of a real Slurm (needs root)
+	$(BIN)/python benchmarks/trajectory.py $(ARGS)
 
 bench-estimate: install ## time and memory of estimating a 3B and an 8B model, and what of an XL model fits which GPU
 	$(BIN)/python benchmarks/estimate.py $(ARGS)

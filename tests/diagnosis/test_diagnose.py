@@ -261,3 +261,40 @@ def test_a_kill_that_nothing_links_to_the_job_explains_no_other_end(tmp_path):
 def test_counters_of_rich_torchvision_and_yolo_are_progress(line):
     found = look(f"hello\n{line}\n{OOM}")
     assert [(one.line, one.text) for one in found.timeline if one.what == "last progress"] == [(2, line)]
+
+
+#: What two nodes with two ranks left, with the error of a broken sum as long as the console is wide.
+RANKS_KILLED = """epoch 1/3 step 20/40 loss 0.196
+epoch 1/3 step 30/40 loss 0.093
+epoch 1/3 step 40/40 loss 0.060
+validation: loading the table
+slurmstepd-n0: error: Detected 1 oom-kill event(s) in StepId=1.0. Some of your processes may have been killed by the \
+cgroup out-of-memory handler.
+slurmstepd-n1: error: Detected 1 oom-kill event(s) in StepId=1.0. Some of your processes may have been killed by the \
+cgroup out-of-memory handler.
+[rank3]: RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33451. \
+This is typically caused by a remote worker crashing.
+[rank1]: RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:56494. \
+This is typically caused by a remote worker crashing.
+srun: error: n1: task 2: Out Of Memory
+"""
+RANKS_SACCT = """JobID|JobName|State|ExitCode|ReqMem|MaxRSS|AveRSS|NTasks|NNodes
+1|ranks|FAILED|1:0|1800M||||2
+1.0|python|OUT_OF_MEMORY|0:125||578996K|251052K|4|2
+"""
+
+
+def test_a_kill_at_the_first_validation_names_the_task_and_its_node_and_that_nothing_was_saved(tmp_path):
+    (tmp_path / "sacct.txt").write_text(RANKS_SACCT)
+
+    def found(text):
+        (tmp_path / "slurm-1.out").write_text(text)
+        return diagnose(tmp_path / "slurm-1.out", sacct=tmp_path / "sacct.txt")
+
+    one = found(RANKS_KILLED)
+    assert (one.kind, one.phase, one.where["rank"], one.where["node"]) == ("host_cgroup", "validate", 2, "n1")
+    assert "MaxRSS is one task's, and samples can miss the peak" in one.arithmetic[0]
+    assert (
+        "what ranks 1, 3 say of a collective follows" in one.notes[0] and "No line names a checkpoint" in one.notes[1]
+    )
+    assert len(found(f"saved last.pt\n{RANKS_KILLED}").notes) == 1

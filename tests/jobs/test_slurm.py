@@ -243,6 +243,17 @@ def test_the_gpus_of_a_job_are_spread_over_its_nodes(tools, run_dir):
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gres=gpu:2"} < set(step)
 
 
+def test_a_function_of_one_process_gets_one_node_of_a_run_on_several(tools, run_dir):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
+    jobs = [Job("prepare", target="math:sqrt", arguments={"x": 9}), Job("train", target="math:sqrt", ranks=4)]
+    backend.submit([Submission(job, 100 << 20) for job in jobs])
+    found = {
+        text.partition("--ntasks-per-node=")[2][0] + text.partition("--nodes=")[2][0] for text in _scripts(run_dir)
+    }
+    assert found == {"11", "22"}
+
+
 NUM_GPUS = (("none", 0), ("one", 1), ("pair", 4))
 
 

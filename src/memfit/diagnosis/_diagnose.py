@@ -47,6 +47,7 @@ _PID = re.compile(
     r"\(pid:? (\d{1,9})\)|received by PID (\d{1,9})|Killed? process (\d{1,9})|worker \(pid\(?s?\)? (\d{1,9})",
     re.IGNORECASE,
 )
+_NAMES_SAVE = re.compile(r"\bsav(?:ed|ing)\b|checkpoint|ckpt", re.IGNORECASE)
 _LOCAL_RANK = re.compile(r"local_rank: (\d{1,6})|\[Rank (\d{1,6})\]|tasks? (\d{1,6}): ")
 #: What a person should look at, by heading, where a log's words have several causes.
 _CHECKS: dict[str, str] = {
@@ -211,6 +212,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
     checked = Figures.read({} if best.kind == "none" else figures, best.text)
     sure: Sure = "likely" if is_unlinked(best) or checked.contradictions else best.meaning.sure
     early = filter(None, (read_progress(one).doubt for one in streams))
+    lost = _unsaved(streams, phase) if best.kind != "none" and not (recovered or kept) else ""
     return Diagnosis(
         oom=best.kind != "none",
         recovered=recovered,
@@ -221,7 +223,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
         figures={} if best.kind == "none" else figures,
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=where,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, lost))),
         timeline=_timeline(streams, best, signs, readings),
         arithmetic=(
             *_arithmetic(best, figures, checked),
@@ -231,6 +233,15 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkp
         checks=_checks(best),
         under_memfit=any("own_kills" in one.values for one in findings),
         emitter=best.emitter,
+    )
+
+
+def _unsaved(streams: Sequence[Stream], phase: JobPhase) -> str:
+    """Return a note if a validation ended a job, and no line names a checkpoint."""
+    if phase != "validate" or any(_NAMES_SAVE.search(line.text) for stream in streams for line in stream.lines):
+        return ""
+    return (
+        "No line names a checkpoint: the training is lost. Save before the validation, and try it: memfit run --canary."
     )
 
 
@@ -262,11 +273,11 @@ def _evidence(lines: Iterable[Line]) -> tuple[Evidence, ...]:
 def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any]:
     """Where it was. What an outer witness does not know, a line of the log on the same process may."""
     found = _place(best)
-    for one in findings if best.stream >= num_read else ():
-        if one.stream < num_read and one.cause in ("killed", best.cause):
-            own = _place(one)
-            if None in (found["pid"], own["pid"]) or found["pid"] == own["pid"]:
-                found = {name: own[name] if value is None else value for name, value in found.items()}
+    near = [one for one in findings if one.stream < num_read and one.cause in ("killed", best.cause)]
+    places = [_place(one) for one in near if best.stream >= num_read]
+    for own in sorted(places, key=lambda one: one["rank"] is None):  # its node, not that of another rank
+        if None in (found["pid"], own["pid"]) or found["pid"] == own["pid"]:
+            found = {name: own[name] if value is None else value for name, value in found.items()}
     return found
 
 

@@ -49,10 +49,10 @@ def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
         below = "; their mean is below it" if mean.bytes else ""
         said += f" when all are as large as the largest, over {words}{below}"
     elif limit.scaled(_CLOSE) <= most:
-        said += f" at most, close to {words}: samples can miss the peak"
+        said += f" at most, close to {words}"
     else:
         said += f" at most, below {words}: these samples do not explain a kill"
-    return StepMemory(step.id, job, most.bytes, is_over, said)
+    return StepMemory(step.id, job, most.bytes, is_over, said + "; MaxRSS is one task's, and samples can miss the peak")
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:

@@ -39,6 +39,8 @@ _RANK = re.compile(
 )
 #: The mark of ``srun --label``, which counts only where most lines have it.
 _LABEL = re.compile(r" *(\d{1,5}): ?")
+#: Lines of Slurm's own begin so, and go on with no line of a rank.
+_OF_SLURM = re.compile(r"srun: |slurmstepd\b")
 _PREFIX = re.compile(
     r"\s*(?:"
     r">+ |E   +|\|\s(?=\s*\S)|[\w.-]+-\d+ +\| |\[pod/[^\]]{1,200}\] |"
@@ -127,7 +129,7 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
         text = line.decode("utf-8", errors="replace")
         for piece_of in _pieces(text):
             one = read_line(piece_of, name, number, is_labelled=is_labelled)
-            if one.rank is None and is_wrapped:
+            if one.rank is None and is_wrapped and not _OF_SLURM.match(one.text):
                 one = replace(one, rank=rank)
             rank = one.rank
             yield one

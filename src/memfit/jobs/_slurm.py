@@ -117,6 +117,8 @@ class _Request(NamedTuple):
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
         """Return the request for a job's limit on each node (None if unknown), with what its shims take there."""
+        if job.target and job.ranks == 1:  # a function of one process has one node, whatever the others have
+            options = options.model_copy(update={"nodes": 1})
         ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
         memory = Amount(limit_bytes or options.memory, "node") + (SHIM if options.nodes == 1 else _NODES)
         memory += SHIM if ranks > 1 else Amount(0, "node")

@@ -121,7 +121,8 @@ class Order:
         """Return over how many nodes each job of a stage is spread."""
         asked = [self.settings.slurm, *filter(None, [self.topology(stage.name).slurm])]
         given = [one.nodes for one in asked if "nodes" in one.model_fields_set]
-        return given[-1] if given and self.settings.backend == "slurm" else 1
+        is_one = bool(self.settings.target) and self.ranks_of(stage) == 1  # a function of one process
+        return given[-1] if given and self.settings.backend == "slurm" and not is_one else 1
 
     def declared(self, stage: StageSpec) -> tuple[int | None, str]:
         """Return what one job of a stage takes on a node by the settings, and which of them says so."""

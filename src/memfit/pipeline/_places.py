@@ -86,7 +86,7 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterat
     own = _slurm_of_stages(settings)
     for name in ("", *settings.stages):
         ranks, nodes = _resources_of(settings, name).ranks, own.get(name, settings.slurm).nodes
-        if settings.target and nodes > 1 and ranks == 1:
+        if settings.target and nodes > 1 and ranks == 1 and (not name or name in own):
             raise UsageError(
                 "a stage that is a function was given several nodes of Slurm.",
                 rule="on several nodes a command starts once on each; a function runs on each rank, and it has one.",
