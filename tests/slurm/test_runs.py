@@ -158,26 +158,27 @@ from memfit.training import beat, leave, peers_lost
 for name, own in (("RANK", "PROCID"), ("WORLD_SIZE", "NTASKS"), ("LOCAL_RANK", "LOCALID")):
     os.environ.setdefault(name, os.environ[f"SLURM_{own}"])  # where srun alone starts it
 rank, generation, sealed = int(os.environ["RANK"]), os.environ["MEMFIT_GENERATION"], Path("sealed")
+is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
 names = ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 Path(f"begin_{generation}_{rank}").write_text(" ".join(os.environ.get(name, "-") for name in names))
 first = int(sealed.read_text()) if sealed.exists() else 0
 beat("begin")
-if sys.argv[1] == "meeting" and rank == 3 and generation == "0":
+if sys.argv[1] == "meeting" and is_last and generation == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 dist.init_process_group("gloo")
 try:
     for step in range(first, 20):
         beat("microbatch", step)
-        if step == 12 and rank == 3 and (sys.argv[1] == "always" or sys.argv[1] == "once" and generation == "0"):
+        if step == 12 and is_last and (sys.argv[1] == "always" or sys.argv[1] == "once" and generation == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == 12 and rank == 3 and sys.argv[1] == "hang" and generation == "0":
+        if step == 12 and is_last and sys.argv[1] == "hang" and generation == "0":
             time.sleep(1000)
-        if step == 12 and rank == 3 and sys.argv[1] == "memory" and not Path("again").exists():
+        if step == 12 and is_last and sys.argv[1] == "memory" and not Path("again").exists():
             Path("again").touch()
             block = bytearray(600 << 20)
         if step == 12 and sys.argv[1] == "node" and not Path("again").exists():
             Path(f"waits_{rank}").touch()
-            time.sleep(1000 if rank == 3 else 0)
+            time.sleep(1000 if is_last else 0)
         x = torch.full((1,), float(rank))
         beat("reduce", step)
         dist.all_reduce(x)
@@ -252,15 +253,15 @@ def test_a_canary_on_two_nodes_stops_by_itself_or_names_the_rank_that_was_killed
 @pytest.mark.long
 def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
-    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4")
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "2")
     words = ("--", sys.executable, "ranks.py")
     code, out = finish(start("run", *options, "--name", "meeting", *words, "meeting"))
     assert code == 0, out
-    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 0 to 19: 6.0"] * 4
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(2)] == ["from 0 to 19: 1.0"] * 2
     for path in (tmp_path / "sealed", *tmp_path.glob("begin_*")):
         path.unlink()
     code, out = finish(start("run", *options, "--name", "always", *words, "always"))
-    assert code == 137 and "rank 3 was ended by SIGKILL in microbatch of step 12" in out
+    assert code == 137 and "rank 1 was ended by SIGKILL in microbatch of step 12" in out
     # The first seals step 10; the second and the third end without a new checkpoint.
     assert len([*tmp_path.glob("begin_*_0")]) == 3
 
@@ -268,23 +269,23 @@ def test_a_rank_that_dies_before_the_group_has_met_or_dies_again_and_again(start
 @pytest.mark.long
 def test_a_rank_that_hangs_on_one_node_is_left_by_those_of_the_other(start, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
-    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4", "--name", "hang")
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "2", "--name", "hang")
     words = ("--", "env", "MEMFIT_HANG_SECONDS=4", sys.executable, "ranks.py", "hang")
     code, out = finish(start("run", *options, *words))
     assert code == 0, out
-    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(2)] == ["from 10 to 19: 1.0"] * 2
     (again,) = [event for event in run_of(tmp_path, "hang").events() if event["kind"] == "ranks_again"]
-    assert "rank 3 hung in microbatch of step 12" in again["text"]
+    assert "rank 1 hung in microbatch of step 12" in again["text"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("index", "cause"), [(1, "{node} failed: its ranks"), (0, "Slurm says NODE_FAIL")])
 def test_a_group_whose_node_dies_is_submitted_again_and_goes_on(cluster, start, tmp_path, index, cause):
     (tmp_path / "ranks.py").write_text(RANKS)
-    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "4", "--name", "node")
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "700MiB", "--nproc", "2", "--name", "node")
     process = start("run", *options, "--", sys.executable, "ranks.py", "node")
-    wait_until(lambda: len([*tmp_path.glob("waits_*")]) == 4)
-    _, first, _, node, *_ = (tmp_path / f"begin_0_{2 * index}").read_text().split()
+    wait_until(lambda: len([*tmp_path.glob("waits_*")]) == 2)
+    _, first, _, node, *_ = (tmp_path / f"begin_0_{index}").read_text().split()
     (tmp_path / "again").touch()
     cluster.kill_node(node)
     job = run_of(tmp_path, "node").job_dir("cmd_0001")
@@ -294,7 +295,7 @@ def test_a_group_whose_node_dies_is_submitted_again_and_goes_on(cluster, start, 
     cluster.start_node(node)
     code, out = finish(process, 240)
     assert code == 0, out
-    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(2)] == ["from 10 to 19: 1.0"] * 2
     assert not [*tmp_path.glob("begin_1_*")] and (tmp_path / "begin_0_0").read_text().split()[1] != first
     assert read_json(job / "outcome_1.json")["state"] == "node_fail"
     assert f"cmd_0001 restarts as attempt 2: {cause.format(node=node)}" in out
