@@ -61,12 +61,12 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
 
     The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
     """
-    from memfit.data import host_footprint
+    from memfit.data import LoaderUse, host_footprint
 
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
     known = (loop for module, loop in _LOOPS.items() if module in sys.modules)
-    how: dict[str, Any] = {"num_ranks": num_tasks, "loop": next(known, "plain")}
+    use = LoaderUse(num_ranks=num_tasks, loop=next(known, "plain"))
     started = time.monotonic()
     with _limited(function):
         made = make(values)
@@ -81,7 +81,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
             if loaders and time.monotonic() > started + _SECONDS / 2:
                 break
             pairs = {"train": (train, None), "both": (train, valid)}
-            sizes = {name: host_footprint(*pair, **how).to_dict() for name, pair in pairs.items()}
+            sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     facts: dict[str, Any] = {
@@ -113,13 +113,13 @@ def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]
     if not hasattr(train, "prefetch_factor"):
         return
     for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
-        yield fewer, batch, (_copy(train, fewer, None), valid and _copy(valid, fewer, None))
+        yield fewer, batch, (copy_loader(train, fewer), valid and copy_loader(valid, fewer))
     for parts in (2, 4):
         if train.batch_size and batch % parts == 0:
-            yield workers, batch // parts, (_copy(train, workers, batch // parts), valid)
+            yield workers, batch // parts, (copy_loader(train, workers, batch // parts), valid)
 
 
-def _copy(loader: Any, most_workers: int, batch: int | None) -> Any:
+def copy_loader(loader: Any, most_workers: int, batch: int | None = None) -> Any:
     """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
     made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
     vars(made).update(num_workers=workers, batch_size=batch or loader.batch_size)
