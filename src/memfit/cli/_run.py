@@ -54,6 +54,9 @@ class RunFlags(Flags):
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
     out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
+    planned: Annotated[
+        Text, Option(help="Say after the first epoch whether the run is as in this plan.", metavar="JSON")
+    ] = None
     check_files: Annotated[
         bool, Option("--check-files", help="Read all files of kept results; run again what is damaged.")
     ] = False
@@ -84,6 +87,8 @@ def run(
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
+    --planned compares the run with a plan that --out kept: its loaders, ranks and worst phase.
+
     --canary tries a few steps of training, one checkpoint and a validation on all ranks, before a long run. It says
     what to request, or gives 3 and what broke. How a script takes part: docs/commands.md.
 
@@ -105,6 +110,7 @@ def run(
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units),
         skip=json.dumps(flags.skip) if flags.skip else None,
+        planned=json.dumps(flags.planned) if flags.planned else None,
         canary="true" if flags.canary else None,
         canary_args=json.dumps(flags.canary_args) if flags.canary_args else None,
     )

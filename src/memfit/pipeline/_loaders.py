@@ -18,6 +18,7 @@ from memfit.memory import Footprint
 from memfit.pipeline._contract import load_workload
 from memfit.pipeline._order import Order
 from memfit.planning import Line, Variant, list_loader_lines
+from memfit.rundir import batch_size_of, loader_settings
 
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
 _SECONDS = 120
@@ -92,23 +93,18 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
     }
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
     facts["num_tasks"] = num_tasks
+    facts["settings"] = loader_settings(made[0]) | loader_settings(made[1], "validation")
     return facts | {"loaders": loaders}
-
-
-def _batch_of(loader: Any) -> int:
-    """Return the samples of a batch; 0 where a loader does not say it."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return int(getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0)
 
 
 def _num_samples(loader: Any) -> int:
     data = getattr(loader, "dataset", getattr(loader, "examples", None))
-    return len(loader) * _batch_of(loader) if data is None else len(data)
+    return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
 
 
 def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
     """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
-    workers, batch = int(getattr(train, "num_workers", 0)), _batch_of(train)
+    workers, batch = int(getattr(train, "num_workers", 0)), batch_size_of(train) or 0
     yield workers, batch, (train, valid)
     if not hasattr(train, "prefetch_factor"):
         return
