@@ -170,7 +170,7 @@ def forecast(asked: Any) -> Any:
 
 
 def forecast_one() -> Any:
-    from memfit.data import host_footprint
+    from memfit.data import LoaderUse, host_footprint
 
     if ROW.loop == "huggingface":
         made = trainer()
@@ -179,10 +179,8 @@ def forecast_one() -> Any:
         train, valid = loaders()
     weights = sum(one.nbytes for one in Model().parameters())
     copies = 4 if ROW.ranks == 1 else 5  # weights, gradients, Adam's two, and the buckets of DDP
-    found = host_footprint(
-        train, valid, num_ranks=ROW.ranks, loop=ROW.loop, num_epochs=EPOCHS, training_bytes=copies * weights
-    )
-    return found.to_dict()
+    use = LoaderUse(num_ranks=ROW.ranks, loop=ROW.loop, num_epochs=EPOCHS)
+    return host_footprint(train, valid, use, training_bytes=copies * weights).to_dict()
 
 
 if __name__ == "__main__":

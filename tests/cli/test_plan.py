@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from memfit.rundir import read_events
+
 REPORT_3 = """
 experiment: report3
 stages: {train: {run: python train.py}}
@@ -72,6 +74,74 @@ def test_a_plan_is_compared_with_a_run_alone(memfit, report_3, tmp_path):
         assert done.exit_code == 2 and what in done.err
 
 
+LOADERS = """
+import sys
+from types import SimpleNamespace
+from memfit.rundir import loader_settings, phase, record
+
+phase("train")
+train = SimpleNamespace(dataset=range(64), batch_size=int(sys.argv[1]), num_workers=2, persistent_workers=False)
+if len(sys.argv) > 2:
+    phase("validate")
+    record("loaders", settings=loader_settings(train) | loader_settings(train, "validation"))
+else:
+    record("loaders", settings=loader_settings(train) | loader_settings(None, "validation"))
+record("epoch", epoch=1, num_epochs=2, text="epoch 1/2")
+record("epoch", epoch=2, num_epochs=2, text="epoch 2/2")
+"""
+SETTINGS = {"ranks": 1, "samples": 64, "batch": 8, "workers": 2, "persistent workers": False, "accumulation": 1}
+SETTINGS |= {"validation": True, "validation batch": 8}
+
+
+@pytest.fixture
+def planned(memfit, tmp_path):
+    """Runs a training with so large a batch, after a plan, and returns the texts about it."""
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    forecast = {"settings": SETTINGS, "phases": {"train": 100 << 20, "validate": 300 << 20}}
+    (tmp_path / "plan.json").write_text(json.dumps({"stages": [{"name": "train", "forecast": forecast}]}))
+
+    def run(*words):
+        stage = {"run": [sys.executable, "loaders.py", *words]}
+        (tmp_path / "config.yaml").write_text(json.dumps({"experiment": "held", "stages": {"train": stage}}))
+        done = memfit("run", "config.yaml", "--planned", "plan.json")
+        assert done.exit_code == 0, done.err
+        return done
+
+    return run
+
+
+def test_a_run_says_once_how_it_differs_from_its_plan(planned, memfit, tmp_path):
+    done = planned("4")
+    text = (
+        "train is not as planned: batch 8 planned, 4 in the run; validation yes planned, none in the run; phase "
+        "validate, the worst with 300.0 MiB planned, was not seen (train was, with "
+    )
+    assert done.out.count(text) == 2, "when it was found, and in the summary"
+    assert "in the run); not known of the run: accumulation" in done.out
+    [run] = (tmp_path / "runs" / "held").glob("run_*")
+    [event] = [one for one in read_events(run / "events") if one["kind"] == "planned"]
+    assert (event["differs"], event["job"]) == (["batch", "validation"], "train") and text in event["text"]
+    memfit("report", str(run))
+    assert "batch 8 planned, 4 in the run" in (run / "report.html").read_text()
+
+
+def test_a_run_that_is_as_planned_says_so(planned, tmp_path):
+    text = "train is as planned: ranks 1, samples 64, batch 8, workers 2, validation yes, validation batch 8; phase "
+    assert text + "validate, the worst, was seen; not known of the run: accumulation" in planned("8", "yes").out
+    (tmp_path / "plan.json").unlink()
+    assert "is as planned" in planned("8", "yes").out, "a run keeps its plan"
+
+
+@pytest.mark.parametrize("content", ["", '{"stages": []}', '{"stages": [{"name": "train", "forecast": null}]}'])
+def test_what_is_no_plan_is_refused_before_a_run(memfit, tmp_path, content):
+    (tmp_path / "config.yaml").write_text(json.dumps({"experiment": "held", "stages": {"train": {"run": "true"}}}))
+    if content:
+        (tmp_path / "plan.json").write_text(content)
+    done = memfit("run", "config.yaml", "--planned", "plan.json")
+    assert done.exit_code == 2 and "plan.json holds no plan that a run can be compared with" in done.err
+    assert not list(tmp_path.glob("runs/*/*/jobs/*"))
+
+
 HOLD = """
 import time
 from memfit.rundir import phase
@@ -99,6 +169,9 @@ def test_a_kept_plan_stands_beside_what_its_run_took_and_the_next_counts_with_th
     assert peak["error"] == pytest.approx(peak["forecast_bytes"] / peak["measured_bytes"] - 1)
     text = memfit("compare", "plan.json", "held").out
     assert "train: host, validate" in text and "%" in text
+    same = json.loads(memfit("compare", "held", "held", "--plan", "--json").out)["lines"]
+    assert {line["line"] for line in same} >= {"host, train", "host, validate", "host, peak", "/dev/shm", "mapped"}
+    assert all(line["forecast_bytes"] == line["measured_bytes"] for line in same)
     for content in ('{"stages": 3}', '{"stages": [{"name": "train", "forecast": {"layout": 1}}]}', '{"other": 1}'):
         (tmp_path / "other.json").write_text(content)
         refused = memfit("compare", "other.json", "held")

@@ -11,6 +11,7 @@ import pytest
 
 from memfit.data import (
     Loader,
+    LoaderUse,
     Padding,
     Panel,
     SequenceLoader,
@@ -85,7 +86,7 @@ def test_workers_copies_and_batches_are_counted_for_each_rank(torch_loader):
     assert one.parts["batches"] == (2 * 4 + 1) * 8 * 4096, "the items are in the worker that was measured"
     assert 400 * 4096 < one.parts["data"] < 400 * 4096 * 1.2
     assert one.private_bytes == sum(one.parts.values()) and one.method == "declared"
-    four = loader_footprint(torch_loader(data, 8, num_workers=2, prefetch_factor=4), num_ranks=4)
+    four = loader_footprint(torch_loader(data, 8, num_workers=2, prefetch_factor=4), use=LoaderUse(num_ranks=4))
     times = {name: 1 if name == "dataset copies" else 4 for name in one.parts}
     assert dict(four.parts) == {name: times[name] * size for name, size in one.parts.items()}, "ranks share the items"
     alone = loader_footprint(torch_loader(data, 8)).parts
@@ -124,7 +125,7 @@ def test_validation_comes_on_top_of_workers_that_live_on_unless_they_are_release
     def peak(persistent, **settings):
         train = torch_loader(data, 4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork")
         valid = torch_loader(data, 4, num_workers=1, multiprocessing_context="fork")
-        found = loader_footprint(train, valid, **settings)
+        found = loader_footprint(train, valid, LoaderUse(**settings))
         assert found.private_bytes == max(phase.private_bytes for phase in found.phases.values())
         return round((found.phases["validate"].private_bytes - found.parts["data"]) / MIB)
 
@@ -143,7 +144,7 @@ def test_what_threads_make_ahead_is_counted(make_table, tmp_path):
     assert found.parts["workers"] == 0 and found.shared_bytes == data.nbytes
     panel = Panel.build(make_table(20, 30, 4, missing=0), tmp_path, features=["f0", "f1"], targets=["ret"])
     loader = Loader(panel, range(20), lookback=4, target=None, num_workers=2)
-    found = loader_footprint(loader, num_ranks=2)
+    found = loader_footprint(loader, use=LoaderUse(num_ranks=2))
     assert 2 * 4 * loader.largest_batch_bytes < found.private_bytes < 2 * 4 * (loader.largest_batch_bytes + 1000)
     assert found.shared_bytes == panel.nbytes
 
@@ -160,7 +161,9 @@ def test_what_cannot_be_forecast_is_refused(torch_loader, monkeypatch):
         with pytest.raises(UsageError, match=said):
             loader_footprint(loader)
     with pytest.raises(UsageError, match="for 2 ranks of which 3 validate"):
-        loader_footprint([1], num_ranks=2, num_validating=3)
+        LoaderUse(num_ranks=2, num_validating=3)
+    with pytest.raises(UsageError, match="a loop named keras is not known"):
+        LoaderUse(loop="keras")
     monkeypatch.undo()
     with pytest.raises(JobFailedError, match="cannot find context for"):
         _loader_footprint._measure("plain", False, "fork-server", 1, 1, ())
@@ -171,7 +174,7 @@ def test_few_epochs_and_many_ranks_copy_fewer_pages(torch_loader):
     settings |= {"persistent_workers": True, "multiprocessing_context": "fork"}
 
     def share(**use):
-        found = loader_footprint(torch_loader(listed, 8, **settings), **use)
+        found = loader_footprint(torch_loader(listed, 8, **settings), use=LoaderUse(**use))
         return found.parts["dataset copies"] / found.parts["data"]
 
     many, few, shared = share(), share(num_epochs=1), share(num_epochs=1, num_ranks=40)
@@ -192,24 +195,40 @@ def test_a_process_that_starts_a_worker_holds_the_pickled_data_if_the_worker_is_
 def test_validation_within_an_epoch_finds_the_workers_of_the_training(torch_loader):
     data = np.zeros((64, 256), np.float32)
     train, valid = (torch_loader(data, 4, num_workers=2, multiprocessing_context="fork") for _ in range(2))
-    apart, within = (loader_footprint(train, valid, within=one).phases["validate"].private_bytes for one in (0, 1))
+    apart, within, lightning = (
+        loader_footprint(train, valid, use).phases["validate"].private_bytes
+        for use in (LoaderUse(), LoaderUse(within=True), LoaderUse(loop="lightning"))
+    )
     assert within - apart == pytest.approx(20 * MIB + (2 * 2 + 1) * 4 * 1024, abs=2000)
+    assert lightning == within
+
+
+def test_lightning_has_the_old_workers_of_an_epoch_beside_new_ones_that_start_slowly(torch_loader):
+    data = np.zeros((64, 256), np.float32)
+
+    def sets(method, persistent, **use):
+        """Count the sets of two workers in each phase."""
+        settings = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": persistent}
+        train, valid = (torch_loader(data, 4, **settings) for _ in range(2))
+        found = loader_footprint(train, valid, LoaderUse(**use))
+        return tuple(round(found.phases[phase].private_bytes / (20 * MIB)) for phase in ("train", "validate"))
+
+    assert sets("spawn", False, loop="lightning") == sets("forkserver", False, loop="lightning") == (3, 3)
+    assert sets("spawn", False, loop="lightning", num_epochs=1) == (2, 3), "the training begins once"
+    assert sets("spawn", True, loop="lightning") == (2, 2), "they are the same in each epoch"
+    assert sets("fork", False, loop="lightning") == (1, 2) and sets("spawn", False) == (1, 1)
 
 
 def test_a_host_has_its_processes_and_their_state_beside_the_loaders_and_libraries_once(torch_loader, monkeypatch):
     data = np.zeros((64, 256), np.float32)
     train = torch_loader(data, 4, num_workers=2, multiprocessing_context="fork")
     valid = torch_loader(data, 4, num_workers=1, multiprocessing_context="fork")
-    loaders = loader_footprint(train, valid, num_ranks=4)
-    host = host_footprint(train, valid, num_ranks=4, training_bytes=MIB)
+    loaders = loader_footprint(train, valid, LoaderUse(num_ranks=4))
+    host = host_footprint(train, valid, LoaderUse(num_ranks=4), training_bytes=MIB)
     assert (host.parts["interpreter"], host.parts["training"]) == (800 * MIB, 4 * MIB)
     assert host.private_bytes == sum(host.parts.values()) == loaders.private_bytes + 804 * MIB
     assert host.shared_bytes == loaders.shared_bytes + 90 * MIB
     assert host.phases["train"].private_bytes == loaders.phases["train"].private_bytes + 804 * MIB
-    both = host_footprint(train, valid, loop="lightning").phases["validate"].private_bytes
-    assert both > host_footprint(train, valid).phases["validate"].private_bytes + 20 * MIB
-    with pytest.raises(UsageError, match="a loop named keras is not known"):
-        host_footprint(train, loop="keras")
 
 
 def test_making_a_batch_to_see_its_size_draws_nothing(torch_loader):

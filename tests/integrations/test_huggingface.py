@@ -386,6 +386,8 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
     assert list(first["memory"]["phases"]) == ["train", "validate", "checkpoint"]
     phases = [event["phase"] for event in events if event["kind"] == "phase"]
     assert phases[-8:] == ["train", "validate", "checkpoint", "train"] * 2
+    [used] = [event["settings"] for event in events if event["kind"] == "loaders"]
+    assert used["samples"] > 0 and used["accumulation"] >= 1 and used["batch"] and used["validation batch"]
     assert ("preflight" in kinds) == (mode == "stoppable"), "whether the largest batch fits"
     saved = [event for event in events if event["kind"] == "checkpoint"]
     assert [Path(event["path"]).name for event in saved] == ["checkpoint-8", "checkpoint-16"] and saved[0][

@@ -77,6 +77,33 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
     assert len(set(others)) > 1, "the market's lists differ in length"
 
 
+WITH_WORKERS = """
+import torch
+from pydantic import BaseModel
+from memfit.pipeline import Probe, Stage, Workload
+
+def loader(context, params, num_workers):
+    return torch.utils.data.DataLoader(torch.zeros(40, 8), 4, num_workers=2, multiprocessing_context="fork")
+
+def step(context, params):
+    layer = torch.nn.Linear(8, 1)
+    return lambda batch: layer(batch).sum().backward()
+
+class Params(BaseModel):
+    pass
+
+MINE = Workload(Params, (Stage("train", print, probe=Probe(loader, step)),))
+"""
+
+
+def test_an_estimate_measures_no_workers(config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("memfit.data._loader_footprint._measure", lambda *words: pytest.fail("a training was measured"))
+    (tmp_path / "mine.py").write_text(WITH_WORKERS)
+    parts = estimate_workload(config(target="mine:MINE", params={}))["host"]["loader"]["parts"]
+    assert (parts["workers"], parts["batches"]) == (0, 3 * 4 * 8 * 4)
+
+
 def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="no stage of 'tiny:TINY' says how it is measured") as caught:

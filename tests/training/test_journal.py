@@ -163,6 +163,8 @@ def test_what_a_validation_holds_is_seen_in_its_phase_alone(tmp_path, events):
         return {"valid_loss": 1.0}
 
     make(tmp_path).fit(Slow(), Slow(), num_epochs=2, evaluate=evaluate)
+    [used] = events("loaders")
+    assert {"validation", "samples", "accumulation"} & set(used["settings"]) == {"accumulation"}, "Slow is no loader"
     first, second = (event["memory"] for event in events("epoch"))
     assert first["metric"] == "non_reclaimable"
     assert list(first["phases"]) == list(second["phases"]) == ["train", "checkpoint", "validate"]

@@ -181,6 +181,8 @@ def test_batches_by_number_are_exact(tmp_path, whole):
 def test_what_is_watched(events):
     train(None, ignore, seed=None)
     assert [event["phase"] for event in events("phase")] == ["train", "validate"] * 3
+    [used] = events("loaders")
+    assert (used["settings"]["workers"], used["settings"]["samples"] > 0) == (0, True)
     last = events("epoch")[-1]
     assert (last["epoch"], last["num_epochs"]) == (3, 3)
     assert last["train_loss"] > 0 and 0 <= last["score"] < 1 and 0 < last["wait_share"] < 1

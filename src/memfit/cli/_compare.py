@@ -31,6 +31,9 @@ class Flags:
     seeds: Annotated[
         bool, Option("--seeds", help="A and B are experiments: compare their completed runs, paired by seed.")
     ] = False
+    plan: Annotated[
+        bool, Option("--plan", help="A is the plan of B: a plan.json, or a run with its measured memory.")
+    ] = False
     as_json: AsJson = False
 
 
@@ -55,10 +58,11 @@ def compare(
     leaves out 0, from 5 pairs on.
 
     If A is a plan (run --plan --out plan.json, or a run's plan.json), its forecast of memory stands beside what B took.
+    With --plan, A may be a run: what it took then stands for the forecast.
 
     Exit codes: 0 done, whatever the verdict, 2 bad input, or a difference that is not named.
     """
-    if a.endswith(".json"):
+    if flags.plan or a.endswith(".json"):
         found, show = _by_plan(a, b, flags)
     else:
         found, show = _by_seeds(a, b, flags) if flags.seeds else _by_runs(a, b, flags)
@@ -74,7 +78,7 @@ def _by_plan(a: str, b: str, flags: Flags) -> Answer:
             rule="of a plan, the forecast of memory is compared.",
             remedy=f"memfit compare {a} {b}",
         )
-    found = compare_plan(Path(a), find_run(b))
+    found = compare_plan(Path(a) if a.endswith(".json") else find_run(a), find_run(b))
     return found, partial(print_plan_comparison, found)
 
 

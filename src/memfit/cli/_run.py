@@ -54,6 +54,9 @@ class RunFlags(Flags):
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
     out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
+    planned: Annotated[Text, Option(help="Compare the run with this plan after its first epoch.", metavar="JSON")] = (
+        None
+    )
     check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
     canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop.")] = False
     canary_args: Annotated[Text, Option(help="What a canary adds to the command.", metavar="'WORDS'")] = None
@@ -80,6 +83,8 @@ def run(
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
+    --planned compares the run with a plan that --out kept: its loaders, ranks and worst phase.
+
     --canary tries a few steps of training, one checkpoint and a validation on all ranks, before a long run. It says
     what to request, or gives 3 and what broke. How a script takes part: docs/commands.md.
 
@@ -101,6 +106,7 @@ def run(
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units),
         skip=json.dumps(flags.skip) if flags.skip else None,
+        planned=json.dumps(flags.planned) if flags.planned else None,
         canary="true" if flags.canary else None,
         canary_args=json.dumps(flags.canary_args) if flags.canary_args else None,
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.data._buffers import Buffers as Buffers
     from memfit.data._host_footprint import host_footprint as host_footprint
     from memfit.data._loader import Loader as Loader
+    from memfit.data._loader_footprint import LoaderUse as LoaderUse
     from memfit.data._loader_footprint import data_size as data_size
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._manifest import check_panel as check_panel

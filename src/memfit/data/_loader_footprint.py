@@ -14,10 +14,10 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -44,43 +44,75 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range)
 
 
+@dataclass(frozen=True)
+class LoaderUse:
+    """How a training uses its loaders on one machine.
+
+    Attributes:
+        num_ranks: Processes on this machine that have such loaders each, and share the items among them.
+        num_validating: How many of them validate at a time; None for all of them.
+        release: Whether the workers of the training end before validation, as `Trainer` has them do without room.
+        within: Whether validation begins before the training's iteration ended, so that its workers are there, too. It
+            always does with Lightning.
+        num_epochs: The epochs of the training; None for many.
+        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``.
+        modules: Further modules that the training's processes import.
+
+    Raises:
+        UsageError: If a number is out of range, or for another loop.
+    """
+
+    num_ranks: int = 1
+    num_validating: int | None = None
+    release: bool = False
+    within: bool = False
+    num_epochs: int | None = None
+    loop: Loop = "plain"
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or not 0 < self.validating <= self.num_ranks:
+            raise UsageError(
+                f"loaders cannot be counted for {self.num_ranks} ranks of which {self.validating} validate at a time.",
+                rule="there is a rank at least, and one at least validates.",
+                remedy="leave num_ranks and num_validating out for 1",
+            )
+        if self.loop not in get_args(Loop):
+            raise UsageError(
+                f"a loop named {self.loop} is not known.",
+                rule=f"loop is one of {', '.join(get_args(Loop))}.",
+                remedy="use plain for a loop of your own",
+            )
+
+    @property
+    def validating(self) -> int:
+        """How many ranks validate at a time."""
+        return self.num_ranks if self.num_validating is None else self.num_validating
+
+
 @dataclass
 class _Loader:
-    """One rank's loader: bytes by part, mapped files, and whether its workers live on between epochs."""
+    """One rank's loader: bytes by part, mapped files, and what becomes of its workers when an epoch ends."""
 
     parts: dict[str, int]
     mapped: dict[Any, int]
     stays: bool = False
+    starts_slowly: bool = False
+
+    def workers(self, is_there: bool) -> dict[str, int]:
+        """Return what its workers take while they have no batches."""
+        return {name: self.parts.get(name, 0) for name in ("workers", "dataset copies") if is_there}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How the loaders are used."""
-
-    num_ranks: int
-    num_epochs: int | None
-    loop: Loop
-    modules: tuple[str, ...]
-
-
-def loader_footprint(  # noqa: PLR0913
-    train: Any,
-    valid: Any = None,
-    *,
-    num_ranks: int = 1,
-    num_validating: int | None = None,
-    release: bool = False,
-    within: bool = False,
-    num_epochs: int | None = None,
-    loop: Loop = "plain",
-    modules: Sequence[str] = (),
-) -> Footprint:
+def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None) -> Footprint:
     """Forecast the memory of loaders on one machine, before any of them runs.
 
     Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
 
     - ``workers``: ``w`` times a worker of a small training that is measured here, its items included, and once the
-      helpers of its start method and the pages that the process wrote to while forked workers held them.
+      helpers of its start method and the pages that the process wrote to while forked workers held them. Lightning
+      lets go of the old workers of an epoch when the new ones are there. So both count, if new ones start slowly:
+      they are not forked, and do not persist.
     - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
       and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
       end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
@@ -94,60 +126,36 @@ def loader_footprint(  # noqa: PLR0913
     Args:
         train: A PyTorch ``DataLoader`` over a map-style data set, a `Loader` or a `SequenceLoader`.
         valid: The one of the validation, or None.
-        num_ranks: Processes on this machine that have such loaders each, and share the items among them.
-        num_validating: How many of them validate at a time; None for all of them.
-        release: Whether the workers of the training end before validation, as `Trainer` has them do without room.
-        within: Whether validation begins before the training's iteration ended, so that its workers are there, too.
-        num_epochs: The epochs of the training; None for many.
-        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``.
-        modules: Further modules that the training's processes import.
+        use: How the training uses them; None for one rank that does so for many epochs.
 
     Returns:
         ``private_bytes``, the peak; its ``parts`` by the names above; ``shared_bytes``, the mapped files; ``phases``:
         ``train`` and ``validate``. Its method is ``declared``: measuring the run replaces it.
 
     Raises:
-        UsageError: If a loader is of another kind, or a number is out of range.
+        UsageError: If a loader is of another kind.
         JobFailedError: If the small training failed.
 
     Example:
-        >>> from memfit.data import Padding, SequenceLoader
+        >>> from memfit.data import LoaderUse, Padding, SequenceLoader
         >>> rows = [{"input_ids": [number, 1, 2]} for number in range(100)]
         >>> loader = SequenceLoader(rows, Padding(0), batch=10)
-        >>> found = loader_footprint(loader, num_ranks=2)
+        >>> found = loader_footprint(loader, use=LoaderUse(num_ranks=2))
         >>> found.parts["workers"], found.parts["batches"], found.parts["data"] > 20_000
         (0, 1920, True)
     """
-    validating = num_ranks if num_validating is None else num_validating
-    if num_ranks < 1 or not 0 < validating <= num_ranks:
-        raise UsageError(
-            f"loaders cannot be counted for {num_ranks} ranks of which {validating} validate at a time.",
-            rule="there is a rank at least, and one at least validates.",
-            remedy="leave num_ranks and num_validating out for 1",
-        )
-    asked = Asked(num_ranks, num_epochs, loop, imports_of(train, valid, modules))
-    loaders = [_look_at(one, asked) for one in (train, valid) if one is not None]
+    use = with_imports(use or LoaderUse(), train, valid)
+    loaders = [_look_at(one, use) for one in (train, valid) if one is not None]
     by_data = {
         id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
     }
     data = sum(by_data.values())
-
-    def living(found: _Loader, lives: bool) -> dict[str, int]:
-        return {name: found.parts.get(name, 0) for name in ("workers", "dataset copies") if lives}
-
-    phases = {"train": [(num_ranks, loaders[0].parts)]}
-    if valid is not None:
-        phases["train"].append((num_ranks, living(loaders[1], loaders[1].stays)))
-        stays = (loaders[0].stays or within) and not release
-        phases["validate"] = [(num_ranks, living(loaders[0], stays)), (validating, loaders[1].parts)]
-        if within:
-            phases["validate"].append((num_ranks, {"batches": loaders[0].parts.get("batches", 0)}))
     added = {
         phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES}
-        for phase, terms in phases.items()
+        for phase, terms in _by_phase(loaders, use).items()
     }
     for parts in added.values():
-        parts["data"] = num_ranks * data
+        parts["data"] = use.num_ranks * data
     mapped = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
     largest = max(added.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
@@ -159,13 +167,31 @@ def loader_footprint(  # noqa: PLR0913
     )
 
 
+def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tuple[int, dict[str, int]]]]:
+    """Return the parts that are there in each phase, each with the ranks that have them."""
+    train, ranks, is_lightning = loaders[0], use.num_ranks, use.loop == "lightning"
+    # CombinedLoader of Lightning 2.6 ends an iteration by its count of batches, and keeps it until the next is made.
+    old = [is_lightning and found.starts_slowly for found in loaders]
+    phases = {"train": [(ranks, train.parts), (ranks, train.workers(old[0] and use.num_epochs != 1))]}
+    if len(loaders) > 1:
+        valid, within = loaders[1], use.within or is_lightning
+        phases["train"].append((ranks, valid.workers(valid.stays or old[1])))
+        phases["validate"] = [
+            (ranks, train.workers((train.stays or within) and not use.release)),
+            (ranks, {"batches": train.parts.get("batches", 0) if within else 0}),
+            (use.validating, valid.parts),
+            (use.validating, valid.workers(old[1])),
+        ]
+    return phases
+
+
 def _data_of(loader: Any) -> Any:
     return next(
         found for name in ("dataset", "examples", "panel") if (found := getattr(loader, name, None)) is not None
     )
 
 
-def _look_at(loader: Any, asked: Asked) -> _Loader:
+def _look_at(loader: Any, use: LoaderUse) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
         return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, mapped_in(loader.panel))
@@ -181,17 +207,17 @@ def _look_at(loader: Any, asked: Asked) -> _Loader:
             rule="counted are memfit's Loader and SequenceLoader, and a DataLoader whose data set has items by number.",
             remedy="measure it: memfit.data.measure_loader",
         )
-    return _look_at_torch(loader, asked)
+    return _look_at_torch(loader, use)
 
 
-def _look_at_torch(loader: Any, asked: Asked) -> _Loader:
+def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
     mapped = {**mapped_in(loader.dataset), id(loader.dataset): size["mapped"]}
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
-    empty = measure_empty_training(loader, asked)
+    empty = measure_empty_training(loader, use)
     ahead = workers * int(loader.prefetch_factor)
     method = method_of(loader)
     # Of the batch that a worker makes, the items are in what was measured; other code than torch's does not collate
@@ -199,7 +225,7 @@ def _look_at_torch(loader: Any, asked: Asked) -> _Loader:
     own = max(0, made - empty.batch) + (0 if (loader.collate_fn.__module__ or "").startswith("torch.") else made)
     batches = workers * own + (workers if locked else ahead + 1 + more) * made
     if method == "fork":
-        copied = round(size["object"] * _share_read(loader, size["object"], asked))
+        copied = round(size["object"] * _share_read(loader, size["object"], use))
         pickled = 0
     else:
         copied = size["object"] + size["array"] + size["mapped"]
@@ -212,7 +238,8 @@ def _look_at_torch(loader: Any, asked: Asked) -> _Loader:
         "pinned": (ahead + 1) * locked,
         "data": _held(size),
     }
-    return _Loader(parts, mapped, bool(loader.persistent_workers))
+    stays = bool(loader.persistent_workers)
+    return _Loader(parts, mapped, stays, starts_slowly=method != "fork" and not stays)
 
 
 def method_of(loader: Any) -> str:
@@ -220,16 +247,16 @@ def method_of(loader: Any) -> str:
     return str((getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method())
 
 
-def _share_read(loader: Any, nbytes: int, asked: Asked) -> float:
+def _share_read(loader: Any, nbytes: int, use: LoaderUse) -> float:
     """Return which share of a data set's pages hold an item that one worker reads in its life.
 
     In order, a worker reads the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs
     ``q = 1 - (1 - 1 / (w * num_ranks)) ** e`` of them, and a page lies in ``1 + page / item`` items.
     """
-    part: float = 1 / (loader.num_workers * max(asked.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
+    part: float = 1 / (loader.num_workers * max(use.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
     if type(loader.sampler).__name__ == "SequentialSampler" or getattr(loader.sampler, "shuffle", True) is False:
         return part
-    epochs = (math.inf if asked.num_epochs is None else asked.num_epochs) if loader.persistent_workers else 1
+    epochs = (math.inf if use.num_epochs is None else use.num_epochs) if loader.persistent_workers else 1
     items_in_page = 1 + _PAGE * len(loader.dataset) / max(nbytes, 1)
     return float(1 - (1 - part) ** (epochs * items_in_page)) if part < 1 else 1.0
 
@@ -276,9 +303,9 @@ def _batch_of(loader: Any) -> tuple[int, int]:
     return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
-def imports_of(train: Any, valid: Any, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the modules that a worker imports: of the data sets, of collating, and of the script; and more."""
-    names = set(more)
+def with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
+    """Return a use with all modules that a worker imports: also those of the data sets, of collating, of the script."""
+    names = set(use.modules)
     for loader in (train, valid):
         data = getattr(loader, "dataset", None)
         parts = (type(data), getattr(loader, "collate_fn", None), type(getattr(data, "dataset", None)))
@@ -287,7 +314,8 @@ def imports_of(train: Any, valid: Any, more: Sequence[str] = ()) -> tuple[str, .
         for value in vars(sys.modules["__main__"]).values():
             name = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
             names |= {name} if isinstance(name, str) else set()
-    return tuple(sorted(name for name in names if name and name not in ("__main__", "builtins")))
+    names -= {"", "__main__", "builtins"}
+    return replace(use, modules=tuple(sorted(names)))
 
 
 @dataclass(frozen=True)
@@ -310,12 +338,12 @@ class EmptyTraining:
     batch: int
 
 
-def measure_empty_training(loader: Any, asked: Asked) -> EmptyTraining:
+def measure_empty_training(loader: Any, use: LoaderUse) -> EmptyTraining:
     """Measure a training of one small layer, with batches as a loader has, and workers that start like its own."""
     made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "prefetch_factor") else (0, 1)
     items = min(int(items), _MOST_ITEMS)
     numbers = max(1, min(made, _MOST_MADE) // (4 * items))
-    return _measure(asked.loop, asked.num_ranks > 1, method_of(loader), items, numbers, asked.modules)
+    return _measure(use.loop, use.num_ranks > 1, method_of(loader), items, numbers, use.modules)
 
 
 @functools.lru_cache

@@ -20,7 +20,7 @@ from memfit.errors import UsageError
 from memfit.integrations._accelerated import refused_ranks
 from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations._huggingface_recovery import not_recoverable
-from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, record
+from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
 from memfit.training import Journal
 
 PREFIX = "checkpoint-"
@@ -69,6 +69,7 @@ class MemfitCallback(transformers.TrainerCallback):
             self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._say_loaders(args, **kwargs)
         self._close_epoch()
         self._epoch = self._position(state)[0]
         self._phase("train")
@@ -134,8 +135,15 @@ class MemfitCallback(transformers.TrainerCallback):
         self._phase("train")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._say_loaders(args, **kwargs)
         self._close_epoch()
         self._is_training = False
+
+    def _say_loaders(self, args: Any, train_dataloader: Any = None, eval_dataloader: Any = None, **kwargs: Any) -> None:
+        """Record the loaders, after an epoch: transformers makes that of the evaluation when it evaluates."""
+        if self._epoch >= 0:
+            loaders = loader_settings(train_dataloader) | loader_settings(eval_dataloader, "validation")
+            self.journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
 
     def _close_epoch(self) -> None:
         """Record the epoch that is over, with its evaluation."""

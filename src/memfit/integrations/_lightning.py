@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
 from memfit.integrations._callbacks import steers_by_count
-from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary
+from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
 from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
@@ -103,6 +103,8 @@ class MemfitCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._end_canary(trainer)
+        loaders = loader_settings(trainer.train_dataloader) | loader_settings(trainer.val_dataloaders, "validation")
+        self.journal.loaders(loaders | {"accumulation": trainer.accumulate_grad_batches})
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
         self._ended = 0.0

@@ -158,6 +158,7 @@ class RunConfig(Settings):
         canary_phases: The phases that a canary must see. Every rank that marks phases must reach each; of a checkpoint,
             one rank is enough.
         canary_seconds: How long a canary waits for them.
+        planned: A plan that ``run --plan --out`` kept: after the first epoch the run says whether it is as planned.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
         launch: What `memfit launch` needs beside this; ``memfit run`` does not look at it.
         warm: ``auto`` forks the jobs of a target from one process that has imported its code, where that is safe;
@@ -190,6 +191,7 @@ class RunConfig(Settings):
     canary_args: str = ""
     canary_phases: list[_Name] = Field(default_factory=lambda: ["train", "validate", "checkpoint"], min_length=1)
     canary_seconds: Annotated[float, Field(gt=0)] = 600.0
+    planned: Path | None = None
     tune: dict[str, Any] = Field(default_factory=dict)
     launch: LaunchSettings = LaunchSettings()
     warm: Literal["auto", "never"] = "auto"

@@ -18,6 +18,7 @@ from memfit.memory import Footprint
 from memfit.pipeline._contract import load_workload
 from memfit.pipeline._order import Order
 from memfit.planning import Line, Variant, list_loader_lines
+from memfit.rundir import batch_size_of, loader_settings
 
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
 _SECONDS = 120
@@ -61,12 +62,12 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
 
     The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
     """
-    from memfit.data import host_footprint
+    from memfit.data import LoaderUse, host_footprint
 
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
     known = (loop for module, loop in _LOOPS.items() if module in sys.modules)
-    how: dict[str, Any] = {"num_ranks": num_tasks, "loop": next(known, "plain")}
+    use = LoaderUse(num_ranks=num_tasks, loop=next(known, "plain"))
     started = time.monotonic()
     with _limited(function):
         made = make(values)
@@ -81,7 +82,7 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
             if loaders and time.monotonic() > started + _SECONDS / 2:
                 break
             pairs = {"train": (train, None), "both": (train, valid)}
-            sizes = {name: host_footprint(*pair, **how).to_dict() for name, pair in pairs.items()}
+            sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     facts: dict[str, Any] = {
@@ -92,34 +93,29 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
     }
     facts["drops"] = bool(getattr(made[0], "drop_last", False))
     facts["num_tasks"] = num_tasks
+    facts["settings"] = loader_settings(made[0]) | loader_settings(made[1], "validation")
     return facts | {"loaders": loaders}
-
-
-def _batch_of(loader: Any) -> int:
-    """Return the samples of a batch; 0 where a loader does not say it."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return int(getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0)
 
 
 def _num_samples(loader: Any) -> int:
     data = getattr(loader, "dataset", getattr(loader, "examples", None))
-    return len(loader) * _batch_of(loader) if data is None else len(data)
+    return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
 
 
 def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
     """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
-    workers, batch = int(getattr(train, "num_workers", 0)), _batch_of(train)
+    workers, batch = int(getattr(train, "num_workers", 0)), batch_size_of(train) or 0
     yield workers, batch, (train, valid)
     if not hasattr(train, "prefetch_factor"):
         return
     for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
-        yield fewer, batch, (_copy(train, fewer, None), valid and _copy(valid, fewer, None))
+        yield fewer, batch, (copy_loader(train, fewer), valid and copy_loader(valid, fewer))
     for parts in (2, 4):
         if train.batch_size and batch % parts == 0:
-            yield workers, batch // parts, (_copy(train, workers, batch // parts), valid)
+            yield workers, batch // parts, (copy_loader(train, workers, batch // parts), valid)
 
 
-def _copy(loader: Any, most_workers: int, batch: int | None) -> Any:
+def copy_loader(loader: Any, most_workers: int, batch: int | None = None) -> Any:
     """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
     made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
     vars(made).update(num_workers=workers, batch_size=batch or loader.batch_size)

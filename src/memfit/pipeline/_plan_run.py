@@ -246,10 +246,12 @@ def _forecast(
     layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
     step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
+    settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
     own: list[Line] = []
     variants: list[Variant] = []
     if loaders:
         facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, accumulated)
+        settings_of |= facts["settings"]
         workers, cpus = facts["workers"], layout.cpus_per_task or 0
         notes.append(f"{workers} loader workers x {ranks} ranks = {workers * ranks} in the job")
         if node.machine is not None and workers + 1 > cpus:
@@ -282,6 +284,7 @@ def _forecast(
         variants=tuple(variants),
         batch=batch,
         notes=tuple(notes),
+        settings=settings_of,
     )
 
 

@@ -24,6 +24,7 @@ from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import Choice
+from memfit.pipeline._loaders import copy_loader
 from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._results import Results
 from memfit.pipeline._run import stage_order
@@ -127,11 +128,11 @@ def _data_text(context: Context) -> str:
 
 
 def _footprint(loader: Any) -> Any:
-    """Return the forecast memory of a loader; None for a loader of another kind."""
+    """Return the forecast memory of a loader in the training's process; None for a loader of another kind."""
     from memfit.data import loader_footprint
 
-    with contextlib.suppress(UsageError):
-        return loader_footprint(loader)
+    with contextlib.suppress(UsageError):  # it is asked for without workers: what they take, a plan measures
+        return loader_footprint(copy_loader(loader, 0) if hasattr(loader, "prefetch_factor") else loader)
     return None
 
 

@@ -22,6 +22,7 @@ from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_of_run
+from memfit.pipeline._planned import Planned, read_planned
 from memfit.pipeline._results import Index, Results, Unit
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
@@ -217,6 +218,11 @@ def _go_on(
             supervisor.events.write("canary", text=canary.headline)
             made, supervisor.why_no_more = canary.making(made), canary.why_no_more
             supervisor.tick = _both(supervisor.tick, canary.look)
+        planned = None
+        if settings.planned is not None:
+            ranks = {name: order.ranks_of(stage) for name, stage in order.by_name.items()}
+            planned = Planned(graph, read_planned(settings.planned, run), ranks, supervisor.events.write)
+            supervisor.tick = _both(supervisor.tick, planned.look)
         source = UnitSource(graph, made, say=supervisor.events.write, is_commands=order.kind == "commands")
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -225,6 +231,8 @@ def _go_on(
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
         statuses = supervisor.schedule(source, known)
         source.close()
+        if planned is not None:
+            planned.look(now=True)
         return _settle(order, supervisor, graph, statuses, canary)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any, Literal
@@ -230,6 +230,7 @@ class Forecast:
         variants: Other loaders.
         batch: The equation of the global batch and the steps of an epoch, in words; empty if they are not known.
         notes: What could not be counted, and how to name it.
+        settings: What it was counted for, by name: of the loaders, the ranks and the accumulation.
     """
 
     ledger: Ledger
@@ -243,6 +244,7 @@ class Forecast:
     variants: tuple[Variant, ...] = ()
     batch: str = ""
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, int | None] = field(default_factory=dict)
 
     def has_room(self, ledger: Ledger) -> bool:
         """Return whether a ledger fits a node: its host memory, and /dev/shm."""
@@ -335,6 +337,7 @@ class Forecast:
             "request": self.request,
             "batch": self.batch,
             "notes": list(self.notes),
+            "settings": dict(self.settings),
         }
 
 

@@ -121,19 +121,62 @@ def print_before_after(found: Mapping[str, Any], console: Console) -> None:
 # A plan and a run
 
 
-def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Side:
+    """What one job takes on a node, forecast or measured: the lines that its ranks share, and the others."""
+
+    job: str
+    num_ranks: int
+    of_ranks: Mapping[str, int]
+    others: Mapping[str, int]
+
+
+def compare_plan(plan: Path | RunDir, run: RunDir) -> dict[str, Any]:
     """Return as JSON what a plan forecast and what the run took, line by line, for the largest job of each stage.
 
     ``error`` is the forecast against what was measured, as a share of it; None where one of the two is not known.
 
     Args:
-        file: What ``memfit run --plan --out`` wrote, or the ``plan.json`` of a run.
+        plan: What ``memfit run --plan --out`` wrote, or the ``plan.json`` of a run; or a run, whose peaks then stand
+            for the forecast.
         run: The run. Where its jobs have another number of ranks on a node, one rank of each is compared.
 
     Raises:
         UsageError: If there is no such file, it is no plan, or the run has no measured job of a stage that was planned.
         DamagedError: If the file is no JSON.
     """
+    measured, lines = _measure(run), []
+    before, name = (_measure(plan), plan.path) if isinstance(plan, RunDir) else (_read_plan(plan), plan)
+    largest = max(measured.values(), key=lambda one: one.of_ranks["host, peak"], default=None)
+    for stage, side in before.items():
+        if (own := measured.get(stage) if stage else largest) is not None:
+            lines += list(_against(side, own))
+    if not lines:
+        raise UsageError(
+            f"no job of {run.path} was measured that {name} has a forecast of.",
+            rule="forecasts are compared with the peaks of the same stages.",
+            remedy="compare it with a run of the config that was planned",
+        )
+    return {"plan": str(name), "run": str(run.path), "lines": lines}
+
+
+def _measure(run: RunDir) -> dict[str, _Side]:
+    """Return what the largest measured job of each stage of a run took."""
+    found: dict[str, _Side] = {}
+    for job in read(run).jobs.values():
+        if not job.footprint:
+            continue
+        taken = Footprint.from_dict(job.footprint)
+        host = {f"host, {phase}": peak.private_bytes for phase, peak in taken.phases.items()}
+        host |= {"host, peak": taken.private_bytes, "/dev/shm": taken.parts.get("shared_memory", 0)}
+        others = {"mapped": taken.shared_bytes} | ({"GPU": taken.bytes_per_device} if taken.device_bytes else {})
+        if job.stage not in found or taken.private_bytes > found[job.stage].of_ranks["host, peak"]:
+            found[job.stage] = _Side(job.id, max(1, len(job.ranks)), host, others)
+    return found
+
+
+def _read_plan(file: Path) -> dict[str, _Side]:
+    """Return what a plan forecasts of each stage; of a run's own, for whichever stage it is, by an empty name."""
     found = read_json(file)
     if found is None:
         raise UsageError(
@@ -141,62 +184,43 @@ def compare_plan(file: Path, run: RunDir) -> dict[str, Any]:
             rule="a plan is the file of: memfit run CONFIG --plan --out plan.json.",
             remedy="name such a file, or a run's own plan.json",
         )
-    jobs = [one for one in read(run).jobs.values() if one.footprint]
     try:
-        lines = list(_list_lines(found, jobs))
+        stages = found["stages"] if "stages" in found else [{"name": "", "footprint": found["footprint"]}]
+        return {one["name"]: _forecast(one) for one in stages if one.get("footprint") or one.get("forecast")}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{file} is no plan: {type(error).__name__}: {error}.",
             rule="a plan is the file of: memfit run CONFIG --plan --out plan.json.",
             remedy="make it again with this version of memfit",
         ) from error
-    if not lines:
-        raise UsageError(
-            f"no job of {run.path} was measured that {file} has a forecast of.",
-            rule="forecasts are compared with the peaks of the same stages.",
-            remedy="compare it with a run of the config that was planned",
-        )
-    return {"plan": str(file), "run": str(run.path), "lines": lines}
 
 
-def _list_lines(plan: Mapping[str, Any], jobs: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of each stage of a plan that has a forecast, beside its largest measured job."""
-    for stage in plan["stages"] if "stages" in plan else [{"name": None, "footprint": plan["footprint"]}]:
-        own = [one for one in jobs if stage["name"] in (None, one.stage)]
-        if own and (stage.get("footprint") or stage.get("forecast")):
-            job = max(own, key=lambda one: one.footprint["private_bytes"])
-            found = Footprint.from_dict(job.footprint)
-            yield from ({"job": job.id} | line for line in _against(stage, found, max(1, len(job.ranks))))
-
-
-def _against(stage: Mapping[str, Any], measured: Footprint, num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a stage: its phases, what is mapped, /dev/shm and each GPU."""
+def _forecast(stage: Mapping[str, Any]) -> _Side:
     forecast = stage.get("forecast")
-    rows: list[tuple[str, int | None, int | None]]
-    every: list[tuple[str, str, int | None, int | None]]
     if forecast is None:
-        rows = [("host, peak", int(stage["footprint"]["private_bytes"]), measured.private_bytes)]
-        tasks = num_ranks
-    else:
-        tasks, peaks = forecast["layout"]["tasks_per_node"], forecast["phases"]
-        seen = {phase: peak.private_bytes for phase, peak in measured.phases.items()}
-        rows = [(f"host, {phase}", peaks.get(phase), seen.get(phase)) for phase in dict.fromkeys([*peaks, *seen])]
-        rows.append(("host, peak", max(peaks.values()), measured.private_bytes))
-        shm = sum(line["node_bytes"] for line in forecast["lines"] if line["in_shm"])
-        rows.append(("/dev/shm", shm, measured.parts.get("shared_memory", 0)))
-    of, by, among = ("a node", 1, 1) if tasks == num_ranks else ("each rank", tasks, num_ranks)
-    every = [
-        (name, of, None if before is None else before // by, None if after is None else after // among)
-        for name, before, after in rows
-    ]
-    if forecast is not None:
-        every.append(("mapped", "a node", forecast["mapped_bytes"], measured.shared_bytes))
-        sizes = [line["amount"]["bytes"] for line in forecast["lines"] if line["amount"]["place"] == "device"]
-        if sizes or measured.device_bytes:
-            every.append(("GPU", "each GPU", max(sizes, default=None), measured.bytes_per_device or None))
-    for name, scope, before, after in every:
-        error = before / after - 1 if before is not None and after else None
-        yield {"line": name, "of": scope, "forecast_bytes": before, "measured_bytes": after, "error": error}
+        return _Side("", 0, {"host, peak": int(stage["footprint"]["private_bytes"])}, {})
+    peaks, lines = forecast["phases"], forecast["lines"]
+    host = {f"host, {phase}": size for phase, size in peaks.items()} | {"host, peak": max(peaks.values())}
+    host["/dev/shm"] = sum(line["node_bytes"] for line in lines if line["in_shm"])
+    on_gpu = [line["amount"]["bytes"] for line in lines if line["amount"]["place"] == "device"]
+    others = {"mapped": forecast["mapped_bytes"]} | ({"GPU": max(on_gpu)} if on_gpu else {})
+    return _Side("", forecast["layout"]["tasks_per_node"], host, others)
+
+
+def _against(before: _Side, after: _Side) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a stage: its phases, its peak, /dev/shm, what is mapped, and each GPU."""
+    is_same = before.num_ranks in (0, after.num_ranks)
+    of, by, among = ("a node", 1, 1) if is_same else ("each rank", before.num_ranks, after.num_ranks)
+    rows = [(one, of, by, among, before.of_ranks, after.of_ranks) for one in {**before.of_ranks, **after.of_ranks}]
+    others = {**before.others, **after.others}
+    scopes = {"mapped": "a node", "GPU": "each GPU"}
+    rows += [(one, scopes[one], 1, 1, before.others, after.others) for one in others]
+    for name, scope, divided, shared, planned, taken in rows:
+        forecast = planned[name] // divided if name in planned else None
+        measured = taken[name] // shared if name in taken else None
+        error = forecast / measured - 1 if forecast is not None and measured else None
+        sizes = {"forecast_bytes": forecast, "measured_bytes": measured, "error": error}
+        yield {"job": after.job, "line": name, "of": scope, **sizes}
 
 
 def print_plan_comparison(found: Mapping[str, Any], console: Console) -> None:

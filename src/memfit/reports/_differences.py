@@ -20,7 +20,7 @@ from memfit.units import list_some
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
-    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune"
+    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune|planned"
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|resources\.memory"
     r"|stages\.\w+\.(memory|gpu_memory|like|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
 )

@@ -207,7 +207,8 @@ def _facts(seen: _Seen) -> str:
         facts["restarts by memfit"] = f"{summary['num_restarts']}{took}"
     boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
     why = f'<p class="failed">{escape(summary["why"])}</p>' if summary["why"] else ""
-    return f'<div class="facts">{boxes}</div>{why}'
+    planned = "".join(f"<p>{escape(text)}</p>" for text in summary["planned"])
+    return f'<div class="facts">{boxes}</div>{why}{planned}'
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:

@@ -76,6 +76,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "why": state.outcome.get("why") or "",
         "budget": dict(state.budget),
         "plan": state.run.plan,
+        "planned": list(state.planned),
         "stages": [_stage(state, name) for name in state.stage_names] if state.kind != "commands" else [],
         "cpu_seconds": sum(job.cpu_seconds for job in jobs),
         "waited_seconds": dict(state.waits),
@@ -156,12 +157,13 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
             text += f"\n  the same: {list_some([other.name for other in others])}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
+    planned = [("plan", text) for text in state.planned]
     facts = (
         [*_phases(rows), *_ranks(rows), *(_epoch_memory(rows) if verbose else ())]
         if is_one
         else _totals(state, rows, verbose)
     )
-    print_facts([*facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
+    print_facts([*planned, *facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
 
 
 def _failures(rows: Sequence[JobState]) -> dict[tuple[str, str], list[JobState]]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from memfit.rundir._folder import JOB_ID_VARIABLE as JOB_ID_VARIABLE
     from memfit.rundir._folder import RUN_DIR_VARIABLE as RUN_DIR_VARIABLE
     from memfit.rundir._folder import RunDir as RunDir
+    from memfit.rundir._loaders import batch_size_of as batch_size_of
+    from memfit.rundir._loaders import loader_settings as loader_settings
     from memfit.rundir._reader import Reader as Reader
     from memfit.rundir._reader import read as read
     from memfit.rundir._record import current_run as current_run

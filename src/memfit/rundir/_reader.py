@@ -40,6 +40,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
     "warm": {"bytes": int, "job": _NONE},
     "rank_lost": {"job": str, "rank": int, "generation": int, "text": str},
+    "planned": {"job": str, "text": str},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 _GRAPH = {"stages": [{"name": str, "each": (str, _NONE)}]}
@@ -115,7 +116,7 @@ class Reader:
         #: The fields of the state that events alone make.
         self._known: dict[str, Any] = {
             "budget": {}, "num_commands": 0, "most_at_once": 0, "num_restarts": 0, "num_gave_way": 0, "waits": {},
-            "cpu": {}, "warm_bytes": None, "told_bytes": None,
+            "cpu": {}, "warm_bytes": None, "told_bytes": None, "planned": (),
         }  # fmt: skip
 
     def read(self, *, anew: bool = False) -> list[Event]:
@@ -189,6 +190,8 @@ class Reader:
             known["budget"] = event
         elif kind == "warm":
             known["warm_bytes"] = event["bytes"]
+        elif kind == "planned":
+            known["planned"] = (*known["planned"], event["text"])
         elif kind == "stop":
             self._queued.clear()
         elif kind == "short":

@@ -157,6 +157,7 @@ class RunState:
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
         warm_bytes: The memory of the process that jobs were forked from; None if there was none.
+        planned: For each stage in a line, whether its first job is as planned; empty without a plan.
         told_bytes: What everybody used of the limit when a job last started or ended, as the run said; None before.
     """
 
@@ -180,6 +181,7 @@ class RunState:
     cpu: Mapping[str, float]
     warm_bytes: int | None
     told_bytes: int | None
+    planned: Sequence[str]
 
     @property
     def kind(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
-from memfit.rundir import CANARY_STEPS, canary_over, is_canary, record
+from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings, record
 from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
@@ -193,8 +193,15 @@ class Fit:
         self.journal.took(waited, waited)
         self._is_open = True
 
+    def _say_loaders(self) -> None:
+        plan, ranks = self.plan, 1 if self.ranks is None else self.ranks.size
+        valid = {} if isinstance(plan.valid, Mapping) else loader_settings(plan.valid, "validation")
+        accumulation = {"accumulation": max(1, self.batches_per_step // ranks)}
+        self.journal.loaders(loader_settings(plan.train) | valid | accumulation)
+
     def _train_epoch(self) -> None:
         progress, num_batches = self.progress, len(self.plan.train)
+        self._say_loaders()
         self.journal.begin_epoch()
         self.journal.phase("train")
         self.step.model.train()

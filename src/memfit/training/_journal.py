@@ -42,7 +42,7 @@ class Journal:
 
     def __init__(self, num_epochs: int | None = None) -> None:
         self.num_epochs = num_epochs
-        self._next_step = 0.0
+        self._next_step, self._has_loaders = 0.0, False
         self._leaks = LeakDetector()
         self.begin_epoch()
         self._restart()
@@ -75,6 +75,12 @@ class Journal:
             before = noted["devices"].get(device, {})  # entered before: a checkpoint within the epoch came between
             names = ("allocated_peak_bytes", "reserved_peak_bytes")
             noted["devices"][device] = {name: max(before.get(name, 0), sizes[name]) for name in names}
+
+    def loaders(self, settings: Mapping[str, int | None]) -> None:
+        """Record how the loaders of this training are set, once: a run compares that with its plan."""
+        if not self._has_loaders:
+            self._has_loaders = True
+            record("loaders", settings=dict(settings))
 
     # --- steps
 
@@ -176,7 +182,7 @@ class Unheard(Journal):
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
+    loaders = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
 
     def phase(self, name: str) -> None:
         if is_canary():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.rundir import CANARY_STEPS, canary_over, is_canary
+from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings
 from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
@@ -247,6 +247,7 @@ class Loop:
                     remedy="write: for epoch in loop.epochs(3): for batch in loop(loader): ...",
                 )
             self._was_iterated = True
+            self.journal.loaders(loader_settings(loader))
             if not is_alone or self._at.epoch == 0:  # else the one epoch is over
                 yield from self._batches(self.loader(loader))
                 if is_alone:
