@@ -12,7 +12,7 @@ MEMFIT = Path(sys.executable).with_name("memfit")
 @pytest.mark.slow
 def test_bash_completes_verbs_and_flags_after_one_install(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    subprocess.run([MEMFIT, "--install-completion", "bash"], check=True, capture_output=True)
+    subprocess.run(["bash", "-c", f"{MEMFIT} --install-completion; exit $?"], check=True, capture_output=True)
     program = tmp_path.joinpath(".bashrc").read_text()
     for words, wanted in (
         ("memfit re", "resume report"),

@@ -47,7 +47,7 @@ NODES = {
 SERVICE = {
     "experiment": "recipes", "stages": {"train": {"run": ["python", "train.py"]}}, "resources": {"memory": "28GiB"},
     "memory": {"num_gpus": 1, "slack": 0.25, "cuda_allocator": "expandable_segments:True"},
-    "launch": {"shm": "3GiB", "base_image": "torch", "secrets": ["API_KEY"]},
+    "launch": {"shm": "3GiB", "base_image": "torch", "pass_env": ["API_KEY"]},
 }  # fmt: skip
 
 
@@ -267,7 +267,7 @@ FIELDS = {
     },
     "extra": lambda text, launch: replace(launch, slurm_extra=(f"--comment={text}",)),
     "time": lambda text, launch: replace(launch, time=text),
-    **{name: _settings(name, lambda text: [text]) for name in ("data", "outputs", "secrets")},
+    **{name: _settings(name, lambda text: [text]) for name in ("data", "outputs", "pass_env")},
     **{name: _settings(name) for name in ("image", "base_image", "claim", "requirements")},
 }
 
@@ -309,9 +309,9 @@ def shape(form, text):
 def test_no_text_of_a_setting_becomes_a_line_of_its_own(plain, form, field):
     if field == "ranks" and form != "sbatch":
         return
-    usual = shape(form, rendered(plain, form, field, "A" if field == "secrets" else "a"))
+    usual = shape(form, rendered(plain, form, field, "A" if field == "pass_env" else "a"))
     found = [(text, made) for text in HOSTILE if (made := rendered(plain, form, field, text)) is not None]
-    assert found or field in ("image", "base_image", "claim", "requirements", "secrets", "data", "outputs")
+    assert found or field in ("image", "base_image", "claim", "requirements", "pass_env", "data", "outputs")
     if form != "sbatch" or field not in ("command", "ranks"):  # a shell reads several lines in quotes as one word
         assert [text for text, made in found if shape(form, made) != usual] == []
 

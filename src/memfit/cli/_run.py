@@ -54,9 +54,7 @@ class RunFlags(Flags):
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
     out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
-    planned: Annotated[Text, Option(help="Compare the run with this plan after its first epoch.", metavar="JSON")] = (
-        None
-    )
+    planned: Annotated[Text, Option(help="A kept plan: say what is not as in it.", metavar="JSON")] = None
     check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
     canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop.")] = False
     canary_args: Annotated[Text, Option(help="What a canary adds to the command.", metavar="'WORDS'")] = None
@@ -83,13 +81,11 @@ def run(
     memfit measures the first job and runs as many others at once as fit. The same command continues the newest run if
     not done. Ctrl-C stops the jobs at a checkpoint; a second one kills them.
 
-    --planned compares the run with a plan that --out kept: its loaders, ranks and worst phase.
+    --canary tries training, a checkpoint and validation on all ranks. It says what to request, or gives 3 and what
+    broke: docs/commands.md.
 
-    --canary tries a few steps of training, one checkpoint and a validation on all ranks, before a long run. It says
-    what to request, or gives 3 and what broke. How a script takes part: docs/commands.md.
-
-    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75 stopped, 79 a
-    rank hung, 130 interrupted. A single failed command gives its own code.
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 10 or 11 a stage ended it, 75 stopped, 79 a rank
+    hung, 130 interrupted. One command: its own.
     """
     command: tuple[str, ...] | None = context.obj
     check_one_given(

@@ -309,5 +309,5 @@ def _refuse_secrets(launch: Launch) -> None:
         raise ConfigError(
             f"{f'launch.env.{bad[0]}' if bad else 'the command'} looks like a secret.",
             rule="a file that is written holds the names of secrets and no values.",
-            remedy=f"name the variable below launch.secrets: [{bad[0] if bad else 'API_TOKEN'}]",
+            remedy=f"name the variable below launch.pass_env: [{bad[0] if bad else 'API_TOKEN'}]",
         )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from memfit.errors import UsageError
 from memfit.jobs import call_in_child, load_target
@@ -23,7 +23,10 @@ from memfit.rundir import batch_size_of, loader_settings
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
 _SECONDS = 120
 #: Who runs the training, by what has been imported where the loaders are made.
-_LOOPS = {"lightning.pytorch": "lightning", "transformers.trainer": "huggingface"}
+_LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
+    "lightning.pytorch": "lightning",
+    "transformers.trainer": "huggingface",
+}
 
 
 def ask_of_loaders(
@@ -66,8 +69,8 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
 
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    known = (loop for module, loop in _LOOPS.items() if module in sys.modules)
-    use = LoaderUse(num_ranks=num_tasks, loop=next(known, "plain"))
+    known = [loop for module, loop in _LOOPS.items() if module in sys.modules]
+    use = LoaderUse(num_ranks=num_tasks, loop=known[0] if known else "plain")
     started = time.monotonic()
     with _limited(function):
         made = make(values)

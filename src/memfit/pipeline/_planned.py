@@ -29,7 +29,7 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
     """
     copy = run.path / "planned.json"
     found = read_json(file) or read_json(copy)
-    stages = found["stages"] if fits(found, _PLAN) else []
+    stages = found["stages"] if found and fits(found, _PLAN) else []
     forecasts = {stage["name"]: stage["forecast"] for stage in stages if stage["forecast"]}
     if not forecasts:
         raise UsageError(

@@ -80,7 +80,7 @@ def _sbatch(launch: Launch) -> str:
     notes = [f"# memory: {launch.memory_why}", *([f"# time: {launch.time_why}"] if launch.time_why else [])]
     notes.append(f"# signal: {launch.grace_why}, and a minute that Slurm may be early")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
-    needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.secrets]
+    needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.pass_env]
     again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
     body = [
         *notes,
@@ -123,7 +123,7 @@ def _folders(launch: Launch) -> dict[str, bool]:
 def _compose(launch: Launch) -> str:
     settings = launch.settings
     memory, shm = (write_size(size.bytes, ("g", "m")) for size in (launch.memory, launch.shm))
-    last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.secrets}
+    last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.pass_env}
     last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
     service: dict[str, Any] = {"build": "."} if settings.base_image else {"image": settings.image or launch.name}
     service |= {
@@ -161,7 +161,7 @@ def _kubernetes(launch: Launch) -> str:
     env: list[dict[str, Any]] = [{"name": name, "value": _plain(value)} for name, value in launch.env.items()]
     env.append({"name": "MEMFIT_RUNS_DIR", "value": f"{_HOME}/runs"})
     env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}} for name in settings.secrets
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}} for name in settings.pass_env
     ]
     container = {
         "name": launch.name,
@@ -236,14 +236,14 @@ def _dockerfile(launch: Launch) -> str:
     ]
     guarded = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in launch.env.items()}
     lines += [f'ENV {name}="{value}"' for name, value in guarded.items()]
-    if settings.secrets:
-        lines += [f"# Set when it is started, never here: {', '.join(settings.secrets)}"]
+    if settings.pass_env:
+        lines += [f"# Set when it is started, never here: {', '.join(settings.pass_env)}"]
     return "\n".join([*lines, f"CMD {json.dumps(launch.command)}", ""])
 
 
 def _env(launch: Launch) -> str:
     head = "# For docker compose: fill in, and keep it out of version control."
-    return "\n".join([head, *(f"{name}=" for name in launch.settings.secrets), ""])
+    return "\n".join([head, *(f"{name}=" for name in launch.settings.pass_env), ""])
 
 
 def _plain(text: str) -> str:

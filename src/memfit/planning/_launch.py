@@ -39,7 +39,7 @@ class LaunchSettings(Settings):
         data: Folders that the training reads. A container gets them read-only.
         outputs: Folders that it writes beside ``runs``, such as ``checkpoints``.
         env: Variables and their values. No secrets.
-        secrets: Names of variables that whoever starts the job has set.
+        pass_env: Names of variables that whoever starts the job has set.
     """
 
     start_with: Literal["torchrun", "srun"] = "torchrun"
@@ -54,7 +54,7 @@ class LaunchSettings(Settings):
     data: list[_Folder] = Field(default_factory=list)
     outputs: list[_Folder] = Field(default_factory=list)
     env: dict[_Variable, _Line] = Field(default_factory=dict)
-    secrets: list[_Variable] = Field(default_factory=list)
+    pass_env: list[_Variable] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
-from memfit.files import read_json
+from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
 from memfit.reports._numbers import print_facts
 from memfit.rundir import RunDir
@@ -87,7 +87,12 @@ def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
 def read_settings(run: RunDir) -> dict[str, Any]:
     """Return a run's resolved config, of commands also their parameters and folder; secrets are masked."""
     config, header = run.path / "config.yaml", run.header
-    found = read_file(config) if config.exists() else {}
+    try:
+        found = read_file(config, read_own(config).decode())
+    except FileNotFoundError:
+        found = {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(config, f"cannot be read: {error}") from None
     found |= {name: header.get(name) for name in ("combinations", "cwd") if header.get("kind") == "commands"}
     shown: dict[str, Any] = mask(found)
     return shown
