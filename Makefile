@@ -88,7 +88,7 @@ check-docs-long: install
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
-	for page in video recipes forecaster trajectory; do cp src/memfit_workloads/$$page/README.md build/docs/$$page.md; done
+	for page in video recipes forecaster trajectory; do sed "s#(../../../docs/#(#g" src/memfit_workloads/$$page/README.md > build/docs/$$page.md; done
 	sed -E 's#\(docs/#(#g; s#\(src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' README.md > build/docs/index.md
 	sed -i -E 's#\(\.\./src/memfit_workloads/([a-z]+)/README\.md#(\1.md#g' build/docs/*.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
