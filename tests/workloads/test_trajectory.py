@@ -16,7 +16,7 @@ from memfit_workloads.trajectory import data, scoring, training
 from memfit_workloads.trajectory.params import DataParams, TrajectoryParams
 
 SMALL = {
-    "data": {"places": ["RiLSA_example1", "RiLSA_example2"], "held_out": ["RiLSA_example2"], "simulations": 1,
+    "data": {"places": ["RiLSA_example1", "bs3d"], "held_out": ["bs3d"], "simulations": 1,
              "seconds": 80, "stride_seconds": 4, "raster_size": 16, "raster_cell": 4},
     "vocabulary": {"size": 16},
     "model": {"width": 8},
@@ -25,7 +25,8 @@ SMALL = {
     "seeds": 1,
 }  # fmt: skip
 needs_simulator = pytest.mark.skipif(
-    importlib.util.find_spec("libsumo") is None, reason="libsumo is not installed: pip install '.[trajectory]'"
+    None in (importlib.util.find_spec("libsumo"), importlib.util.find_spec("sumo")),
+    reason="libsumo or eclipse-sumo is not installed: pip install '.[trajectory]'",
 )
 
 
@@ -198,7 +199,7 @@ def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(tmp_p
     result = run(config(tmp_path), overrides=["dataloader.params.batch_size=16", "vocabulary.size=12"])
     assert result.state == "completed"
     left = result.path / "checkpoints"
-    own, held = (Output(left / f"prepare_RiLSA_example{one}.json").arrays("scenes") for one in (1, 2))
+    own, held = (Output(left / f"prepare_{one}.json").arrays("scenes") for one in ("RiLSA_example1", "bs3d"))
     by_split = [set(own["block"][own["split"] == number].tolist()) for number in range(4)]
     assert all(by_split[:3]) and not by_split[3] and len(set.union(*by_split)) == sum(map(len, by_split))
     assert (held["split"] == 3).all()

@@ -81,7 +81,7 @@ def find_network(place: str) -> Path:
     raise ConfigError(
         f"the place {place} is not there.",
         rule="a place is a path of a .net.xml file, or a network of an installed package.",
-        remedy=f"name one of {', '.join(sorted(known))}; pip install eclipse-sumo (473 MB) brings more",
+        remedy=f"name one of {', '.join(sorted(known))}; those of OpenStreetMap: pip install eclipse-sumo",
     )
 
 
@@ -233,17 +233,19 @@ def _centre(vehicles: Any, name: str) -> tuple[float, float, float]:
     return x - half * np.cos(heading), y - half * np.sin(heading), heading
 
 
+def _lanes(libsumo: Any) -> list[str]:
+    """Return the lanes that cars may use."""
+    return [one for one in libsumo.lane.getIDList() if "passenger" in (libsumo.lane.getAllowed(one) or ("passenger",))]
+
+
 def _read_road(libsumo: Any) -> Road:
-    lanes = []
-    for name in libsumo.lane.getIDList():
-        if "passenger" in (libsumo.lane.getAllowed(name) or ("passenger",)):
-            lanes.append((np.array(libsumo.lane.getShape(name)), libsumo.lane.getWidth(name)))
-    return Road(lanes)
+    lane = libsumo.lane
+    return Road([(np.array(lane.getShape(one)), lane.getWidth(one)) for one in _lanes(libsumo)])
 
 
 def _routes(libsumo: Any) -> list[tuple[str, ...]]:
     """Return the routes from where traffic may begin to where it may end, in order of their names."""
-    edges = sorted(one for one in libsumo.edge.getIDList() if not one.startswith(":"))
+    edges = sorted({libsumo.lane.getEdgeID(one) for one in _lanes(libsumo) if not one.startswith(":")})
     rng = np.random.default_rng(0)
     pairs = [(a, b) for a in edges for b in edges if a != b]
     found = []

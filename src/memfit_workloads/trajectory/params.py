@@ -13,11 +13,11 @@ class DataParams(config.Settings):
     """Where the scenes come from, and how they are cut."""
 
     places: list[str] = Field(
-        ["RiLSA_example1", "RiLSA_example2", "RiLSA_example3", "RiLSA_example4"],
+        ["A10KW", "DRT", "RiLSA_example1", "RiLSA_example3", "bs3d"],
         min_length=1,
         description="networks of roads: names in the installed packages, or paths of .net.xml files",
     )
-    held_out: list[str] = Field(["RiLSA_example2"], description="places that are only tested on")
+    held_out: list[str] = Field(default_factory=list, description="places that are only tested on")
     simulations: int = Field(2, ge=1, description="of each place, with a seed each")
     seconds: float = Field(120.0, gt=0, description="of each simulation")
     step: float = Field(0.1, gt=0, description="seconds of a step of the simulation")
