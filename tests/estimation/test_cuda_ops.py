@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -259,3 +260,14 @@ def test_real_tensors_meet_the_usual_kernels_afterwards() -> None:
 
     assert scaled_dot_product_attention(query, query, query).detach().equal(torch.ones(1, 1, 2, 4))
     assert normal.dtype is torch.bfloat16
+
+
+def test_what_compiles_later_takes_no_kernel_of_an_estimate() -> None:
+    """Compiling remembers which kernel an operation runs; those of an estimate are gone at its end."""
+    query = torch.ones(1, 1, 2, 4, requires_grad=True)
+    attend = scaled_dot_product_attention
+    with CudaOps(), FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
+        attend(query, query, query)
+    with enable_python_dispatcher():
+        (gradient,) = torch.autograd.grad(attend(query, query, query).sum(), query)
+    assert torch.equal(gradient, torch.ones_like(query))

@@ -420,7 +420,7 @@ def test_watching_changes_nothing_and_tells_all(tmp_path, events):  # noqa: F811
     assert [one["phase"] for one in events("phase")][:4] == ["train", "validate", "train", "validate"]
     assert events("step")[0]["num_steps"] == 3
     settings = [one["settings"] for one in events("loaders")]
-    assert [(one["workers"], one["validation workers"], one["accumulation"]) for one in settings] == [(0, 0, 1)]
+    assert [(one["workers"], one["validation workers"], one["accumulation"]) for one in settings] == [(0, 0, 2)]
 
 
 def test_a_stop_closes_a_logger_as_finished(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.library import Library
 
 from memfit.estimation import _attention
@@ -52,6 +53,12 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 
 
+def _operation(name: str) -> Any:
+    """Return the operation of aten with this name, such as ``softmax.int``."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(_aten, base), overload or "default")
+
+
 class CudaOps:
     """While entered, operations on fake CPU tensors take the memory that they take on CUDA.
 
@@ -66,6 +73,7 @@ class CudaOps:
         self.convolution_slack: dict[Phase, int] = {}
         self._threads_with_workspace: set[bool] = set()
         self._library: Library | None = None
+        self._registered: list[tuple[Any, DispatchKey]] = []
         self._scratch: dict[Any, Callable[[Sequence[Any], Any], Sequence[int]]] = {
             _aten._scaled_dot_product_flash_attention_backward.default: _attention.scratch_of_flash_backward,
             _aten._scaled_dot_product_cudnn_attention_backward.default: _attention.scratch_of_cudnn_backward,
@@ -89,19 +97,25 @@ class CudaOps:
             **{f"{kind}.input": partial(run_recurrent, kind) for kind in RECURRENT},
         }
         for name, kernel in kernels.items():
-            library.impl(name, kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
+            self._register(library, name, kernel, "AutogradCPU")
         for names, wrap in ((_IN_FP32, _cast_inputs), (_INTO_FP32, _ask_for_fp32)):
             for name in names.split():
                 if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-                    base, _, overload = name.partition(".")
-                    operation = getattr(getattr(_aten, base), overload or "default")
-                    library.impl(name, wrap(operation), "AutocastCPU")  # type: ignore[no-untyped-call]
+                    self._register(library, name, wrap(_operation(name)), "AutocastCPU")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
+            for operation, key in self._registered:  # compiling would still take the kernels that are gone
+                operation._uncache_dispatch(key)
+            self._registered.clear()
+
+    def _register(self, library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
+        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+        self._registered.append((_operation(name), DispatchKey.__members__[key]))
+        self._registered[-1][0]._uncache_dispatch(self._registered[-1][1])
 
     def _attend(
         self,
