@@ -120,7 +120,9 @@ def test_what_needs_no_torch_works_without_it(call, tmp_path):
     (tmp_path / "train.err").write_text(DEAD)
     (tmp_path / "gpt2.json").write_text(GPT2)
     (tmp_path / "train.py").write_text("def train(ctx):\n    return {'score': 0.5}\n")
-    (tmp_path / "job.yaml").write_text("name: train\ncommand: python train.py\nmemory: 4GiB\n")
+    (tmp_path / "job.yaml").write_text(
+        "experiment: train\nstages: {train: {run: [python, train.py]}}\nresources: {memory: 4GiB}\n"
+    )
     estimate = ("estimate", "--hf-config", "gpt2.json", "--gpu", "24GiB", "--seq-len", "512")
     for words, shown in (
         (("budget",), "Jobs can have"),
@@ -132,7 +134,7 @@ def test_what_needs_no_torch_works_without_it(call, tmp_path):
         (("report", "two"), "wrote "),
         (("diagnose", "train.err"), "out of the GPU's memory (proved)"),
         (estimate, "fits: needs"),
-        (("launch", "job.yaml", "--format", "sbatch"), "#SBATCH --mem=6G"),
+        (("launch", "job.yaml", "--format", "sbatch"), "#SBATCH --mem=5G"),
     ):
         code, text = call("memfit", *words)
         assert code == 0 and shown in text, (words, text)

@@ -500,11 +500,10 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
         "dist.destroy_process_group()\n"
     )
     config = {
-        "name": "pair",
-        "command": ["python", "train.py"],
-        "num_nodes": 2,
-        "ranks_per_node": 2,
-        "memory": {"rank": "400MiB"},
+        "experiment": "pair",
+        "stages": {"train": {"run": ["python", "train.py"]}},
+        "resources": {"ranks": 4, "memory": "400MiB"},
+        "slurm": {"nodes": 2},
     }
     (tmp_path / "job.yaml").write_text(json.dumps(config))
 
@@ -514,7 +513,7 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
 
     assert "to start at" in memfit("--test-only").stderr
-    assert memfit("--set", "memory.rank=4GiB").returncode == 3
+    assert memfit("--set", "resources.memory=4GiB").returncode == 3
     told = memfit("--submit").stderr
     number = told.rpartition("job ")[2].strip()
     log = tmp_path / f"pair_{number}.log"
