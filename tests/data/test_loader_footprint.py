@@ -267,7 +267,7 @@ def test_two_workers_of_a_data_loader_take_what_was_forecast(tmp_path):
     for found in (listed, array, spawned):
         forecast = sum(size for name, size in found["parts"].items() if name != "data")
         # The measured workers belong to a training, whose process writes to pages that it shares with them: 9 MiB each.
-        assert found["grown_bytes"] < 1.05 * forecast, found
+        assert found["grown_bytes"] < 1.1 * forecast, "docs/loading.md adds 10 % for a limit"
         assert forecast < 1.1 * found["grown_bytes"] + 2 * 10 * MIB, found
     assert listed["parts"]["dataset copies"] > 20 * MIB > MIB > array["parts"]["dataset copies"]
     assert listed["grown_bytes"] - array["grown_bytes"] > 20 * MIB
