@@ -76,9 +76,12 @@ def main() -> None:
         if valid is None:
             valid = load(given.folder, "valid")
         with torch.no_grad():
-            sums: list[Any] = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size // size)]
+            sums = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size // size)]
+        summed = torch.stack(sums).sum()
+        group.all_reduce(summed)  # the mean over the ranks is known when all have validated
         if rank == 0:
-            print(f"epoch {epoch + 1}/{given.epochs} valid_loss {sum(sums).item() / len(valid):.3f}", flush=True)
+            mean = summed.item() / size / len(valid)
+            print(f"epoch {epoch + 1}/{given.epochs} valid_loss {mean:.3f}", flush=True)
             phase("checkpoint")
             torch.save(model.module.state_dict(), Path(os.environ.get("MEMFIT_CANARY", ".")) / "last.pt")
             print("saved last.pt", flush=True)

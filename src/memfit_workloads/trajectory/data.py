@@ -81,7 +81,7 @@ def find_network(place: str) -> Path:
     raise ConfigError(
         f"the place {place} is not there.",
         rule="a place is a path of a .net.xml file, or a network of an installed package.",
-        remedy=f"name one of {', '.join(sorted(known))}; those of OpenStreetMap: pip install eclipse-sumo",
+        remedy=f"name one of {', '.join(sorted(known))}; those of OpenStreetMap: pip install 'memfit[trajectory]'",
     )
 
 
