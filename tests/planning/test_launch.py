@@ -167,6 +167,14 @@ def test_a_measured_run_stands_for_a_node_and_counts_what_it_shares_once():
         made(own, measured=empty)
 
 
+def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
+    job = measured_run("recipes").job_dir("train") / "job.json"
+    job.write_text(json.dumps({"stage": "train", "arguments": {"order": {"target": "train:train"}}}))
+    assert made(SERVICE).memory_why.startswith("28.00 GiB (declared")
+    job.write_text(json.dumps({"stage": "train", "arguments": {}}))
+    assert made(SERVICE).memory_why.startswith("6.00 GiB (measured on train of run_")
+
+
 def test_the_time_to_stop_follows_from_the_longest_save_that_was_measured():
     measured_run("recipes", saves=(3.0, 41.0))
     launch = made(SERVICE)

@@ -338,7 +338,8 @@ def _size(
     own, memory = order.topology(stage.name), order.settings.memory
     nodes = order.nodes_of(stage)
     for run in runs:
-        statuses = {one.job_id: one for one in _done(run, own.like or stage.name)}
+        target = None if own.like else order.settings.target
+        statuses = {one.job_id: one for one in _done(run, own.like or stage.name, target)}
         sizes = {status.job_id: status.footprint for status in statuses.values() if status.footprint is not None}
         if sizes:
             job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
@@ -357,12 +358,13 @@ def _size(
     return None, "not measured yet", None, tasks
 
 
-def _done(run: RunDir, stage: str) -> Iterator[JobStatus]:
-    """Yield the jobs of a stage that completed in a run."""
+def _done(run: RunDir, stage: str, target: str | None) -> Iterator[JobStatus]:
+    """Yield the jobs of a stage that completed in a run; of one target alone, or of commands if that is empty."""
     for folder in sorted((run.path / "jobs").glob(f"{stage}*")):
         with suppress(DamagedError):
-            status = read_status(run, folder.name)
-            if status.state == "completed" and (read_json(folder / "job.json") or {}).get("stage") == stage:
+            status, job = read_status(run, folder.name), read_json(folder / "job.json") or {}
+            own = (job.get("arguments") or {}).get("order", {}).get("target", "")
+            if status.state == "completed" and job.get("stage") == stage and target in (None, own):
                 yield status
 
 
