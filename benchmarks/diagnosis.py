@@ -9,7 +9,7 @@ for, and nothing about logs that nobody has seen. For that, FILE holds logs of o
 A corpus has one JSON object a line: ``id``, ``text``, ``label`` (``oom``, ``recovered``, ``kind``, ``phase``, ``cause``
 and four figures in GiB) and ``notes``; or ``name``, ``text`` and ``want``, which is the label. What a label does not
 name does not count. Excerpts whose notes begin with AMBIGUOUS are scored apart: there the text does not decide, and
-right is the label or "killed, by whom is not shown". A phase counts where the label knows one. Figures are exact when
+right is the label or "killed, sender unknown". A phase counts where the label knows one. Figures are exact when
 each is within a thousandth, and None where the label says so. Beside it stands the rule that looks for five substrings
 anywhere in the text, as training code in the field does.
 
@@ -181,7 +181,7 @@ def report(found: dict[str, Any]) -> str:
         "",
         f"false 'out of memory': {found['false_oom'][0]} of {found['false_oom'][1]} (95 %: {low:.1%} to {high:.1%})",
         f"phase 'unknown' where the label knows none: {found['phase_unknown'][0]} of {found['phase_unknown'][1]}",
-        f"ambiguous, label or 'killed, by whom is not shown': {found['ambiguous'][0]} of {found['ambiguous'][1]}",
+        f"ambiguous, label or 'killed, sender unknown': {found['ambiguous'][0]} of {found['ambiguous'][1]}",
         f"five substrings: out of memory or not right in {found['substrings'][0]} of {found['substrings'][1]},"
         f" false 'out of memory' {found['substrings_false_oom'][0]} of {found['substrings_false_oom'][1]}",
     ]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from memfit.pipeline import RunConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
 #: What the log and the list of requirements quote stays as it was said.
@@ -43,6 +45,15 @@ def test_each_word_of_the_glossary_is_used() -> None:
     words = [word for word in table if word != "word"]
     assert len(words) == 20
     assert [word for word in words if not re.search(rf"\b{word}", text)] == []
+
+
+def test_the_page_of_commands_lists_every_setting() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text().partition("## All settings")[2]
+    names = set(RunConfig.model_fields)
+    for section in ("memory", "resources"):
+        names.remove(section)
+        names |= {f"{section}.{name}" for name in type(getattr(RunConfig(experiment="x"), section)).model_fields}
+    assert {name for name in names if f"`{name}`" not in page} == set()
 
 
 def matches(words: str, path: Path) -> list[re.Match[str]]:

@@ -371,7 +371,7 @@ def test_without_a_table_a_line_tells_after_a_silence_what_runs_and_what_others_
     made.job("cmd_0001", "running", name="status.json", phase="train")
     tick = shown.live.show(made.run)
     wait = {"reason": "it needs 300.0 MiB", "arithmetic": "", "on": "memory"}
-    made.event(1, "wait", "cmd_0002", num_running=1, **wait, text="cmd_0002 queued: it needs 300.0 MiB")
+    made.event(1, "wait", "cmd_0002", num_running=1, **wait, text="cmd_0002 waits: it needs 300.0 MiB")
     tick()
     num, now = len(shown.lines), time.monotonic()
     monkeypatch.setattr("time.monotonic", lambda: now + silent)

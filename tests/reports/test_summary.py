@@ -111,7 +111,7 @@ def test_the_total_is_the_wall_clock_and_not_the_sum_of_folds_side_by_side(made)
     made.event(70, "run", state="completed")
     for fold in (1, 2, 3):
         made.job(f"fold_{fold}", at=5, seconds=60, cpu_seconds=35.0)
-    assert "1m 10s wall clock; the jobs kept 1.5 cores busy" in printed(made.run, 120)
+    assert "1m 10s wall clock; the jobs used 1.5 cores on average" in printed(made.run, 120)
     made.event(100, "run", state="continued")
     made.event(102, "run", state="completed")
     assert "2.0s wall clock of the last command\n" in printed(made.run, 120)

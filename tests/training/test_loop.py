@@ -224,7 +224,7 @@ def test_stop_and_resume_are_events(tmp_path, events):
 
 def test_a_stop_before_anything_was_trained_saves_nothing(tmp_path, events):
     model, optimizer, _ = parts()
-    for kept in ("nothing was trained yet", "step-5 holds this very moment"):
+    for kept in ("nothing was trained yet", "step-5 holds all steps so far"):
         loop = Loop(tmp_path, every=9, model=model, optimizer=optimizer)
         with pytest.raises(StoppedError, match=kept), loop:
             signal.raise_signal(signal.SIGTERM)

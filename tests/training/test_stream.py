@@ -385,7 +385,7 @@ def test_a_stop_is_noted_and_ends_with_75():
     stopper.listen()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopper.noted == "SIGTERM"
-    error = stopper.end("after step 3", "step-3 holds this very moment.", epoch=0, step=3)
+    error = stopper.end("after step 3", "step-3 holds all steps so far.", epoch=0, step=3)
     assert isinstance(error, StoppedError)
     assert error.exit_code == 75
     stopper.close()

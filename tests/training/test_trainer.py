@@ -197,7 +197,7 @@ def test_a_signal_stops_after_the_step_and_the_next_start_goes_on_there(tmp_path
         make(tmp_path, loss=stop_at(2, 2, number, data)).fit(data, num_epochs=3, preflight=False)
     assert error.value.exit_code == 75
     assert f"Stopped by {signal.Signals(number).name} in epoch 2, after its step 2 of 3." in str(error.value)
-    assert "holds this very moment: nothing will be repeated" in str(error.value)
+    assert "holds all steps so far: nothing will be repeated" in str(error.value)
     assert signal.getsignal(number) is before
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["step"] == 2
     steps = []
@@ -233,7 +233,7 @@ def test_a_signal_in_validation_leaves_it_between_two_batches(tmp_path):
 def test_a_script_that_is_stopped_ends_with_75_and_says_why(crashes):
     assert crashes["stderr"].count("Stopped by SIGTERM in epoch 1, after its step 1 of 3.") == 1
     assert "Traceback" not in crashes["stderr"]
-    assert "holds this very moment: nothing will be repeated" in crashes["stderr"]
+    assert "holds all steps so far: nothing will be repeated" in crashes["stderr"]
 
 
 def test_a_stop_can_be_caught_and_sent_between_processes():

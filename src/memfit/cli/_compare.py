@@ -60,7 +60,7 @@ def compare(
     If A is a plan (run --plan --out plan.json, or a run's plan.json), its forecast of memory stands beside what B took.
     With --plan, A may be a run: what it took then stands for the forecast.
 
-    Exit codes: 0 done, whatever the verdict, 2 bad input, or a difference that is not named.
+    Exit codes: 0 done, whatever the verdict, 2 bad input, or a further difference without --differs.
     """
     if flags.plan or a.endswith(".json"):
         found, show = _by_plan(a, b, flags)

@@ -148,7 +148,7 @@ def stop(
     memfit stop runs/demo
     memfit stop runs/demo/cmd_0003 --now
 
-    Queued jobs do not start. A job that is not done after the run's --grace seconds is killed. memfit resume continues
+    Waiting jobs do not start. A job that is not done after the run's --grace seconds is killed. memfit resume continues
     the run.
 
     Exit codes: 0 it has ended, or nothing ran, 2 no such run, 130 the waiting was interrupted.

@@ -23,7 +23,7 @@ _KINDS = {
     "other_accelerator": "out of the accelerator's memory",
 }
 _CAUSES = {
-    "killed": "killed; by whom and why is not shown",
+    "killed": "killed by SIGKILL; its sender is unknown",
     "exit_status": "ended by itself, with an exit status that is an error",
     "rank_lost": "a rank was lost, and its group began again",
     "limit_touched": "touched its limit of host memory; nothing was killed",

@@ -11,7 +11,7 @@ from memfit.estimation._gpus import Gpu
 from memfit.estimation._interval import Interval
 from memfit.memory import why_tight
 
-#: A figure of device memory. ``allocated``: in tensors; ``active``: also blocks that wait for another stream;
+#: A figure of device memory. ``allocated``: in tensors; ``active``: also freed blocks that a stream may still use;
 #: ``reserved``: held by torch's allocator; ``device``: all that the process takes, as nvidia-smi shows it.
 Metric = Literal["allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"]
 METRICS: tuple[Metric, ...] = get_args(Metric)

@@ -471,10 +471,8 @@ class _Guard(MemfitCallback):
         epoch, step = self._position(state)
         if self._epoch >= 0 and not step:
             self._close_epoch()
-        kept = f"{self.folder.folder_of(state.global_step)} holds this very moment: nothing will be repeated."
-        if not state.global_step:
-            kept = "nothing was trained yet: nothing will be repeated."
-        raise self.stopper.end(f"after step {state.global_step} of {state.max_steps}", kept, epoch=epoch, step=step)
+        where, kept = f"after step {state.global_step} of {state.max_steps}", self.folder.holds(state.global_step)
+        raise self.stopper.end(where, kept, epoch=epoch, step=step)
 
 
 def _deaf(loader: Any) -> Any:

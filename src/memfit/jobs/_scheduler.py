@@ -282,7 +282,7 @@ class Scheduler:
             self._why_waiting, running = kind, len(self._running)
             fields = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on, "num_running": running}
             available = f", {format_bytes(max(0, wait.available))} available" if wait.lacks else ""
-            self.say("wait", job=entry.job.id, **fields, text=f"{entry.job.id} queued: {wait.reason}{available}")
+            self.say("wait", job=entry.job.id, **fields, text=f"{entry.job.id} waits: {wait.reason}{available}")
 
     def _refuse(self, entry: Entry, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""

@@ -12,7 +12,7 @@ from memfit.units import format_bytes
 
 _METRICS = {
     "allocated_bytes": "live tensors",
-    "active_bytes": "also blocks that wait for another stream",
+    "active_bytes": "allocated, and freed blocks that a CUDA stream may still use",
     "reserved_bytes": "held by torch's allocator",
     "device_bytes": "all of the process, as nvidia-smi shows it",
 }

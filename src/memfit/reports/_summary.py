@@ -282,7 +282,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
     if state.outgrown:
         yield "sizes", explain_outgrown(state)
     cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
-    busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not state.num_restarts else ""
+    busy = f"; the jobs used {cores:.1f} cores on average" if cores and is_whole and not state.num_restarts else ""
     last = " of the last command" if state.num_commands > 1 else ""
     yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     yield from _ranks(rows)

@@ -316,7 +316,7 @@ class Fit:
         where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
         rule = "without checkpoint_dir nothing is saved: it will start over."
         if self.folder is not None:
-            rule = f"{self.folder.path} holds this very moment: nothing will be repeated."
+            rule = f"{self.folder.path} holds all steps so far: nothing will be repeated."
         if (epoch, step) == (0, 0):
             where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")

@@ -235,7 +235,7 @@ class Stopper:
 
         Args:
             where: How far the training is, such as ``after step 730``.
-            kept: What holds this very moment, as a sentence.
+            kept: Which checkpoint holds all steps so far, as a sentence.
             position: ``epoch`` and ``step`` for the event.
         """
         record("stop", signal=self.noted, **position)

@@ -108,7 +108,7 @@ class SealedFolder:
 
     def holds(self, step: int) -> str:
         """Return what a stop between two steps says of its checkpoint."""
-        kept = f"{self.folder_of(step)} holds this very moment" if step else "nothing was trained yet"
+        kept = f"{self.folder_of(step)} holds all steps so far" if step else "nothing was trained yet"
         return f"{kept}: nothing will be repeated."
 
     def begin(self, step: int) -> Path:
