@@ -111,7 +111,7 @@ def refused(**given: Any) -> ConfigError:
             "reserve must be a size such as 8GiB, 512MiB or a whole number of bytes, got 1.5 (--set).",
             "give --set reserve=...",
         ),
-        ("pair=[1]", "pair[1] is missing.", "write 1: in the file, or give --set pair[1]=..., or MEMFIT_PAIR[1]=..."),
+        ("pair=[1]", "pair[1] is missing.", "write pair: in the file, or give --set pair=..., or MEMFIT_PAIR=..."),
         ("pair=[1, x]", 'pair[1] must be a valid integer, got "x" (--set).', "give --set pair[1]=..."),
         (
             "name=A",

@@ -33,7 +33,7 @@ def read(tmp_path):
         ("node_memory: 1GiB\ngpu: L40S\n", "give gpu and gpus_per_task together"),
         ("node_memory: 1GiB\ngpus_per_task: 1\n", "give gpu and gpus_per_task together"),
         ("node_memory: 1GiB\nshm: 2GiB\n", "shm must not be larger than node_memory"),
-        ("nodes: 2\n", "node_memory"),
+        ("nodes: 2\n", r"node_memory is missing.*(?s:.)write node_memory: in the file$"),
     ],
 )
 def test_what_is_no_machine_is_refused_in_three_parts(read, text, what):

@@ -72,7 +72,12 @@ def report(problems: Sequence[ConfigError]) -> ConfigError:
 
 
 def from_pydantic(
-    error: ValidationError, model: type[BaseModel], tree: Any, origins: Mapping[str, str], prefix: str
+    error: ValidationError,
+    model: type[BaseModel],
+    tree: Any,
+    origins: Mapping[str, str],
+    prefix: str,
+    is_file_alone: bool = False,
 ) -> list[ConfigError]:
     """Return the problems in pydantic's error: one for each place, whatever alternatives its type has."""
     grouped: dict[tuple[tuple[str | int, ...], str], list[Any]] = {}
@@ -84,7 +89,9 @@ def from_pydantic(
     for (path, kind), group in grouped.items():
         name = prefix + dotted(path)
         if kind == "missing":
-            remedy = f"write {path[-1]}: in the file, or give {OVERRIDE} {name}=..., or {variable(name)}=..."
+            whole = name.partition("[")[0]  # a part of a list has no variable
+            remedy = f"write {whole if '[' in name else path[-1]}: in the file"
+            remedy += "" if is_file_alone else f", or give {OVERRIDE} {whole}=..., or {variable(whole)}=..."
             problems.append(ConfigError(f"{name} is missing.", rule=f"{model.__name__} needs it", remedy=remedy))
         elif kind == "extra_forbidden":
             problems.append(_unknown(name, model, origin_of(name, origins), prefix))

@@ -138,7 +138,7 @@ def resolve(
     layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
         layers.read_override(override, model)
-    return _checked(model, layers.given, layers.problems, "")
+    return _checked(model, layers.given, layers.problems, "", is_file_alone=env is not None and not (env or overrides))
 
 
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
@@ -308,7 +308,11 @@ def _text(file: Path) -> str:
 
 
 def _checked(
-    model: type[M], given: dict[Keys, tuple[Any, str]], problems: list[ConfigError], prefix: str
+    model: type[M],
+    given: dict[Keys, tuple[Any, str]],
+    problems: list[ConfigError],
+    prefix: str,
+    is_file_alone: bool = False,
 ) -> Resolved[M]:
     tree: dict[str, Any] = {}
     for path, (value, _) in given.items():
@@ -317,7 +321,7 @@ def _checked(
     try:
         checked = _validated(model, tree)
     except ValidationError as error:
-        raise report(problems + from_pydantic(error, model, tree, origins, prefix)) from None
+        raise report(problems + from_pydantic(error, model, tree, origins, prefix, is_file_alone)) from None
     if problems:
         raise report(problems)
     return Resolved(checked, {name: origin_of(name, origins) for name in _leaves(checked, prefix)}, prefix, given)
