@@ -112,7 +112,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "", *, whole: bool = False
     }
     job = replace(
         job,
-        most_bytes=most_of_node(parse_node_limits(other), job.partition),
+        node_memory=most_of_node(parse_node_limits(other), job.partition),
         **{**sole, "epochs": progress.num_epochs or sole["epochs"]},
         epoch_seconds=progress.epoch_seconds,
         samples=_samples(texts),
@@ -196,9 +196,10 @@ def is_any_shown(checks: Sequence[Check]) -> bool:
 
 def _resources(found: Job, fixed: Job) -> Iterator[Check]:
     """The shape and the memory that Slurm granted; memory of a CPU or a GPU by the layout that it granted."""
-    memory = replace(found, request=fixed.request).request_bytes or fixed.request_bytes
+    memory = replace(found, request=fixed.request).node_request or fixed.node_request
+    wanted, got = (one.bytes if one else None for one in (memory, found.node_request))
     sizes = (
-        ("memory", memory, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
+        ("memory", wanted, got, lambda count: f"{format_bytes(count)} of each node"),
         ("nodes", fixed.nodes, found.nodes, str),
         ("tasks", fixed.tasks_per_node, found.tasks_per_node, lambda count: f"{count} on each node"),
         ("cpus", fixed.cpus_per_task, found.cpus_per_task, lambda count: f"{count} of each task"),
