@@ -74,6 +74,16 @@ def format_duration(seconds: float, *, short: bool = False) -> str:
     return f"{minutes}m {rest:02d}s"
 
 
+def format_count(count: int, name: str) -> str:
+    """Return a count and what it counts, whose plural ends with an s.
+
+    >>> format_count(1, "rank"), format_count(0, "rank"), format_count(16, "rank of a node")
+    ('1 rank', '0 ranks', '16 ranks of a node')
+    """
+    first, gap, rest = name.partition(" of ")
+    return f"{count} {first}{'s' * (count != 1)}{gap}{rest}"
+
+
 def list_some(names: Sequence[str], most: int = 5) -> str:
     """Return the first names with commas, and how many more there are.
 

@@ -82,7 +82,7 @@ def render(
 
     Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
     """
-    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), _short_names(state)
+    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), short_names(state)
     for row in _shown(rows):
         lines += [_cells(row, state.run), *_rank_cells(row)]
     shown = [
@@ -107,7 +107,7 @@ def render(
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
 
 
-def _short_names(state: RunState) -> dict[str, str]:
+def short_names(state: RunState) -> dict[str, str]:
     """Return for each job's name the parameters in which the jobs differ; its name where it has none."""
     values = [*state.params.values()]
     found = {}
