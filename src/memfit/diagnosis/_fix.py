@@ -25,7 +25,7 @@ from memfit.diagnosis._remedies import (
 )
 from memfit.errors import UsageError
 from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
-from memfit.units import GIB, format_bytes, write_size
+from memfit.units import GIB, format_bytes, format_count, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
@@ -238,8 +238,8 @@ class _Fixer:
         given = self.script.directives
         nodes, tasks, each = (read_value(given[name].value) if name in given else None for name in names)
         if nodes and tasks and each and tasks != nodes * each:
-            reason = f"{nodes} nodes x {each} tasks of each = {nodes * each}, not {tasks}"
-            yield from self._request("ntasks", str(nodes * each), reason)
+            reason = f"{format_count(nodes, 'node')} x {format_count(each, 'task of each')}"
+            yield from self._request("ntasks", str(nodes * each), f"{reason} = {nodes * each}, not {tasks}")
 
     def time(self) -> Iterator[Check]:
         """Raise the time limit by the pace that was seen, if it is too short."""

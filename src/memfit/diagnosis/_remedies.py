@@ -12,7 +12,7 @@ from memfit.diagnosis._job import ACCUMULATE, BATCH, OPTION_OF, Job
 from memfit.diagnosis._pod import POD
 from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Edit, Remedy, row
 from memfit.slurm import format_time
-from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
+from memfit.units import GIB, MIB, format_bytes, format_count, format_duration, round_up_size, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
@@ -347,7 +347,7 @@ def _fewer_tasks(job: Job) -> Iterator[Remedy]:
     if fit < tasks:
         why = f"{fit} x {format_bytes(task.bytes)} + {RESERVE:.0%} fit in {format_bytes(limit.bytes)}"
         saves = task.scaled(tasks - fit).bytes
-        yield row("fewer_tasks", saves, fit=fit, tasks=tasks, why=why, times=tasks / fit)
+        yield row("fewer_tasks", saves, fit=fit, few=format_count(fit, "task"), tasks=tasks, why=why, times=tasks / fit)
 
 
 def _of_shm(job: Job) -> Iterator[Remedy]:
@@ -366,7 +366,6 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
     if needed is None or not job.epochs or not job.epoch_seconds:
         return None
     size = int(-(-needed * (1 + TIME_RESERVE) // 1800) * 1800)
-    return size, (
-        f"{job.epochs} epochs x {format_duration(job.epoch_seconds)} = {format_duration(needed, short=True)}; "
-        f"+ {TIME_RESERVE:.0%} = {format_duration(size, short=True)}"
-    )
+    whole, more = (format_duration(seconds, short=True) for seconds in (needed, size))
+    epochs = f"{format_count(job.epochs, 'epoch')} x {format_duration(job.epoch_seconds)}"
+    return size, f"{epochs} = {whole}; + {TIME_RESERVE:.0%} = {more}"

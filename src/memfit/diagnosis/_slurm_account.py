@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from memfit.amounts import Amount, Layout
 from memfit.diagnosis._job import Job
 from memfit.slurm import Row
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 _TOTAL = "requested over its nodes"
 #: Samples above this share of a limit can explain a kill at it.
@@ -123,7 +123,7 @@ def _limit(known: Sequence[Row], layout: Layout) -> tuple[Amount | None, str]:
     found += [row for row in asked if row[1].per == "job" and not row[0].step]  # without n or c, since Slurm 21.08
     for one, amount, source in found:
         if node := replace(layout, nodes=one.num_nodes or layout.nodes).to(amount, "node"):
-            of_cpu = f" of a CPU x {node.bytes // amount.bytes} CPUs"
+            of_cpu = f" of a CPU x {format_count(node.bytes // amount.bytes, 'CPU')}"
             return node, source + {"cpu": of_cpu, "job": " over its nodes"}.get(amount.per, "")
     return found[0][1:] if found else (None, "")
 

@@ -13,7 +13,7 @@ from memfit.config import write_yaml
 from memfit.errors import ConfigError, UsageError
 from memfit.jobs import render_script
 from memfit.planning._launch import Launch, LaunchFormat
-from memfit.units import write_size
+from memfit.units import format_count, write_size
 
 #: What an image must not hold: keys, the history of old ones, and what runs leave.
 _NOT_IN_IMAGES = (
@@ -43,7 +43,7 @@ def render(launch: Launch, form: LaunchFormat) -> str:
     """
     if form != "sbatch" and launch.is_split:
         raise UsageError(
-            f"{launch.name} has {launch.num_nodes} nodes, or ranks that srun starts.",
+            f"{launch.name} has {format_count(launch.num_nodes, 'node')}, or ranks that srun starts.",
             rule=f"--format {form} starts all ranks in one container.",
             remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
         )

@@ -14,7 +14,7 @@ from memfit.memory import Sample
 from memfit.reports._charts import COLOURS, Line, byte_ticks, draw_lines, legend, number_ticks
 from memfit.reports._numbers import is_number
 from memfit.rundir import Event, RunDir, RunState, event_time, read_events
-from memfit.units import format_bytes, natural_order
+from memfit.units import format_bytes, format_count, natural_order
 
 #: Numbers of an epoch that say how fast it was, not what was learned.
 _PACE = frozenset({"seconds", "samples_per_second", "wait_share", "device_use", "num_threads"})
@@ -128,12 +128,12 @@ def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> 
     if not charts:
         return
     named = [(state.name(one), colour) for one, colour in colours.items() if colour != COLOURS[-1]]
-    yield legend([*named, (f"{len(order) - len(named)} others", COLOURS[-1])] if is_crowd else named)
+    yield legend([*named, (format_count(len(order) - len(named), "other"), COLOURS[-1])] if is_crowd else named)
     yield f'<div class="charts">{"".join(charts)}</div>'
     notes = ["Dashed: training; solid: validation."] if have_both else []
     notes += ["Read from the lines of the logs."] if curves.is_from_logs else []
     if (left := len(metrics) - _MOST_CHARTS) > 0:
-        notes.append(f"{left} more metrics are in the table below.")
+        notes.append(f"The table below has {format_count(left, 'more metric')}.")
     yield f'<p class="note">{" ".join([*notes, "Point at a chart to see its values."])}</p>'
 
 

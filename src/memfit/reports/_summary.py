@@ -290,8 +290,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
     if state.num_restarts:
         took = sum(row.earlier_seconds for row in rows)
         took_text = f"; their earlier attempts took {format_duration(took)}" if took else ""
-        times = f"{state.num_restarts} time{'s' if state.num_restarts > 1 else ''}"
-        yield "restarts", f"memfit restarted jobs {times}{took_text}"
+        yield "restarts", f"memfit restarted jobs {format_count(state.num_restarts, 'time')}{took_text}"
     if state.outgrown:
         yield "sizes", explain_outgrown(state)
     cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
@@ -313,9 +312,9 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
 def explain_outgrown(state: RunState) -> str:
     """Return which jobs needed more than was thought, what that cost, and what helps."""
     num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
-    cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
+    cost = f"no job started meanwhile, {format_count(num, 'time')}"
     if state.num_gave_way:
-        cost += f", and {state.num_gave_way} restart{'s' if state.num_gave_way > 1 else ''}"
+        cost += f", and {format_count(state.num_gave_way, 'restart')}"
     return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
@@ -370,7 +369,7 @@ def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
 def explain_forecast(error: Mapping[str, Any]) -> str:
     """Return a ``forecast_error`` in words."""
     side = "above" if error["median"] >= 0 else "below"
-    jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
+    jobs = format_count(error["num"], "job")
     return f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs}); too small: {error['num_under']}"
 
 
@@ -380,8 +379,8 @@ def explain_record(run: RunDir, rows: Sequence[JobState]) -> list[tuple[str, str
     if error is not None:
         lines.append(("forecast", explain_forecast(error)))
     if kills["num_killed"]:
-        runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
-        text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
+        runs = format_count(kills["num_runs"], "run of this experiment")
+        text = f"{kills['num_killed']} of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
         lines.append(("OOM kills", text))
     return lines
 

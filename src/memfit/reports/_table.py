@@ -15,7 +15,7 @@ from memfit.files import fits
 from memfit.memory import Budget
 from memfit.reports._numbers import explain_rank, or_dash, plain_table, sizes_of, what_it_does
 from memfit.rundir import JobState, RunDir, RunState, show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_count, format_duration
 
 _STYLE = {
     "running": "cyan",
@@ -145,7 +145,7 @@ def _footer(
     others = max(0, room.used_bytes - used)
     if state.budget.get("backend") == "slurm":
         num_nodes = len({row.node for row in rows if row.own == "running"})
-        nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+        nodes = format_count(num_nodes, "node")
         yield Text(
             f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
         )
