@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+import memfit
 from memfit.amounts import Amount
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.memory import Footprint
@@ -174,6 +175,27 @@ def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
     assert made(SERVICE).memory_why.startswith("28.00 GiB (declared")
     job.write_text(json.dumps({"stage": "train", "arguments": {}}))
     assert made(SERVICE).memory_why.startswith("6.00 GiB (measured on train of run_")
+
+
+def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_declared():
+    """A trial of a few minutes with a small batch, and then a launch of the real one."""
+    command = {"run": ["python", "-c", "import time; time.sleep(1.5)", "{params.batch}"]}
+    own = {"experiment": "trial", "stages": {"train": command}, "params": {"batch": 2}, "launch": {}}
+    with pytest.raises(ConfigError, match="the memory of train is not known"):
+        made(own)
+    found = memfit.run(Path("job.yaml")).path
+    (found / "events/a-1-1.jsonl").write_text('{"time": 1060.0, "job": "train", "kind": "checkpoint", "seconds": 3}\n')
+    same = made(own)
+    assert re.match(r"\S+ .iB \(measured on train of run_\w+\), 10%", same.memory_why) and not same.notes
+    larger = made(own | {"params": {"batch": 64}})
+    assert "with other settings: batch 2 -> 64)" in larger.memory_why
+    (note,) = larger.notes
+    assert "batch 2 -> 64; the request has room for that job. Measure these: memfit run job.yaml" in note
+    assert (same.grace_seconds, larger.grace_seconds) == (10, 60)  # a larger model takes longer to save
+    words = [*command["run"], "--compile"]
+    assert "with other settings: the command changed)" in made(own | {"stages": {"train": {"run": words}}}).memory_why
+    declared = made(own | {"params": {"batch": 64}, "resources": {"memory": "3GiB"}})
+    assert declared.memory_why.startswith("3.00 GiB (declared") and not declared.notes
 
 
 def test_the_time_to_stop_follows_from_the_longest_save_that_was_measured():

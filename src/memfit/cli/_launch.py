@@ -67,7 +67,7 @@ def launch(
     measured = find_run(flags.measured) if flags.measured is not None else None
     machine = Machine.read(flags.on) if flags.on is not None else None
     made = plan_launch(config, overrides=given, measured=measured, machine=machine, form=format_)
-    notes = []
+    notes = list(made.notes)
     if machine is not None:
         made.check_machine(machine, str(flags.on))
     else:

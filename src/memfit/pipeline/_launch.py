@@ -20,7 +20,7 @@ from memfit.memory import Footprint, why_tight
 from memfit.pipeline._config import RunConfig, resolve_settings
 from memfit.pipeline._grid import PLACEHOLDER, fill
 from memfit.pipeline._order import Order, order_of_config
-from memfit.pipeline._plan_run import StagePlan, plan_run
+from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, changes_since, plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
 from memfit.rundir import RunDir, read, read_events
 from memfit.slurm import format_time
@@ -37,12 +37,21 @@ _SHELL = re.compile(r"[;&|<>$`\n]")
 
 
 class _Measured(NamedTuple):
-    """What a run took: its largest job and that job's ranks, the seconds of an epoch and of the longest save."""
+    """What a run took: its largest job and that job's ranks, the seconds of an epoch and of the longest save.
+
+    ``changes`` are the settings that its largest job did not have.
+    """
 
     footprint: Footprint | None = None
     num_ranks: int = 1
     epoch_seconds: float | None = None
     save_seconds: float | None = None
+    changes: str = ""
+
+    @property
+    def remark(self) -> str:
+        """What is said beside its figures."""
+        return f", {WITH_OTHER}{self.changes}" if self.changes else ""
 
 
 class _Planned(NamedTuple):
@@ -86,7 +95,7 @@ def plan_launch(
     nodes, own = settings.slurm.nodes, settings.launch
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place], env=env)
-    told = _read_run(measured or next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None))
+    told = _read_run(order, measured or next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None))
     layout, is_split = _layout(order), nodes > 1 or own.start_with == "srun"
     planned = _largest(order, layout, source, measured, told)
     watching = Amount(0, "node") if is_split and own.start_with == "srun" else _WATCHING
@@ -113,6 +122,7 @@ def plan_launch(
         _variables(settings, is_split),
         settings.slurm.options,
         settings.slurm.extra,
+        () if measured is not None else _notes(planned),
     )
     _refuse_secrets(launch)
     return launch
@@ -141,7 +151,7 @@ def _layout(order: Order) -> Layout:
     return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(max(gpus) / nodes))
 
 
-def _read_run(run: RunDir | None) -> _Measured:
+def _read_run(order: Order, run: RunDir | None) -> _Measured:
     """Return what a run took; nothing if there is none."""
     if run is None:
         return _Measured()
@@ -153,7 +163,9 @@ def _read_run(run: RunDir | None) -> _Measured:
         return _Measured(save_seconds=longest)
     largest = max(jobs, key=lambda one: sizes[one.id].private_bytes)
     seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
-    return _Measured(sizes[largest.id], max(1, len(largest.ranks)), seconds, longest)
+    stage = order.by_name.get(largest.stage)
+    changes = changes_since(order, stage, run, largest.id) if stage is not None else ""
+    return _Measured(sizes[largest.id], max(1, len(largest.ranks)), seconds, longest, changes)
 
 
 def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None, told: _Measured) -> _Planned:
@@ -174,14 +186,14 @@ def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None
         node_memory=config.ByteSize(_BOUNDLESS.bytes),
     )
     found: list[_Planned] = []
-    plan = plan_run(order, new=True, on=machine)
+    plan = plan_run(order, new=True, on=machine, start=f"memfit run {shlex.quote(str(source))}")
     for stage in plan.stages:
         most = order.settings.max_parallel
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
         origin, size = stage.origin.partition("; its lines")[0], stage.footprint
         forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
         if measured is not None and told.footprint is not None:
-            nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}"
+            nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}{told.remark}"
             ledger = Ledger(layout, ()).completed(told.footprint, max(1, told.num_ranks // nodes), origin)
             forecast = replace(forecast, ledger=ledger, others=(), variants=())
         elif stage.forecast is None and size is not None:
@@ -219,6 +231,15 @@ def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[A
     return size, why
 
 
+def _notes(planned: _Planned) -> tuple[str, ...]:
+    """Return what a request does not prove: it follows from a job of other settings."""
+    if WITH_OTHER not in planned.origin:
+        return ()
+    stage = planned.stage.name
+    text = f"the memory of {stage} was measured {planned.origin.partition(', ')[2]}; the request has room for that job."
+    return (f"{text} Measure these: {planned.stage.measure[0]}; or declare --set stages.{stage}.memory=8GiB",)
+
+
 def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, int]:
     """Return what /dev/shm of a node must hold, how that follows, and the cores of a rank."""
     ledger = (planned.stage.forecast or planned.forecast).ledger
@@ -238,8 +259,9 @@ def _grace(settings: RunConfig, told: _Measured) -> tuple[float, str]:
     """Return how long a stop may take, and how that follows."""
     if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
         return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
-    seconds = max(_LEAST_GRACE_SECONDS, math.ceil(_SAVES * told.save_seconds))
-    return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured"
+    least = settings.grace_seconds if told.changes else _LEAST_GRACE_SECONDS
+    seconds = max(least, math.ceil(_SAVES * told.save_seconds))
+    return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured{told.remark}"
 
 
 def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
@@ -249,7 +271,8 @@ def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
     if settings.slurm.time or not own.num_epochs or not seconds:
         return settings.slurm.time, ""
     total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
-    return format_time(total), f"{format_count(own.num_epochs, f'epoch of {seconds:.0f} s')}, {slack:.0%} more"
+    epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
+    return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
 
 
 def _variables(settings: RunConfig, is_split: bool) -> dict[str, str]:

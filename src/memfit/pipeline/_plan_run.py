@@ -26,7 +26,7 @@ from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config
 from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_model
-from memfit.pipeline._results import Results, Unit
+from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
     Forecast,
@@ -43,6 +43,8 @@ from memfit.rundir import RunDir
 from memfit.units import format_count, format_duration
 
 _MOST_RUNS = 20
+#: Begins what is said of a figure that was measured on a job of other settings.
+WITH_OTHER = "with other settings: "
 #: A model is traced so long at most; then the formula answers.
 _TRACE_SECONDS = 30.0
 #: The numbers of jobs at once with a row each, beside as many as fit and all.
@@ -199,9 +201,9 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         return StagePlan(**facts)
     measure = []
     footprint, origin, seconds, num_tasks = _size(order, stage, runs, left)
-    if footprint is None and order.kind != "commands":
+    if (footprint is None or WITH_OTHER in origin) and order.kind != "commands":
         measure.append(f"{start} --until {name}" + (" --units 1" if stage.each or stage.units else ""))
-    elif footprint is None:
+    elif footprint is None or WITH_OTHER in origin:
         measure.append(f"{start} -- {shlex.join(_command(left[0]))}")
     if stage.has_probe and (order.topology(name).gpu_memory or order.settings.memory.gpu_job):
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
@@ -269,7 +271,9 @@ def _forecast(
         notes.append(f"not counted by part: weights, gradients, optimizer, activations, checkpoints; {name}")
     ledger = Ledger(layout, (*own, *step))
     if footprint is not None:
-        ledger = ledger.completed(footprint, num_tasks, origin)
+        whole = ledger.completed(footprint, num_tasks, origin)
+        # Lines are of the settings of now: a job of others only shows that they are too low.
+        ledger = whole if WITH_OTHER not in origin or ledger.peak <= whole.peak else ledger
     limit, shm = node.budget.lendable_bytes, node.budget.shm
     if node.machine is not None and ranks < node.machine.nodes * node.machine.tasks_per_node:
         number = node.machine.nodes * node.machine.tasks_per_node
@@ -336,19 +340,25 @@ def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Uni
 def _size(
     order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequence[Unit]
 ) -> tuple[Footprint | None, str, float | None, int]:
-    """Return the memory of one job of a stage, its origin, the mean seconds of a job, and its tasks on a node."""
-    own, memory = order.topology(stage.name), order.settings.memory
-    nodes = order.nodes_of(stage)
+    """Return the memory of one job of a stage, its origin, the mean seconds of a job, and its tasks on a node.
+
+    What was measured with the settings of now counts, then what is declared, then what was measured with others.
+    """
+    memory, nodes, other = order.settings.memory, order.nodes_of(stage), None
     for run in runs:
-        target = None if own.like else order.settings.target
-        statuses = {one.job_id: one for one in _done(run, own.like or stage.name, target)}
+        statuses = {one.job_id: one for one in _done(order, stage, run)}
         sizes = {status.job_id: status.footprint for status in statuses.values() if status.footprint is not None}
         if sizes:
             job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
             times = [(one.started, one.ended) for one in statuses.values()]
             seconds = [ended - started for started, ended in times if started is not None and ended is not None]
             mean, num_tasks = sum(seconds) / len(seconds) if seconds else None, len(statuses[job_id].ranks) // nodes
-            return sizes[job_id], f"measured on {job_id} of {run.path.name}", mean, max(1, num_tasks)
+            changes = changes_since(order, stage, run, job_id)
+            origin = f"measured on {job_id} of {run.path.name}{f', {WITH_OTHER}{changes}' if changes else ''}"
+            found = sizes[job_id], origin, mean, max(1, num_tasks)
+            if not changes:
+                return found
+            other = other or found
     declared, origin = order.declared(stage)
     tasks = max(1, order.ranks_of(stage) // nodes)
     if declared:
@@ -357,16 +367,29 @@ def _size(
         sizes_of = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
         largest = max(sizes_of, key=lambda one: one.private_bytes)
         return largest, f"declared: {memory.job_of}, the largest", None, tasks
-    return None, "not measured yet", None, tasks
+    return other or (None, "not measured yet", None, tasks)
 
 
-def _done(run: RunDir, stage: str, target: str | None) -> Iterator[JobStatus]:
-    """Yield the jobs of a stage that completed in a run; of one target alone, or of commands if that is empty."""
-    for folder in sorted((run.path / "jobs").glob(f"{stage}*")):
+def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> str:
+    """Return what of a stage's settings or command is not as it was for a job of an earlier run; empty if nothing."""
+    before = None if order.topology(stage.name).like else find_manifest(run.manifest_path(stage.name, job_id))
+    if before is None:
+        return ""
+    is_same = stage.command is None or is_same_command(before, stage)
+    changes = [*changed_settings(before, stage)[:4], *["the command changed"][is_same:]]
+    return " ".join("; ".join(changes).split())  # one line, whatever a setting is named
+
+
+def _done(order: Order, stage: StageSpec, run: RunDir) -> Iterator[JobStatus]:
+    """Yield the jobs of a stage, or of the one that it is like, that completed in a run of the same target."""
+    like = order.topology(stage.name).like
+    name = like or stage.name
+    for folder in sorted((run.path / "jobs").glob(f"{name}*")):
         with suppress(DamagedError):
             status, job = read_status(run, folder.name), read_json(folder / "job.json") or {}
-            own = (job.get("arguments") or {}).get("order", {}).get("target", "")
-            if status.state == "completed" and job.get("stage") == stage and target in (None, own):
+            target = (job.get("arguments") or {}).get("order", {}).get("target", "")
+            is_own = job.get("stage") == name and (like or target == order.settings.target)
+            if status.state == "completed" and is_own:
                 yield status
 
 

@@ -207,6 +207,17 @@ def _valid(path: Path, key: str) -> dict[str, Any] | None:
     return found if found is not None and found["key"] == key and is_foreseen(found) else None
 
 
+def changed_settings(before: Mapping[str, Any], stage: StageSpec) -> list[str]:
+    """Return the settings of a stage that are not those of a manifest, as texts."""
+    changes = differences(before["settings"], mask(stage.settings))
+    return [f"{one} {then!r:.40} -> {now!r:.40}" for one, then, now in changes]
+
+
+def is_same_command(before: Mapping[str, Any], stage: StageSpec) -> bool:
+    """Return whether a manifest was made by the command of a stage, whatever the code was that it ran."""
+    return bool(before["parts"]["code"] == digest([stage.command, before["code"]]))
+
+
 def _reason(before: Mapping[str, Any], unit: Unit) -> str:
     """Return what changed since a result was made."""
     results = {"needs": " and ".join(unit.stage.needs), "previous": "the unit before"}
@@ -216,8 +227,7 @@ def _reason(before: Mapping[str, Any], unit: Unit) -> str:
         if old == new:
             continue
         if name == "settings":
-            changes = differences(before["settings"], mask(unit.stage.settings))
-            found += [f"{one} {then!r:.40} -> {now!r:.40}" for one, then, now in changes] or ["a secret changed"]
+            found += changed_settings(before, unit.stage) or ["a secret changed"]
         elif name == "code":
             found.append(changed_code(before.get("code") or {}, unit.stage.code) or "the command changed")
         elif name in ("seed", "threads"):

@@ -75,6 +75,7 @@ class Launch:
         env: Variables of the training.
         slurm: Options of ``sbatch`` that say where it runs.
         slurm_extra: Further ones, as they were given.
+        notes: What whoever starts it should know.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     slurm: dict[str, str] = field(default_factory=dict)
     slurm_extra: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_nodes(self) -> int:
