@@ -43,9 +43,7 @@ def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
     if not total.bytes:
         return found
     words = f"the {format_bytes(limit.bytes)} of {'a node' if limit.per == 'node' else 'the job'} ({limit_source})"
-    said = (
-        f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total.bytes // tasks)} = {format_bytes(total.bytes)}"
-    )
+    said = f"{format_count(tasks, 'task')} x {format_bytes(total.bytes // tasks)} = {format_bytes(total.bytes)}"
     if known is None and max(mean, most) <= limit:
         said += f" of {words}: how many tasks share them is not known"
     elif limit < mean:
