@@ -35,6 +35,7 @@ import numpy as np
 
 from limited import Limited
 from memfit.memory import ProcReader
+from memfit.units import format_count
 
 FACTORS = ("workers", "data", "start", "validation", "ranks", "loop", "persistent")
 ROWS: tuple[tuple[Any, ...], ...] = (
@@ -219,8 +220,8 @@ def report(results: Mapping[int, Mapping[str, Any]]) -> int:
         ratio = max(expected.values()) / whole
         errors[number] = abs(ratio - 1)
         broken += [number] if max(expected.values()) * (1 + MARGIN) < whole else []
-        words = f"{row['workers']} workers, {row['data']}, {row['start']}, {row['ranks']} ranks, {row['loop']}"
-        words += ", persistent" * row["persistent"]
+        words = f"{row['workers']} workers, {row['data']}, {row['start']}, {format_count(row['ranks'], 'rank')}, "
+        words += row["loop"] + ", persistent" * row["persistent"]
 
         def by_phase(sizes: Mapping[str, float]) -> str:
             return " / ".join(f"{sizes[name]:,.0f}" for name in ("train", "validate") if name in sizes)

@@ -74,6 +74,17 @@ def format_duration(seconds: float, *, short: bool = False) -> str:
     return f"{minutes}m {rest:02d}s"
 
 
+def format_count(count: int, name: str) -> str:
+    """Return a count and what it counts, whose plural ends with s or es.
+
+    >>> format_count(1, "rank"), format_count(0, "batch"), format_count(3, "epoch of 60 s")
+    ('1 rank', '0 batches', '3 epochs of 60 s')
+    """
+    first, gap, rest = name.partition(" of ")
+    ending = "" if count == 1 else "es" if first.endswith(("tch", "s", "x")) else "s"
+    return f"{count} {first}{ending}{gap}{rest}"
+
+
 def list_some(names: Sequence[str], most: int = 5) -> str:
     """Return the first names with commas, and how many more there are.
 

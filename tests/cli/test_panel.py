@@ -290,7 +290,7 @@ def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
         assert "\n  do:   " in done.err
     pq.write_table(pa.table({"same": [0.0] * 10_000}), "same.parquet")
     done = memfit("panel", "sizes", "same.parquet")
-    assert "! 1 columns take at least 10 times their disk:\n  same: a panel holds it once" in done.out
+    assert "! 1 column takes at least 10 times the disk:\n  same: a panel holds it once" in done.out
 
 
 def done_size(prices, name):

@@ -64,7 +64,7 @@ def test_without_a_trainer_the_fewest_workers_near_the_best_rate_are_chosen() ->
 
 
 def test_when_no_count_fits_the_budget_the_refusal_names_what_the_smallest_takes() -> None:
-    with pytest.raises(DoesNotFitError, match=r"2 workers take 2\.0 MiB"):
+    with pytest.raises(DoesNotFitError, match=r"2 workers took 2\.0 MiB"):
         _ = MeasuredLoader([report(2, load=0.1, private=2 << 20)], budget_bytes=1 << 20).best
 
 

@@ -29,7 +29,11 @@ srun python train.py \\
     dataloader.params.num_workers=2 \\
     trainer.params.max_epochs=40
 """
-MEASURED = Job(task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB), most_bytes=513 * GIB)
+MEASURED = Job(
+    task_peak=Amount(int(72.5 * GIB), "task"),
+    task_mean=Amount(int(71.4 * GIB), "task"),
+    node_memory=Amount(513 * GIB, "node"),
+)
 
 
 def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="train", text="", **figures):
@@ -133,7 +137,7 @@ def test_two_directives_that_contradict_each_other_are_named_and_both_raised(scr
     fix = make_fix(script("#!/bin/bash\n#SBATCH --mem=8G\n#SBATCH --mem=16G\npython a.py\n"), diagnosis())
     assert changed(fix) == ["#SBATCH --mem=24G", "#SBATCH --mem=24G"]
     assert any("--mem=8G and --mem=16G contradict each other" in check.finding for check in fix.checks)
-    assert read(fix.write().new_path).request_bytes == 24 * GIB
+    assert read(fix.write().new_path).node_request == Amount(24 * GIB, "node")
 
 
 def test_a_fix_says_where_the_accounting_and_the_script_disagree_on_the_request(script):
@@ -165,9 +169,11 @@ def test_time_is_asked_for_by_the_pace_and_only_when_it_is_short(script):
 
 
 def test_no_more_is_asked_for_than_a_node_has(script):
-    tight = Job(task_peak_bytes=int(72.5 * GIB), most_bytes=300 * GIB)
+    tight = Job(task_peak=Amount(int(72.5 * GIB), "task"), node_memory=Amount(300 * GIB, "node"))
     assert changed(make_fix(script(), diagnosis(), tight)) == ["#SBATCH --mem=300G   # of each node"]
-    hopeless = make_fix(script(), diagnosis(), Job(task_peak_bytes=100 * GIB, most_bytes=300 * GIB))
+    hopeless = make_fix(
+        script(), diagnosis(), Job(task_peak=Amount(100 * GIB, "task"), node_memory=Amount(300 * GIB, "node"))
+    )
     assert hopeless.edits == ()
     assert [check.verdict for check in hopeless.checks if "more than the 300.00 GiB" in check.finding] == ["problem"]
 
@@ -184,9 +190,11 @@ SPREAD = "#!/bin/bash\n#SBATCH --ntasks=128 {}\nsrun python process.py\n"
 def test_where_the_nodes_are_not_known_memory_of_each_cpu_is_raised_as_such(script):
     fix = make_fix(script(SPREAD.format("--mem-per-cpu=4096M")), diagnosis())
     assert changed(fix) == ["#SBATCH --ntasks=128 --mem-per-cpu=6G"]
-    measured = make_fix(script(SPREAD.format("--mem-per-cpu=4G -c 2")), diagnosis(), Job(task_peak_bytes=20 * GIB))
+    measured = make_fix(
+        script(SPREAD.format("--mem-per-cpu=4G -c 2")), diagnosis(), Job(task_peak=Amount(20 * GIB, "task"))
+    )
     assert changed(measured) == ["#SBATCH --ntasks=128 --mem-per-cpu=12G -c 2"]  # 20 GiB of a task on 2 CPUs, + 15%
-    granted = Job(node_peak_bytes=128 * GIB, request=Amount(96 * GIB, "node"))
+    granted = Job(node_peak=Amount(128 * GIB, "node"), request=Amount(96 * GIB, "node"))
     fixed = make_fix(script(SPREAD.format("--mem-per-cpu=4G")), diagnosis(), granted)
     assert changed(fixed) == ["#SBATCH --ntasks=128 --mem-per-cpu=6315M"]  # by as much as the node: 148 of 96 GiB
 
@@ -194,6 +202,12 @@ def test_where_the_nodes_are_not_known_memory_of_each_cpu_is_raised_as_such(scri
 def test_memory_of_each_gpu_is_raised_as_such(script):
     fix = make_fix(script("#!/bin/bash\n#SBATCH --gpus=8 --mem-per-gpu=64G\nsrun python a.py\n"), diagnosis(), MEASURED)
     assert changed(fix) == ["#SBATCH --gpus=8 --mem-per-gpu=96G"]
+
+
+def test_what_a_step_requests_of_each_gpu_is_not_written_as_a_request_of_each_node(script):
+    fix = make_fix(script("#!/bin/bash\n#SBATCH --gpus=8\nsrun --mem-per-gpu=64G python a.py\n"), diagnosis(), MEASURED)
+    assert changed(fix) == ["srun --mem-per-gpu=96G python a.py"]
+    assert any("the script has no --mem-per-gpu" in one.finding for one in fix.checks if one.verdict == "problem")
 
 
 @pytest.mark.parametrize(
@@ -206,13 +220,15 @@ def test_memory_of_each_gpu_is_raised_as_such(script):
 )
 def test_what_could_be_less_than_the_job_was_granted_is_said_and_not_written(script, given, why):
     fix = make_fix(
-        script(f"#!/bin/bash\n#SBATCH {given}\nsrun python a.py\n"), diagnosis(), Job(node_peak_bytes=73 * GIB)
+        script(f"#!/bin/bash\n#SBATCH {given}\nsrun python a.py\n"),
+        diagnosis(),
+        Job(node_peak=Amount(73 * GIB, "node")),
     )
     assert fix.edits == () and [check.finding for check in fix.checks if check.verdict == "problem"] == [why]
 
 
 def test_a_script_without_a_request_gets_one_where_the_accounting_shows_that_it_is_more(script):
-    granted = Job(node_peak_bytes=73 * GIB, request=Amount(64 * GIB, "node"))
+    granted = Job(node_peak=Amount(73 * GIB, "node"), request=Amount(64 * GIB, "node"))
     fix = make_fix(script("#!/bin/bash\n#SBATCH --time=1:00:00\nsrun python a.py\n"), diagnosis(), granted)
     assert changed(fix) == ["#SBATCH --mem=84G"]
 
@@ -242,7 +258,10 @@ def grants(text, free):
 
 counts = st.none() | st.integers(1, 6)
 sizes = st.none() | st.sampled_from(["0G", "300M", "4096M", "6G", "64G", "700G"])
-measures = st.none() | st.sampled_from([GIB // 8, 5 * GIB, 90 * GIB, 800 * GIB])
+
+
+def measures(scope):
+    return st.none() | st.builds(Amount, st.sampled_from([GIB // 8, 5 * GIB, 90 * GIB, 800 * GIB]), st.just(scope))
 
 
 @pytest.mark.slow
@@ -252,10 +271,10 @@ measures = st.none() | st.sampled_from([GIB // 8, 5 * GIB, 90 * GIB, 800 * GIB])
     st.sampled_from(["", "--mem=32G ", "--mem-per-cpu=3G "]),
     st.fixed_dictionaries(
         {
-            "task_peak_bytes": measures,
-            "node_peak_bytes": measures,
+            "task_peak": measures("task"),
+            "node_peak": measures("node"),
             "tasks_per_node": counts,
-            "most_bytes": st.sampled_from([None, 513 * GIB]),
+            "node_memory": st.sampled_from([None, Amount(513 * GIB, "node")]),
         }
     ),
     st.none() | st.builds(Amount, st.sampled_from([GIB, 64 * GIB]), st.sampled_from(["cpu", "node", "job"])),

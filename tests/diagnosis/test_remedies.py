@@ -18,8 +18,8 @@ LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 NODE = Job(
-    nodes=4, tasks_per_node=4, request=Amount(256 * GIB, "node"), most_bytes=513 * GIB, batch=22, workers=2,
-    task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB),
+    nodes=4, tasks_per_node=4, request=Amount(256 * GIB, "node"), node_memory=Amount(513 * GIB, "node"), batch=22, workers=2,
+    task_peak=Amount(int(72.5 * GIB), "task"), task_mean=Amount(int(71.4 * GIB), "task"),
 )  # fmt: skip
 
 
@@ -55,13 +55,13 @@ def test_the_request_is_the_measured_peak_of_a_node_and_a_reserve_in_a_unit_that
 
 
 def test_a_request_beyond_the_partition_asks_for_larger_nodes():
-    small = Job(**{**vars(NODE), "most_bytes": 300 * GIB, "partition": "small"})
+    small = Job(**{**vars(NODE), "node_memory": Amount(300 * GIB, "node"), "partition": "small"})
     first = list_remedies(diagnosis("host_cgroup"), small)[0]
     assert "larger nodes" in first.title and "a node of small has 300.00 GiB" in first.reason
 
 
 def test_a_sample_far_below_the_limit_is_no_peak_and_the_request_says_so():
-    sampled = Job(request=Amount(300 * MIB, "node"), task_peak_bytes=1 * MIB)
+    sampled = Job(request=Amount(300 * MIB, "node"), task_peak=Amount(1 * MIB, "task"))
     first = list_remedies(diagnosis("host_cgroup"), sampled)[0]
     assert first.setting == "--mem=512M" and first.enough is None and "missed its peak" in first.reason
 
@@ -84,7 +84,7 @@ def test_more_memory_is_advised_in_the_unit_of_the_script():
     known = replace(NODE, cpus_per_task=16, script_request=asked)
     assert list_remedies(diagnosis("host_cgroup"), known)[0].setting == "--mem-per-cpu=5344M"  # 334 GiB / 64 CPUs
     whole = list_remedies(diagnosis("host_cgroup"), Job(request=Amount(32 * GIB, "job")))[0]
-    assert whole.title == "request 48G per job"
+    assert (whole.title, whole.setting) == ("request 48G per job", "--mem of each node, 48G over all of them")
 
 
 def test_nothing_measured_gives_a_request_without_bytes():
@@ -132,9 +132,29 @@ def test_fewer_workers_save_only_what_each_worker_holds_of_its_own():
 
 
 def test_fewer_tasks_on_a_node_are_offered_when_they_fit_the_nodes_memory():
-    small = Job(**{**vars(NODE), "most_bytes": 256 * GIB})
+    small = Job(**{**vars(NODE), "node_memory": Amount(256 * GIB, "node")})
     remedy = one(list_remedies(diagnosis("host_cgroup"), small), "3 tasks")
     assert remedy.enough and remedy.cost == "fewer devices at once"
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting", "fit"),
+    [
+        (Amount(256 * GIB, "node"), "--mem=334G", "3 tasks"),
+        (Amount(4 * GIB, "cpu"), "--mem-per-cpu=5344M", None),  # its 64 GiB of a task do not grow with fewer tasks
+        (Amount(64 * GIB, "gpu"), "--mem-per-gpu=84G", None),
+    ],
+)
+def test_a_tasks_peak_meets_a_request_of_each_node_cpu_or_gpu_in_that_ones_scope(asked, setting, fit):
+    job = replace(NODE, cpus_per_task=16, gpus_per_node=4, node_memory=None, request=asked, script_request=asked)
+    assert job.node_request == Amount(256 * GIB, "node")
+    found = list_remedies(diagnosis("host_cgroup"), job)
+    assert found[0].setting == setting and found[0].enough
+    assert [one.title for one in found if "tasks per node" in one.title] == (
+        [f"run {fit} per node instead of 4"] if fit else []
+    )
+    with pytest.raises(TypeError, match=r"72\.50 GiB of each task .* 256\.00 GiB of each node"):
+        max(job.task_peak, job.node_request)
 
 
 def test_segments_may_grow_only_where_the_slack_is_a_noticeable_share_of_the_card():
@@ -254,5 +274,5 @@ def test_the_accounting_gives_the_scope_of_each_figure():
         "7|OUT_OF_MEMORY|1T||||4\n7.batch|OUT_OF_MEMORY||2G|2G|1|1\n7.0|OUT_OF_MEMORY||72.5G|71.4G|16|4\n"
     )
     job = read_ran([], text).job
-    assert (job.nodes, job.tasks_per_node, job.request_bytes) == (4, 4, 256 * GIB)
+    assert (job.nodes, job.tasks_per_node, job.node_request) == (4, 4, Amount(256 * GIB, "node"))
     assert job.peak()[0].bytes == 4 * int(72.5 * GIB)

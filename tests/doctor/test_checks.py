@@ -93,7 +93,7 @@ def test_threads_times_processes_are_counted_against_the_cores_of_the_quota(diag
     script = "import numpy, torch\nfrom torch.utils.data import DataLoader\nDataLoader(d, num_workers=4)\n"
     check = diagnose(script, root=root, setup=Setup(threads=2))["threads"][0]
     assert check.verdict == "warning"
-    assert check.finding.startswith("2 threads + 4 workers x 2 = 10 threads on 1 cores (CPU quota 1.5")
+    assert check.finding.startswith("2 threads + 4 workers x 2 = 10 threads on 1 core (CPU quota 1.5")
     assert "would take 64" in check.finding
     assert "num_workers=1" in check.remedy
     [alone] = diagnose("import torch\ntorch.set_num_threads(8)\n", root=root)["threads"]

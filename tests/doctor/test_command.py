@@ -70,9 +70,9 @@ def test_what_is_not_there_is_a_problem(look, text, told):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("torchrun --nproc_per_node=4 train.py", "4 processes x (1 threads) = 4 threads"),
+    [("torchrun --nproc_per_node=4 train.py", "4 processes x (1 thread) = 4 threads"),
      ("torchrun --nproc-per-node 2 train.py", "2 processes x"),
-     ("torchrun --nproc-per-node=gpu train.py", "1 threads on"), ("python train.py", "1 threads on")],
+     ("torchrun --nproc-per-node=gpu train.py", "1 thread on"), ("python train.py", "1 thread on")],
 )  # fmt: skip
 def test_a_launcher_says_how_many_processes_there_are(look, text, told):
     assert look(text)[1]["threads"][0].finding.startswith(told)

@@ -36,7 +36,7 @@ def problems(folder):
 def test_a_repository_without_secrets_is_well_and_says_how_much_was_read(repository):
     checks = scan_secrets(repository)
     assert {one.verdict for one in checks} == {"ok"}
-    assert [one.finding for one in checks] == ["no secret in 1 files", "no secret in 1 commits"]
+    assert [one.finding for one in checks] == ["no secret in 1 file", "no secret in 1 commit"]
 
 
 def test_a_key_in_a_file_that_git_would_add_is_found_by_line_and_its_value_is_not_printed(repository):

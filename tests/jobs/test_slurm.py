@@ -11,6 +11,7 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission, read_status, run_element, stop
+from memfit.memory import Footprint, PhasePeak
 from memfit.rundir import RunDir
 
 NO_ANSWER = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -154,7 +155,7 @@ def test_queued_jobs_are_cancelled_without_a_supervisor_and_a_dead_controller_is
     calls = tools(sbatch="echo 7", squeue="echo '7_0|PENDING|Priority|'", sacct="true", scancel="true")
     submit(SlurmBackend(run_dir), "a")
     monkeypatch.setattr("memfit.jobs._slurm._LATEST_SECONDS", 0.2)
-    with pytest.raises(UsageError, match=r"1 jobs .* are queued still"):
+    with pytest.raises(UsageError, match=r"its queue still has 1 job of"):
         stop(run_dir)
     assert "scancel" in calls()
     monkeypatch.setattr("memfit.jobs._slurm._LATE_SECONDS", 0.0)
@@ -261,6 +262,13 @@ def _scripts(run_dir):
     return [path.read_text() for path in (run_dir.path / "slurm").glob("*.sh")]
 
 
+def _run_array(run_dir):
+    """Start the one element that was submitted, as Slurm does."""
+    (array,) = (run_dir.path / "slurm").glob("*.json")
+    words = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(run_dir.path), "--array", str(array)]
+    subprocess.run(words, env={**os.environ, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "7"}, check=False)
+
+
 LOSES = 'echo \'{"state": "failed", "exit_code": 79, "cause": "rank 1 left", "attempt": 1}\' > $node/outcome.json'
 
 
@@ -282,12 +290,27 @@ def test_a_group_is_one_whose_node_failed_however_soon_slurm_ends_it_for_that(to
     )
     backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
     backend.submit([Submission(Job("group", command=("true",), ranks=4), 100 << 20)])
-    (array,) = (run_dir.path / "slurm").glob("*.json")
-    words = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(run_dir.path), "--array", str(array)]
-    subprocess.run(words, env={**os.environ, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "7"}, check=False)
+    _run_array(run_dir)
     outcome = json.loads((run_dir.job_dir("group") / "outcome.json").read_text())
     assert (outcome["state"], outcome["ended_by"]) == (state, "platform")
     assert ("node_1 failed: its ranks left no outcome" in outcome["cause"]) == (state == "node_fail")
+
+
+def test_a_job_of_several_nodes_has_in_each_phase_the_peak_of_the_node_that_takes_most_there(tools, run_dir, tmp_path):
+    sizes = [{"train": 100, "validate": 30}, {"train": 70, "validate": 80, "checkpoint": 90}]
+    for node, phases in enumerate(sizes):
+        own = Footprint(max(phases.values()), phases={name: PhasePeak(size) for name, size in phases.items()})
+        end = {"state": "completed", "exit_code": 0, "peak_bytes": own.private_bytes, "attempt": 1}
+        (tmp_path / f"end_{node}").write_text(json.dumps(end | {"footprint": own.to_dict()}))
+    copies = f'for node in "{run_dir.path}"/jobs/*/*/jobs/node_?; do cp {tmp_path}/end_"${{node##*_}}" $node/outcome.json; done'
+    tools(sbatch="echo 7", squeue="true", sacct="true", srun=copies)
+    backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
+    backend.submit([Submission(Job("group", command=("true",), ranks=4), 100 << 20)])
+    _run_array(run_dir)
+    outcome = json.loads((run_dir.job_dir("group") / "outcome.json").read_text())
+    peaks = {name: peak["private_bytes"] for name, peak in outcome["footprint"]["phases"].items()}
+    assert (outcome["state"], outcome["peak_bytes"]) == ("completed", 100)
+    assert peaks == {"train": 100, "validate": 80, "checkpoint": 90}
 
 
 def test_an_element_whose_job_has_a_later_attempt_does_nothing(tools, run_dir, monkeypatch):

@@ -99,7 +99,7 @@ def test_what_is_wrong_with_parameters_is_told_in_three_parts(command, params, w
         (b"a\n", "holds no combination"),
         (b"a\n\n\n", "holds no combination"),
         (b"a\n1\n\xff\n", "cannot be read as CSV"),
-        (b"a,b\n1,2\n3\n", ":3 has 1 values, and the header 2"),
+        (b"a,b\n1,2\n3\n", ":3 has 1 value, and the header 2"),
         (b"a\n1,2\n", ":2 has 2 values, and the header 1"),
         (b"a,a\n1,2\n", "'a' in the header"),
         (b"a,\n1,2\n", "'' in the header"),

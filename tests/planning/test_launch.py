@@ -11,6 +11,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from posixpath import normpath
 
 import pytest
 from pydantic import ValidationError
@@ -222,6 +223,8 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
         ({"launch": {"env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
         ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
         ({"launch": {"data": ["a\nb"]}}, "launch.data"),
+        ({"launch": {"claim": "a-"}}, "launch.claim"),
+        ({"launch": {"claim": "a..b"}}, "launch.claim"),
         ({"name": "a", "command": "python train.py"}, "has no format of its own any more"),
     ],
 )
@@ -262,10 +265,25 @@ def test_a_kubernetes_job_requests_the_planned_peak_and_a_stop_does_not_count_as
     ]
     env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
     assert env["A"] == "$$(B)" and env["API_KEY"] == {"secretKeyRef": {"name": "recipes", "key": "API_KEY"}}
-    with pytest.raises(UsageError, match=r"\.\./shared cannot be a part of a claim"):
-        render(made(SERVICE, data=["../shared"]), "kubernetes")
+    for one in ("../shared", "./", "/dev/shm"):
+        with pytest.raises(UsageError, match=rf"{normpath(one)} cannot be a part of a claim"):
+            render(made(SERVICE, data=[one]), "kubernetes")
     with pytest.raises(UsageError, match="has 4 nodes"):
         render(made(), "kubernetes")
+
+
+def test_a_folder_is_mounted_once_and_a_variable_is_set_once_as_the_api_requires():
+    env = {"A": "1", "MEMFIT_RUNS_DIR": "elsewhere"}
+    launch = made(SERVICE, data=["runs", "data/", "./data"], outputs=["data"], pass_env=["A", "A"], env=env)
+    job = YAML(typ="safe", pure=True).load(render(launch, "kubernetes"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    mounts = {one["mountPath"]: one.get("readOnly", False) for one in container["volumeMounts"]}
+    assert mounts == {"/dev/shm": False, "/app/runs": False, "/app/data": False}
+    assert len(container["volumeMounts"]) == 3
+    names = [one["name"] for one in container["env"]]
+    assert len(names) == len({*names}) and container["env"][-1] == {"name": "MEMFIT_RUNS_DIR", "value": "/app/runs"}
+    assert {"name": "A", "valueFrom": {"secretKeyRef": {"name": "recipes", "key": "A"}}} in container["env"]
+    assert services(render(launch, "compose"))["recipes"]["volumes"] == ["./runs:/app/runs", "./data:/app/data"]
 
 
 def test_an_image_gets_the_command_as_words_and_no_secret():

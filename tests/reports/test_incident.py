@@ -11,8 +11,8 @@ from memfit.reports import write_incident
 from memfit.units import GIB
 
 NODE = Job(
-    nodes=4, tasks_per_node=4, gpus_per_node=4, request=Amount(256 * GIB, "node"), most_bytes=513 * GIB, batch=22, workers=2,
-    task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB), samples=85109, epochs=40, epoch_seconds=23 * 60,
+    nodes=4, tasks_per_node=4, gpus_per_node=4, request=Amount(256 * GIB, "node"), node_memory=Amount(513 * GIB, "node"), batch=22, workers=2,
+    task_peak=Amount(int(72.5 * GIB), "task"), task_mean=Amount(int(71.4 * GIB), "task"), samples=85109, epochs=40, epoch_seconds=23 * 60,
     limit_seconds=24 * 3600,
 )  # fmt: skip
 CARD = {"device_total": 24 * GIB, "free": 0, "reserved": 4 * GIB, "allocated": 3 * GIB, "tried": GIB}

@@ -150,6 +150,22 @@ def test_results_stand_by_unit_beside_mean_and_deviation_and_those_of_one_unit_w
     assert "545" in said[at:] and "545.0000" not in said[at:]
 
 
+def test_what_commands_reported_last_stands_beside_their_params_as_results_do(commands) -> None:
+    made = commands(3)
+    made.job("cmd_0001")
+    made.job("cmd_0002")
+    for epoch, loss in ((1, 0.9), (2, 0.5)):
+        made.event(100 + epoch, "epoch", "cmd_0001", epoch=epoch, num_epochs=2, valid_loss=loss)
+    (made.run.job_dir("cmd_0002") / "out.log").write_text("epoch 1 loss 0.5\nepoch 2 loss 0.25 acc nan\n")
+    said = _Page(write_page(made.run, made.path / "report.html").read_text()).text
+    at = said.index("Results")
+    assert said[at : at + 5] == ["Results", "mean", "sd", "fold=1", "fold=2"]
+    assert said[at + 5 : at + 10] == ["epoch", "2.0", "0.0", "2", "2"]
+    assert said[said.index("loss, validation", at) :][1:5] == ["0.5000", "-", "0.5000", "-"]
+    assert said[said.index("loss, training", at) :][1:5] == ["0.2500", "-", "-", "0.2500"]
+    assert "last values" not in said
+
+
 def test_the_page_shows_settings_with_their_origin_and_the_time_of_earlier_attempts(finished) -> None:
     header = json.loads((finished.path / "run.json").read_text())
     origins = {"retries": "default", "seed": "--set", "params.lr": "default", "params.api_key": "a.yaml:3"}

@@ -151,6 +151,7 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "diagnosis": None,
         "epoch": None,
         "epoch_memory": None,
+        "reported": {},
         "result": {},
     }
     assert found["stages"][1]["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}
@@ -254,6 +255,22 @@ Total:    1m 45s wall clock
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             jobs (the logs and the memory of each)
 """
+
+
+def test_the_summary_of_commands_has_their_last_numbers_beside_their_params(commands):
+    made = commands(2)
+    for fold, loss in ((1, 0.5), (2, 0.25)):
+        made.job(f"cmd_{fold:04}")
+        made.event(fold, "epoch", f"cmd_{fold:04}", epoch=3, num_epochs=3, valid_loss=loss)
+    lines = printed(made.run, 80).splitlines()
+    at = lines.index("job        epoch    loss")
+    assert lines[at + 1 : at + 5] == [
+        "fold=1         3  0.5000",
+        "fold=2         3  0.2500",
+        "mean of 2    3.0  0.3750",
+        "sd of 2      0.0  0.1768",
+    ]
+    assert [job["reported"] for job in summarize(read(made.run))["jobs"]][1] == {"epoch": 3.0, "loss": 0.25}
 
 
 def test_the_summary_of_commands_is_a_stamped_line_for_each_and_the_wall_clock(swept):

@@ -126,7 +126,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batches_and_says_h
     assert history[-1].metrics["valid_loss"] == pytest.approx(expected[0][0][0][-1].metrics["valid_loss"], abs=1e-12)
     told = capfd.readouterr().err
     assert "goes on with 3 ranks in place of 2, the same global batches; gradient-exact" in told
-    assert "goes on with 1 ranks in place of 3, the same global batches; gradient-exact" in told
+    assert "goes on with 1 rank in place of 3, the same global batches; gradient-exact" in told
     fits(2, tmp_path / "drawn", "keyed", 0.2, 0, signal.SIGTERM, 5)
     Fitted(1, tmp_path / "drawn" / "run", dropout=0.2).fit()
     assert "equal in distribution: the model draws random numbers" in capfd.readouterr().err

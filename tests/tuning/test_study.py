@@ -190,6 +190,14 @@ def test_a_pruned_trials_memory_goes_to_the_next_trial(pruned):
 # Refusals
 
 
+def test_what_is_of_one_run_is_no_setting_of_a_study(study, tmp_path):
+    for name, value in (("planned", "plan.json"), ("canary", "true")):
+        with pytest.raises(ConfigError, match=f"memfit tune was given {name}") as caught:
+            tune(study(), overrides=[f"{name}={value}"])
+        assert caught.value.rule and f"remove it (--set {name}=" in caught.value.remedy
+    assert RunDir.all(tmp_path / "runs", "study") == []
+
+
 def test_names_that_are_not_there_are_refused_before_anything_is_made(study, tmp_path):
     for tune_section, said in (
         ({"space": [{"name": "params.depth", "low": 1, "high": 2}]}, "'params.depth', which is not there"),

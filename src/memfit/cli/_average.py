@@ -10,6 +10,7 @@ from memfit.cli._files import expand_files
 from memfit.cli._terminal import console
 from memfit.errors import UsageError
 from memfit.pipeline import expand, fill
+from memfit.units import format_count
 
 
 def average(
@@ -52,7 +53,7 @@ def average(
     log = console()
     for paths, name in zip(groups, outputs, strict=True):
         sources = average_checkpoints(paths, name, integer_buffers=integer_buffers, allow_unrelated=allow_unrelated)
-        log.say(f"{name}: the mean of {len(sources)} file{'s' if len(sources) > 1 else ''}")
+        log.say(f"{name}: the mean of {format_count(len(sources), 'file')}")
         for source in sources:
             epoch = "" if source.epoch is None else f"  after epoch {source.epoch}"
             log.say(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}")

@@ -18,7 +18,7 @@ from typer import Option
 from memfit.cli._terminal import AsJson, answer, bar, console
 from memfit.errors import UsageError
 from memfit.masking import mask
-from memfit.units import format_bytes, list_some
+from memfit.units import format_bytes, format_count, list_some
 
 if TYPE_CHECKING:
     from memfit.data import Panel
@@ -234,11 +234,12 @@ def _bar_of(file: Path) -> Iterator[None]:
 
 
 def _packed(found: dict[str, Any], ranks: int) -> list[str]:
+    items, files = format_count(found["num_items"], "item"), format_count(found["num_files"], "file")
     if found["reused"]:
-        return [f"{found['path']}: was there already, {found['num_items']} items; every byte as it was written"]
-    of = f" of {found['num_files']} files ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
+        return [f"{found['path']}: was there already, {items}; every byte as it was written"]
+    of = f" of {files} ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
     lines = [
-        f"{found['path']}: packed, {found['num_items']} items{of}, {format_bytes(found['bytes'])}",
+        f"{found['path']}: packed, {items}{of}, {format_bytes(found['bytes'])}",
         f"  equal: {found['num_compared']} of {found['num_items']} items were read back and compared",
     ]
     if measured := found["ranks"]:
@@ -293,7 +294,7 @@ def sizes(
 def _sizes(facts: dict[str, Any]) -> list[str]:
     total = facts["total"]
     ratio = max(total["pandas_bytes"], total["pandas2_bytes"]) / max(1, total["disk_bytes"])
-    rows = [*facts["columns"], {**total, "name": "all", "type": f"{facts['num_rows']} rows", "ratio": ratio}]
+    rows = [*facts["columns"], {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}]
     names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
     cells = [["column", "type", "on disk", "pandas 3", "pandas 2", "panel", "ratio"]]
     for row in rows:
@@ -310,7 +311,8 @@ def _sizes(facts: dict[str, Any]) -> list[str]:
         for row in cells
     ]
     flagged = [column for column in facts["columns"] if column["flagged"]]
-    lines += [f"! {len(flagged)} columns take at least {facts['flag_ratio']:g} times their disk:"] if flagged else []
+    take = f"{format_count(len(flagged), 'column')} {'takes' if len(flagged) == 1 else 'take'}"
+    lines += [f"! {take} at least {facts['flag_ratio']:g} times the disk:"] if flagged else []
     return lines + [f"  {column['name']}: {column['remedy']}" for column in flagged]
 
 

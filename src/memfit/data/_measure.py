@@ -22,7 +22,7 @@ from memfit.data._packed import PackedDataset
 from memfit.data._panel import Panel
 from memfit.errors import DataError, DoesNotFitError, UsageError, check_counts
 from memfit.memory import ProcReader
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 #: The largest share of its time that a trainer may wait.
 _MOST_WAIT = 0.02
@@ -111,8 +111,9 @@ class MeasuredLoader:
         fitting = [one for one in self.reports if limit is None or one.worker_private_bytes <= limit]
         if not fitting:
             least = min(self.reports, key=lambda one: one.worker_private_bytes)
+            workers, size = format_count(least.num_workers, "worker"), format_bytes(least.worker_private_bytes)
             raise DoesNotFitError(
-                f"{_workers(least.num_workers)} take {format_bytes(least.worker_private_bytes)}, the least measured.",
+                f"{workers} took {size}, the least measured.",
                 rule=f"the workers may take {format_bytes(limit or 0)}.",
                 remedy="measure 0 workers too, which take nothing beside the trainer",
             )
@@ -132,7 +133,7 @@ class MeasuredLoader:
         """Whether the trainer waits for its loader, in one sentence."""
         best = self.best
         every = f"a batch every {best.warm.wait_seconds / max(best.warm.num_batches, 1) * 1e3:.1f} ms"
-        who, pace = _workers(best.num_workers), best.trained
+        who, pace = format_count(best.num_workers, "worker"), best.trained
         if pace is None:
             rate = best.warm.per_second(best.warm.num_samples)
             return f"{who} are enough for the best rate: {every}, {rate:,.0f} samples/s; no trainer was measured"
@@ -377,7 +378,3 @@ def _private_bytes_of_new(others: set[psutil.Process]) -> int:
             with suppress(psutil.Error):  # ended since it was listed
                 private += int(process.memory_full_info().uss)
     return private
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"

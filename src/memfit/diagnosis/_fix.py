@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.amounts import Amount
 from memfit.checks import Check
-from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, amount_of, job_of_script, read_value
+from memfit.diagnosis._job import ACCUMULATE, BATCH, OPTION_OF, Job, amount_of, job_of_script, read_value
 from memfit.diagnosis._remedies import (
     DEVICES,
     list_remedies,
@@ -25,7 +25,7 @@ from memfit.diagnosis._remedies import (
 )
 from memfit.errors import UsageError
 from memfit.slurm import MEMORY_OPTIONS, BatchScript, Setting, format_time, parse_script, parse_seconds, read_script
-from memfit.units import GIB, format_bytes, write_size
+from memfit.units import GIB, format_bytes, format_count, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
@@ -132,7 +132,7 @@ class _Fixer:
         self._pieces: dict[int, list[tuple[int, int, str]]] = {}
         self.job = asked.with_known(known)
         self.disagreement = replace(self.job, request=job.request).disagreement
-        if self.job.request_bytes is None and known.request is not None:
+        if self.job.node_request is None and known.request is not None:
             self.job = replace(self.job, request=known.request)
 
     def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
@@ -173,7 +173,8 @@ class _Fixer:
     def _request(self, name: str, value: str, reason: str, one: Setting | None = None) -> Iterator[Check]:
         """Write a request, unless it could be less than the old one. More in its own unit is more in every layout."""
         found = one or self.script.directives.get(name)
-        granted = {"mem": self.granted.request_bytes, "time": self.granted.limit_seconds}
+        memory = self.granted.node_request
+        granted = {"mem": memory.bytes if memory else None, "time": self.granted.limit_seconds}
         old = _number(name, found.value) if found else granted.get(name)
         if old is None or (_number(name, value) or 0) < old:
             what = f"--{name}={found.value} stays" if found else f"the script has no --{name}"
@@ -204,27 +205,32 @@ class _Fixer:
 
     def _raise_memory(self, given: Sequence[Setting], size: Amount, reason: str) -> Iterator[Check]:
         """Raise the request of the step that died (found by its size, else the last one), and each of the job's."""
-        job, most = self.job, self.job.most_bytes
-        if most is not None and size.per == "node" and size.bytes > most:
+        job, most = self.job, self.job.node_memory
+        if most is not None and size.per == "node" and most < size:
             measured = job.peak()
-            if measured is None or measured[0].bytes > most:
-                what = f"{write_size(size.bytes)} of each node is more than the {format_bytes(most)} that a node has"
+            if measured is None or most < measured[0]:
+                what = f"{write_size(size.bytes)} of each node is more than the {format_bytes(most.bytes)} that it has"
                 remedy = "use fewer tasks per node, or a partition with larger nodes"
                 yield Check("memory", "problem", what, reason, remedy, job.partition)
                 return
-            size = Amount(most // GIB * GIB, "node")
-            reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most)}"
+            size = Amount(most.bytes // GIB * GIB, "node")
+            reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most.bytes)}"
         steps = [one for one in self.script.step_memory if amount_of(one)] if job.step_request else []
         steps = [one for one in steps if amount_of(one) == job.step_request] or steps[-1:]
         whole = f"the job must hold what its srun requests: {size}" if steps else reason
         for one in (*steps, *given):
             old, why = amount_of(one), f"this step's own limit: {reason}" if one in steps else whole
             new = raise_request(job, old, size) if old else size
-            if old is None or new.bytes > old.bytes:
+            if old is None or old < new:
                 why += "" if new.per == size.per else f": {new}"
                 yield from self._request(one.key, write_size(new.bytes), why, one)
-        if not given and (self.granted.request_bytes or 0) < size.bytes:
-            yield from self._request("mem-per-cpu" if size.per == "cpu" else "mem", write_size(size.bytes), whole)
+        granted = self.granted.request and job.layout.to(self.granted.request, size.per)
+        if given or (granted and size <= granted):
+            return
+        if option := OPTION_OF.get(size.per):
+            yield from self._request(option, write_size(size.bytes), whole)
+        else:
+            yield Check("memory", "problem", f"{size} is to be requested of its nodes; how many is not known", reason)
 
     def tasks(self) -> Iterator[Check]:
         """Make nodes and tasks agree."""
@@ -232,8 +238,8 @@ class _Fixer:
         given = self.script.directives
         nodes, tasks, each = (read_value(given[name].value) if name in given else None for name in names)
         if nodes and tasks and each and tasks != nodes * each:
-            reason = f"{nodes} nodes x {each} tasks of each = {nodes * each}, not {tasks}"
-            yield from self._request("ntasks", str(nodes * each), reason)
+            reason = f"{format_count(nodes, 'node')} x {format_count(each, 'task of each')}"
+            yield from self._request("ntasks", str(nodes * each), f"{reason} = {nodes * each}, not {tasks}")
 
     def time(self) -> Iterator[Check]:
         """Raise the time limit by the pace that was seen, if it is too short."""
@@ -318,6 +324,6 @@ def _number(name: str, text: str) -> float | None:
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
     """Contradictions within the new script."""
     job = job_of_script(script)
-    if job.request_bytes and known.most_bytes and job.request_bytes > known.most_bytes:
-        said = f"{format_bytes(job.request_bytes)} of each node; a node has {format_bytes(known.most_bytes)}"
+    if job.node_request and known.node_memory and known.node_memory < job.node_request:
+        said = f"{job.node_request}; a node has {format_bytes(known.node_memory.bytes)}"
         yield Check("memory", "problem", said, "Slurm refuses what no node has")

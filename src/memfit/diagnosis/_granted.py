@@ -20,7 +20,7 @@ from memfit.diagnosis._runs import read_log, read_or_say
 from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream
 from memfit.slurm import BatchScript, Row, parse_node_limits, parse_sacct, parse_shapes, read_script
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_count, format_duration
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
 _PRINTED = re.compile(
@@ -112,7 +112,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "", *, whole: bool = False
     }
     job = replace(
         job,
-        most_bytes=most_of_node(parse_node_limits(other), job.partition),
+        node_memory=most_of_node(parse_node_limits(other), job.partition),
         **{**sole, "epochs": progress.num_epochs or sole["epochs"]},
         epoch_seconds=progress.epoch_seconds,
         samples=_samples(texts),
@@ -196,9 +196,10 @@ def is_any_shown(checks: Sequence[Check]) -> bool:
 
 def _resources(found: Job, fixed: Job) -> Iterator[Check]:
     """The shape and the memory that Slurm granted; memory of a CPU or a GPU by the layout that it granted."""
-    memory = replace(found, request=fixed.request).request_bytes or fixed.request_bytes
+    memory = replace(found, request=fixed.request).node_request or fixed.node_request
+    wanted, got = (one.bytes if one else None for one in (memory, found.node_request))
     sizes = (
-        ("memory", memory, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
+        ("memory", wanted, got, lambda count: f"{format_bytes(count)} of each node"),
         ("nodes", fixed.nodes, found.nodes, str),
         ("tasks", fixed.tasks_per_node, found.tasks_per_node, lambda count: f"{count} on each node"),
         ("cpus", fixed.cpus_per_task, found.cpus_per_task, lambda count: f"{count} of each task"),
@@ -226,7 +227,7 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
     share, known = range(0), f"{last} before with a batch of {old.batch}"
     if samples:
         share = range(math.ceil(samples / devices), math.ceil(samples / devices) + 1)
-        known = f"{samples:,} samples on {devices} devices"
+        known = f"{samples:,} samples on {format_count(devices, 'device')}"
     elif last and old.batch:
         share = range((last - 1) * old.batch + 1, last * old.batch + 1)
     if not steps or steps < 2 or not share:
@@ -239,7 +240,7 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
         "batch",
         "ok" if good else "problem",
         f"{steps} steps an epoch, {known}: a batch of {' or '.join(map(str, sizes))}",
-        f"{total} samples an update in the fixed script",
+        f"{format_count(total, 'sample')} an update in the fixed script",
         "" if good else _OVERRIDE,
         f"{steps} steps of an epoch",
     )
@@ -284,7 +285,7 @@ def _checkpoints(ran: Ran) -> Iterator[Check]:
         return
     newest = max(ran.checkpoints, key=lambda one: (one.written, one.name))
     age = format_duration(max(0.0, time.time() - newest.written), short=True)
-    said = f"{len(ran.checkpoints)} files, {format_bytes(sum(one.bytes for one in ran.checkpoints))}"
+    said = f"{format_count(len(ran.checkpoints), 'file')}, {format_bytes(sum(one.bytes for one in ran.checkpoints))}"
     if torn := names_of(ran.checkpoints, "damaged"):
         yield Check("checkpoints", "problem", f"{said}; cannot be loaded: {torn}", "they were not fully written")
     elif unproved := names_of(ran.checkpoints, "not proved"):

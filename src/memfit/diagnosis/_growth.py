@@ -13,7 +13,7 @@ from memfit.diagnosis._runs import find_run, folders_of, read_or_say
 from memfit.files import read_json
 from memfit.memory import read_series
 from memfit.rundir import read
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_count, format_duration
 
 _LEAST_EPOCHS, _LEAST_SHARE, _LEAST_ERRORS = 5, 0.01, 3.0
 _CAUSES = (
@@ -81,7 +81,8 @@ def explain_growth(job_dir: Path, ends: Sequence[float], limit_bytes: int, *, by
             if unit == "an epoch" and name == "host memory" and limit_bytes > now:
                 left = (limit_bytes - now) / slope
                 time = format_duration(left * (ends[-1] - ends[0]) / (len(ends) - 1), short=True)
-                said += f"; it meets the limit of {format_bytes(limit_bytes)} in {left:.0f} epochs, about {time}"
+                time = f"{format_count(round(left), 'epoch')}, about {time}"
+                said += f"; it meets the limit of {format_bytes(limit_bytes)} in {time}"
             return f"{said}; {_CAUSES}"
     return ""
 

@@ -19,6 +19,8 @@ ACCUMULATE = (
     "accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps", "grad_accum_steps",
     "num_microbatches",
 )  # fmt: skip
+#: The option of sbatch that requests memory of each thing of a scope; a whole job's has none.
+OPTION_OF = {scope: name for name, scope in MEMORY_OPTIONS.items()}
 #: The same by the field of `Job`.
 SETTINGS = {
     "batch": BATCH,
@@ -39,9 +41,9 @@ class Job:
         request: The memory that it requested.
         step_request: What its script's ``srun`` requests; that step is held to it.
         script_request: What its script requests, where the accounting may say something else.
-        most_bytes: The memory of a node of its partition.
-        task_peak_bytes, task_mean_bytes: Of its largest task (MaxRSS), and the mean over its tasks (AveRSS).
-        node_peak_bytes: The peak of a whole node or container, as its cgroup counted it.
+        node_memory: The memory of a node of its partition.
+        task_peak, task_mean: Of its largest task (MaxRSS), and the mean over its tasks (AveRSS).
+        node_peak: The peak of a whole node or container, as its cgroup counted it.
         batch, accumulate: Samples of a microbatch on one device, and microbatches of an update.
         workers, prefetch: Loader workers of a task, and batches that each keeps ready.
         persistent_workers: Whether they outlive an epoch.
@@ -62,10 +64,10 @@ class Job:
     request: Amount | None = None
     step_request: Amount | None = None
     script_request: Amount | None = None
-    most_bytes: int | None = None
-    task_peak_bytes: int | None = None
-    task_mean_bytes: int | None = None
-    node_peak_bytes: int | None = None
+    node_memory: Amount | None = None
+    task_peak: Amount | None = None
+    task_mean: Amount | None = None
+    node_peak: Amount | None = None
     batch: int | None = None
     accumulate: int | None = None
     workers: int | None = None
@@ -95,9 +97,9 @@ class Job:
         return Layout(self.nodes, self.tasks_per_node, self.cpus_per_task, self.gpus_per_node)
 
     @property
-    def request_bytes(self) -> int | None:
+    def node_request(self) -> Amount | None:
         """The memory that it requested of each node; None if that is not known."""
-        return found.bytes if self.request and (found := self.layout.to(self.request, "node")) else None
+        return self.request and self.layout.to(self.request, "node")
 
     @property
     def limit(self) -> Amount | None:
@@ -108,11 +110,11 @@ class Job:
     @property
     def disagreement(self) -> str:
         """A sentence, if the accounting and the script name different requests."""
-        granted, written = self.request_bytes, replace(self, request=self.script_request).request_bytes
-        if not granted or not written or abs(granted - written) <= 0.02 * written:
+        granted, written = self.node_request, replace(self, request=self.script_request).node_request
+        if not granted or not written or written.scaled(0.98) <= granted <= written.scaled(1.02):
             return ""
         return (
-            f"the accounting has {format_bytes(granted)} of each node, the script requests {format_bytes(written)}: "
+            f"the accounting has {granted}, the script requests {format_bytes(written.bytes)}: "
             "it was submitted with another request"
         )
 
@@ -124,14 +126,14 @@ class Job:
 
     def peak(self, per: Scope = "node") -> tuple[Amount, str] | None:
         """Return what was measured, in this scope, and its arithmetic; None if that is not known."""
-        each, name = (self.task_peak_bytes, "MaxRSS") if self.task_peak_bytes else (self.task_mean_bytes, "AveRSS")
+        each, name = (self.task_peak, "MaxRSS") if self.task_peak else (self.task_mean, "AveRSS")
         found: list[tuple[Amount, str]] = []
-        if each and (task := self.layout.to(Amount(each, "task"), per)):
+        if each and (task := self.layout.to(each, per)):
             times = f"{self.tasks_per_node} x " if per == "node" else ""
             found.append((task, f"{times}{_gib(each)} ({name} of a task)"))
-        if self.node_peak_bytes and (node := self.layout.to(Amount(self.node_peak_bytes, "node"), per)):
-            found.append((node, f"{_gib(self.node_peak_bytes)} (the node's own count)"))
-        return max(found, key=lambda one: one[0].bytes, default=None)
+        if self.node_peak and (node := self.layout.to(self.node_peak, per)):
+            found.append((node, f"{_gib(self.node_peak)} (the node's own count)"))
+        return max(found, key=lambda one: one[0], default=None)
 
     @property
     def halved(self) -> tuple[int, int]:
@@ -146,8 +148,8 @@ class Job:
         return self.epochs * self.epoch_seconds if self.epochs and self.epoch_seconds else None
 
 
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"  # one place, as sacct shows it
+def _gib(amount: Amount) -> str:
+    return f"{amount.bytes / (1 << 30):.1f} GiB"  # one place, as sacct shows it
 
 
 def job_of_script(script: BatchScript) -> Job:
@@ -209,10 +211,11 @@ def _gpus(given: dict[str, str], nodes: int | None, tasks_per_node: int | None) 
 _GPU_OPTIONS = ("gpus-per-node", "gpus-per-task", "gpus")
 
 
-def most_of_node(limits: Sequence[Limit], partition: str = "") -> int | None:
+def most_of_node(limits: Sequence[Limit], partition: str = "") -> Amount | None:
     """Return the memory of a node: of its partition if that is known, else of the largest node."""
     own = [one.bytes for one in limits if one.name == partition]
-    return min(own) if own else max((one.bytes for one in limits), default=None)
+    most = min(own) if own else max((one.bytes for one in limits), default=None)
+    return None if most is None else Amount(most, "node")
 
 
 def value_of(name: str, text: str | None) -> Any:

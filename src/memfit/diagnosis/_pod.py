@@ -12,7 +12,7 @@ from ruamel.yaml.error import YAMLError
 
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 #: The emitter of its signs: advice is in the words of a manifest.
 POD = "kubernetes"
@@ -159,7 +159,7 @@ def _signs(pod: _Pod, lines: Sequence[Line]) -> Iterator[Sign]:
         limit = _bytes(one.limit)
         text = f"container {one.name} of pod {pod.name}: {end.get('reason')}, exit code {end.get('exitCode')}"
         text += f", finished {end['finishedAt']}" if end.get("finishedAt") else ""
-        text += f", {one.restarts} restart{'s' * (one.restarts != 1)}"
+        text += f", {format_count(one.restarts, 'restart')}"
         text += f", limit {format_bytes(limit)} of the container" if limit else ", no limit of memory"
         own = {"who": "the kernel", "exit_code": end.get("exitCode"), "text": text}
         own |= {"limit_bytes": limit} if limit else {}

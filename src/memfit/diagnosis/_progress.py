@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memfit.diagnosis._text import Line, Stream, read_streams
+from memfit.units import format_count
 
 #: Counters of a training. A bar's name says what it counts; ``value`` is how far it is, ``total`` how far it goes.
 _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -172,7 +173,11 @@ class Progress:
         epoch = self.bar.epoch if self.bar else None  # a log that begins at a checkpoint shows the last epochs alone
         last = int(epoch["epoch"]) + 1 if epoch else 0
         is_early = 1 <= max(self.epochs_done, last) < self.num_epochs
-        return f"the log says that it is done after {self.epochs_done} of {self.num_epochs} epochs" if is_early else ""
+        return (
+            f"the log says that it is done after {self.epochs_done} of {format_count(self.num_epochs or 0, 'epoch')}"
+            if is_early
+            else ""
+        )
 
 
 def read_progress(stream: Stream) -> Progress:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.amounts import Amount
+from memfit.amounts import Amount, Layout
 from memfit.diagnosis._figures import NOTICEABLE, Figures
-from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
+from memfit.diagnosis._job import ACCUMULATE, BATCH, OPTION_OF, Job
 from memfit.diagnosis._pod import POD
 from memfit.diagnosis._remedy_table import BY_EMITTER, COSTS, TABLE, UNDER_MEMFIT, Cost, Edit, Remedy, row
-from memfit.slurm import MEMORY_OPTIONS, format_time
-from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
+from memfit.slurm import format_time
+from memfit.units import GIB, MIB, format_bytes, format_count, format_duration, round_up_size, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._record import Diagnosis
@@ -72,8 +72,8 @@ def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
     used, limit = diagnosis.figures.get("used") or None, diagnosis.figures.get("limit")
     if not limit:
         return job
-    request = job.request if job.request_bytes is not None else Amount(limit, "node")
-    return replace(job, request=request).with_known(Job(node_peak_bytes=used))
+    request = job.request if job.node_request is not None else Amount(limit, "node")
+    return replace(job, request=request).with_known(Job(node_peak=Amount(used, "node") if used else None))
 
 
 def _of_device(diagnosis: Diagnosis, job: Job, config: Mapping[str, Any] | None) -> Iterator[Remedy]:
@@ -248,17 +248,20 @@ def wanted_request(job: Job) -> tuple[Amount, str] | None:
     """Return what to request, in the limit's own scope, and the arithmetic; None if no figure is known."""
     limit = job.limit
     measured = job.peak(limit.per if limit else "node")
-    if measured is not None and (limit is None or measured[0].bytes > _CUT * limit.bytes):
-        size = Amount(round_up_size(measured[0].bytes * (1 + RESERVE)), measured[0].per)
+    if measured is not None and (limit is None or limit.scaled(_CUT) < measured[0]):
+        size = replace(measured[0], bytes=round_up_size(measured[0].scaled(1 + RESERVE).bytes))
         return size, f"{measured[1]} = {measured[0]}; + {RESERVE:.0%} = {format_bytes(size.bytes)}"
     if limit is None:
         return None
-    alone = (job.task_peak_bytes or 0) if limit.per in ("node", "job") else 0  # a part of what all tasks held
-    seen = measured[0].bytes if measured else alone
-    base = Amount(max(limit.bytes, seen), limit.per)
-    missed = "is where the limit cut it off" if seen > 0.9 * limit.bytes else "missed its peak"
-    said = f"; the largest sample, {format_bytes(seen)}, {missed}" if seen else ""
-    return Amount(round_up_size(1.5 * base.bytes), base.per), f"{base} + 50%: the peak was not measured{said}"
+    # Where the layout is not known, its largest task is the least that a node or the job held.
+    alone = job.task_peak and Layout(nodes=1, tasks_per_node=1).to(job.task_peak, limit.per)
+    seen, base, said = measured[0] if measured else alone, limit, ""
+    if seen:
+        base = max(limit, seen)
+        missed = "is where the limit cut it off" if limit.scaled(0.9) < seen else "missed its peak"
+        said = f"; the largest sample, {format_bytes(seen.bytes)}, {missed}"
+    size = replace(base, bytes=round_up_size(1.5 * base.bytes))
+    return size, f"{base} + 50%: the peak was not measured{said}"
 
 
 def raise_request(job: Job, old: Amount, wanted: Amount) -> Amount:
@@ -267,7 +270,7 @@ def raise_request(job: Job, old: Amount, wanted: Amount) -> Amount:
     if new is None:  # whatever the layout is, more of each CPU by this factor is more of each node by it
         limit = job.limit and job.layout.to(job.limit, wanted.per)
         new = old.scaled(wanted.bytes / limit.bytes if limit else 1.5)
-    return new if new.bytes > old.bytes else old
+    return max(old, new)
 
 
 def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
@@ -307,8 +310,8 @@ def _larger_request(job: Job, emitter: str) -> Remedy:
         setting = "--mem (Slurm), mem_limit (Compose), resources.limits.memory (Kubernetes)"
         return row("request", title=title, setting=setting, why=f"{why}: add --sacct or --script.")
     (size, why), limit = wanted, job.limit
-    gain, measured = size.bytes - limit.bytes if limit else None, job.peak(size.per)
-    enough = True if measured is not None and measured[0].bytes > _CUT * (limit.bytes if limit else 0) else None
+    gain, measured = (size - limit).bytes if limit else None, job.peak(size.per)
+    enough = True if measured is not None and (limit is None or limit.scaled(_CUT) < measured[0]) else None
     if job.under_memfit:
         written = write_size(size.bytes, ("GiB", "MiB"))
         setting = _MEMORY.format(written, f" above {written}")
@@ -319,11 +322,12 @@ def _larger_request(job: Job, emitter: str) -> Remedy:
         return row("request", gain, enough=enough, title=title, setting=f"resources.limits.memory: {written}", why=why)
     asked = job.step_request or job.script_request
     own = raise_request(job, asked, size) if asked else size
-    written, flags = write_size(own.bytes), {scope: f"--{name}" for name, scope in MEMORY_OPTIONS.items()}
-    title, setting = f"request {written} per {own.per}", f"{flags.get(own.per, '--mem')}={written}"
-    if job.most_bytes is not None and size.per == "node" and size.bytes > job.most_bytes:
+    written, option = write_size(own.bytes), OPTION_OF.get(own.per)
+    setting = f"--{option}={written}" if option else f"--mem of each node, {written} over all of them"
+    title = f"request {written} per {own.per}"
+    if job.node_memory and size.per == "node" and job.node_memory < size:
         title += " of a partition with larger nodes"
-        why += f"; a node of {job.partition or 'this partition'} has {format_bytes(job.most_bytes)}"
+        why += f"; a node of {job.partition or 'this partition'} has {format_bytes(job.node_memory.bytes)}"
         enough = True
     elif job.step_request is not None:
         title += " for the step"
@@ -332,12 +336,18 @@ def _larger_request(job: Job, emitter: str) -> Remedy:
 
 
 def _fewer_tasks(job: Job) -> Iterator[Remedy]:
-    tasks, task = job.tasks_per_node, job.task_peak_bytes or job.task_mean_bytes
-    limit = job.most_bytes or job.request_bytes
-    fit = int(limit // (task * (1 + RESERVE))) if task and limit else 0
-    if tasks and task and limit and 1 <= fit < tasks:
-        why = f"{fit} x {format_bytes(task)} + {RESERVE:.0%} fit in {format_bytes(limit)}"
-        yield row("fewer_tasks", (tasks - fit) * task, fit=fit, tasks=tasks, why=why, times=tasks / fit)
+    tasks, task = job.tasks_per_node, job.task_peak or job.task_mean
+    asked = job.step_request or job.script_request or job.request
+    # A request of each CPU or GPU shrinks with the tasks.
+    limit = job.node_memory or (job.node_request if asked and asked.per in ("node", "job") else None)
+    if not tasks or task is None or limit is None:
+        return
+    shares = {count: Layout(tasks_per_node=count).to(limit, "task") for count in range(tasks, 0, -1)}
+    fit = next((count for count, one in shares.items() if one and task.scaled(1 + RESERVE) <= one), tasks)
+    if fit < tasks:
+        why = f"{fit} x {format_bytes(task.bytes)} + {RESERVE:.0%} fit in {format_bytes(limit.bytes)}"
+        saves = task.scaled(tasks - fit).bytes
+        yield row("fewer_tasks", saves, fit=fit, few=format_count(fit, "task"), tasks=tasks, why=why, times=tasks / fit)
 
 
 def _of_shm(job: Job) -> Iterator[Remedy]:
@@ -356,7 +366,6 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
     if needed is None or not job.epochs or not job.epoch_seconds:
         return None
     size = int(-(-needed * (1 + TIME_RESERVE) // 1800) * 1800)
-    return size, (
-        f"{job.epochs} epochs x {format_duration(job.epoch_seconds)} = {format_duration(needed, short=True)}; "
-        f"+ {TIME_RESERVE:.0%} = {format_duration(size, short=True)}"
-    )
+    whole, more = (format_duration(seconds, short=True) for seconds in (needed, size))
+    epochs = f"{format_count(job.epochs, 'epoch')} x {format_duration(job.epoch_seconds)}"
+    return size, f"{epochs} = {whole}; + {TIME_RESERVE:.0%} = {more}"

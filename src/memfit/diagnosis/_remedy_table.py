@@ -246,7 +246,7 @@ _ROWS: Mapping[str, Remedy] = {
                                  "num_workers=1 of the validation's DataLoader", "hardly any",
                                  "The workers of both loaders are alive at once.", "host"),
     "request": Remedy("{title}", "{setting}", "none", "{why}", "host"),
-    "fewer_tasks": Remedy("run {fit} tasks per node instead of {tasks}", "--ntasks-per-node={fit}",
+    "fewer_tasks": Remedy("run {few} per node instead of {tasks}", "--ntasks-per-node={fit}",
                           "fewer devices at once", "{why}. The same number of tasks needs {times:.3g} times the nodes.",
                           "host", enough=True),
     "host_batch": Remedy("a smaller batch, or gradient accumulation", "{setting}", "a few per cent",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from memfit.amounts import Amount, Layout
 from memfit.diagnosis._job import Job
 from memfit.slurm import Row
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 _TOTAL = "requested over its nodes"
 #: Samples above this share of a limit can explain a kill at it.
@@ -23,25 +23,28 @@ class StepMemory(NamedTuple):
 
     step: str
     job: Job
-    most_bytes: int = 0  # of a node's tasks when each is as large as the largest; 0 when not sampled
+    most: Amount = Amount(0, "job")  # of all tasks when each is as large as the largest; 0 when not sampled
     is_over: bool = False  # a node was over its limit, on average or when all tasks are as large as the largest
     text: str = ""  # the sum in a sentence; empty without a limit or a sample
 
 
 def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
     """Add up the tasks that share a limit; ``limit_source`` is the setting that says what they may use."""
-    limit = job.request or Amount(0, "node")
-    known = job.tasks_per_node if limit.per == "node" else step.num_tasks
+    limit, none = job.request, Amount(0, "task")
+    all_tasks = Layout(nodes=1, tasks_per_node=step.num_tasks or 1).to(job.task_peak or none, "job")
+    found = StepMemory(step.id, job, all_tasks or Amount(0, "job"))
+    known = step.num_tasks if limit and limit.per == "job" else job.tasks_per_node
     tasks = known or 1
-    mean, most = (Amount(tasks * (each or 0), limit.per) for each in (job.task_mean_bytes, job.task_peak_bytes))
-    total, is_over = mean if limit < mean else most, limit < max(mean, most)
-    if not limit.bytes or not total.bytes or limit.per == "cpu":
-        return StepMemory(step.id, job, most.bytes)
+    shared = Layout(nodes=1, tasks_per_node=tasks)  # the tasks that share the limit, as if they were on one node
+    mean, most = (limit and shared.to(one or none, limit.per) for one in (job.task_mean, job.task_peak))
+    if not limit or not mean or not most:
+        return found
+    total = mean if limit < mean else most
+    if not total.bytes:
+        return found
     words = f"the {format_bytes(limit.bytes)} of {'a node' if limit.per == 'node' else 'the job'} ({limit_source})"
-    said = (
-        f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total.bytes // tasks)} = {format_bytes(total.bytes)}"
-    )
-    if known is None and not is_over:
+    said = f"{format_count(tasks, 'task')} x {format_bytes(total.bytes // tasks)} = {format_bytes(total.bytes)}"
+    if known is None and max(mean, most) <= limit:
         said += f" of {words}: how many tasks share them is not known"
     elif limit < mean:
         said += f" on average, over {words}"
@@ -52,7 +55,8 @@ def _sum_up(step: Row, job: Job, limit_source: str) -> StepMemory:
         said += f" at most, close to {words}"
     else:
         said += f" at most, below {words}: these samples do not explain a kill"
-    return StepMemory(step.id, job, most.bytes, is_over, said + "; MaxRSS is one task's, and samples can miss the peak")
+    said += "; MaxRSS is one task's, and samples can miss the peak"
+    return found._replace(is_over=limit < max(mean, most), text=said)
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:
@@ -67,7 +71,7 @@ def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMem
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
-        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -one.most_bytes),
+        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -one.most.bytes),
     )
 
 
@@ -95,17 +99,18 @@ def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
         tasks_per_node=each,
         cpus_per_task=cpus // tasks or None if cpus and tasks else None,
         request=limit,
-        task_peak_bytes=step.max_rss_bytes or None,
-        task_mean_bytes=mean or None,
+        task_peak=Amount(step.max_rss_bytes, "task") if step.max_rss_bytes else None,
+        task_mean=Amount(mean, "task") if mean else None,
         limit_seconds=first("limit_seconds"),
         partition=first("partition") or "",
     )
-    alone = max(mean, step.max_rss_bytes or 0)
-    if limit is None or source != _TOTAL or alone <= limit.bytes or max(one.num_nodes or 1 for one in known) == 1:
-        return _sum_up(step, job, source)
-    said = f"ReqMem would be {limit} as the job's total, and one task held {format_bytes(alone)}: it may be a node's. "
-    said += "What a node may use is not known without the script"
-    return StepMemory(step.id, replace(job, request=None), alone, text=said)
+    found = _sum_up(step, job, source)
+    alone = Amount(max(mean, step.max_rss_bytes or 0), "node")  # of its largest task's node, at least
+    if limit is None or source != _TOTAL or alone <= limit or max(one.num_nodes or 1 for one in known) == 1:
+        return found
+    said = f"ReqMem would be {limit} as the job's total, and one task held {format_bytes(alone.bytes)}: it may be a "
+    said += "node's. What a node may use is not known without the script"
+    return found._replace(job=replace(job, request=None), is_over=False, text=said)
 
 
 def _limit(known: Sequence[Row], layout: Layout) -> tuple[Amount | None, str]:
@@ -116,7 +121,7 @@ def _limit(known: Sequence[Row], layout: Layout) -> tuple[Amount | None, str]:
     found += [row for row in asked if row[1].per == "job" and not row[0].step]  # without n or c, since Slurm 21.08
     for one, amount, source in found:
         if node := replace(layout, nodes=one.num_nodes or layout.nodes).to(amount, "node"):
-            of_cpu = f" of a CPU x {node.bytes // amount.bytes} CPUs"
+            of_cpu = f" of a CPU x {format_count(node.bytes // amount.bytes, 'CPU')}"
             return node, source + {"cpu": of_cpu, "job": " over its nodes"}.get(amount.per, "")
     return found[0][1:] if found else (None, "")
 

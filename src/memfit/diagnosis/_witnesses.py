@@ -38,7 +38,7 @@ class Witnesses:
     def arithmetic(self) -> tuple[str, ...]:
         """Sums of memory: of the steps that were over their limit, else of the largest."""
         over = tuple(one.text for one in self.steps if one.is_over)
-        largest = sorted(self.steps, key=lambda one: -one.most_bytes)
+        largest = sorted(self.steps, key=lambda one: -one.most.bytes)
         return over or tuple(one.text for one in largest if one.text)[:1]
 
     def as_stream(self, index: int) -> tuple[Stream, list[Sign]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.memory import systemd_scope_command
-from memfit.units import GIB, MIB, format_bytes, list_some
+from memfit.units import GIB, MIB, format_bytes, format_count, list_some
 
 #: Threads that a process has beside its pools: Python's own, a queue's feeder, pin_memory, NCCL's.
 _OTHER_THREADS = 8
@@ -168,18 +168,18 @@ def check_shm(case: Case) -> Iterator[Check]:
         return
     free = shm.total_bytes if shm.free_bytes is None else shm.free_bytes
     room = f"{format_bytes(free)} free of {format_bytes(shm.total_bytes)}"
-    batch = case.setup.batch_bytes
+    batch, parts = case.setup.batch_bytes, format_count(workers, "worker")
     if batch is None or not workers:
         is_small = shm.total_bytes <= _DOCKER_BYTES or free < _DOCKER_BYTES
-        finding = f"{room}; {workers} workers ({case.workers[1]})"
+        finding = f"{room}; {parts} ({case.workers[1]})"
         remedy = "docker run --shm-size=1g (or --ipc=host); give the size of a batch: memfit doctor --batch 64MiB"
         is_full = is_small and workers > 0
         yield judge("/dev/shm", finding, reason, remedy, shm.source, problem=is_full, warning=is_small)
         return
     ranks = case.command.num_processes
     needed, least = ranks * workers * case.prefetch * batch, min(free, usable)
-    parts = f"{ranks} processes x " if ranks > 1 else ""
-    parts += f"{workers} workers x {case.prefetch} batches x {format_bytes(batch)} = {format_bytes(needed)}"
+    parts = f"{ranks} processes x {parts}" if ranks > 1 else parts
+    parts += f" x {case.prefetch} batches x {format_bytes(batch)} = {format_bytes(needed)}"
     remedy = f"num_workers={min(least // max(1, ranks * case.prefetch * batch), workers)} fits, or prefetch_factor=1"
     if needed > free:
         remedy += f"; docker run --shm-size={max(1, -(-2 * needed // GIB))}g makes it larger"

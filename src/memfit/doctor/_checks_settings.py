@@ -13,6 +13,7 @@ from memfit.doctor._case import Case, judge
 from memfit.doctor._command import which
 from memfit.doctor._frameworks import framework_of
 from memfit.estimation import ALLOCATOR_VARIABLES, allocator_faults
+from memfit.units import format_count
 
 _TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
 _TUNABLE = re.compile(r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+")
@@ -66,8 +67,9 @@ def _check_script(case: Case) -> Iterator[Check]:
         remedy = "name the Python command, not a shell script: memfit doctor -- python train.py"
         yield Check("script", "warning", finding, reason, remedy, "the command")
     elif script.files and not script.errors:
-        more = f" and {len(script.files) - 1} modules beside it" if len(script.files) > 1 else ""
-        finding = f"{script.files[0]}{more} read: {len(script.imports)} imports, {len(script.loaders)} loaders"
+        more = f" and {format_count(len(script.files) - 1, 'module')} beside it" if len(script.files) > 1 else ""
+        found = f"{format_count(len(script.imports), 'import')}, {format_count(len(script.loaders), 'loader')}"
+        finding = f"{script.files[0]}{more} read: {found}"
         yield Check("script", "ok", finding, reason, "", script.files[0])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.doctor._script import Start
-from memfit.units import list_some
+from memfit.units import format_count, list_some
 
 #: Libraries that do not survive a fork once they were used: whether that is certain, why, and the source.
 _FORK_UNSAFE: dict[str, tuple[bool, str, str]] = {
@@ -139,10 +139,10 @@ def check_threads(case: Case) -> Iterator[Check]:
     has_pools = any(name in case.script.imports for name in _POOLS)
     each = threads if has_pools else 1
     total = ranks * (threads + workers * each)
-    finding = f"{threads} threads" + (f" + {workers} workers x {each}" if workers else "")
+    finding = format_count(threads, "thread") + (f" + {format_count(workers, 'worker')} x {each}" if workers else "")
     finding = f"{ranks} processes x ({finding})" if ranks > 1 else finding
     finding += f" = {total} threads" if ranks > 1 or workers else ""
-    finding += f" on {cores} cores ({case.place.budget.cpus_source})"
+    finding += f" on {format_count(cores, 'core')} ({case.place.budget.cpus_source})"
     if (host := case.place.num_host_cpus or 0) > cores:
         finding += f"; a library without a setting would take {host}"
     if own := case.script.threads:

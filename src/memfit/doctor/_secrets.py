@@ -14,6 +14,7 @@ from memfit.checks import Check, worst_first
 from memfit.doctor._case import judge
 from memfit.errors import MissingExtraError, UsageError
 from memfit.masking import FORMS, load_finders
+from memfit.units import format_count
 
 _MOST_BYTES = 4 << 20  # a longer file is data, and is counted as not read
 _REASON = "whoever reads the file, an image that holds it or the history has the key"
@@ -85,7 +86,7 @@ def _scan(root: Path, progress: Callable[[int, int], None]) -> Iterator[Check]:
             yield judge("secrets", f"{kind} in {name}:{line}", _REASON, _OF_FILE, "files", problem=True)
     if not num_found:
         told = f"; {num_unread} too large to read" if num_unread else ""
-        yield judge("secrets", f"no secret in {len(names)} files{told}", _REASON, "", "files")
+        yield judge("secrets", f"no secret in {format_count(len(names), 'file')}{told}", _REASON, "", "files")
     is_well = True
     with tempfile.TemporaryDirectory() as scratch:
         for done, commit, name, added in _history(root):
@@ -97,7 +98,7 @@ def _scan(root: Path, progress: Callable[[int, int], None]) -> Iterator[Check]:
                 yield judge("secrets", found, _REASON, _OF_HISTORY, "git history", problem=True)
             path.unlink()
     if is_well:
-        told = f"no {'other ' if num_found else ''}secret in {len(commits)} commits"
+        told = f"no {'other ' if num_found else ''}secret in {format_count(len(commits), 'commit')}"
         yield judge("secrets", told, _REASON, "", "git history")
 
 

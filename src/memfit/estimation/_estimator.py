@@ -20,7 +20,7 @@ from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,8 @@ def _trace_step(
             verdict = "tight" if tightest.fits else "may fit"
             figures, by_phase, parts = bound_device(peaks, tight, device, found, world_size=world_size)
         if tight.fits and tight.num_retries:
-            note = f"torch's allocator empties its cache {tight.num_retries} times in two iterations, which costs time"
+            times = format_count(tight.num_retries, "time")
+            note = f"torch's allocator empties its cache {times} in two iterations, which costs time"
             notes = (*notes, f"{note}; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     loaded = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "transformers")}
     versions = {name: version for name, version in loaded.items() if version}

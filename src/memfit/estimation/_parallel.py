@@ -21,6 +21,7 @@ from memfit.estimation._optimizers import build_optimizer
 from memfit.estimation._program import Program, find_blocks, find_dtypes
 from memfit.estimation._recorder import part
 from memfit.estimation._setup import Setup
+from memfit.units import format_count
 
 #: The streams that gather weights and reduce gradients; each has segments of its own.
 _GATHERING, _REDUCING = 1, 2
@@ -263,7 +264,7 @@ def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | Non
         module.register_forward_hook(group.after_forward)
     shared.groups.insert(0, shared.groups.pop())  # the root is first, as in named_modules()
     _swap_optimized(program, {id(key): weight.shard for key, weight in split.items()}, setup)
-    note = f"FSDP2: {len(units)} units and the root over {setup.world_size} ranks; rank 0 is shown"
+    note = f"FSDP2: {format_count(len(units), 'unit')} and the root over {setup.world_size} ranks; rank 0 is shown"
     autocast = None if dtype is not None else program.autocast_dtype
     return dataclasses.replace(program, autocast_dtype=autocast, notes=(*program.notes, note))
 

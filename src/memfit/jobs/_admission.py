@@ -14,7 +14,7 @@ from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
-from memfit.jobs._placement import choose, count_gpus
+from memfit.jobs._placement import choose
 from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
 from memfit.memory import (
@@ -29,7 +29,7 @@ from memfit.memory import (
     reservation_bytes,
     why_tight,
 )
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 #: A job that is to have so much starts with this share of it: what is free changes by some bytes all the time.
 _ALMOST = 0.97
@@ -327,7 +327,7 @@ class LocalAdmission:
             remedy = "free memory or raise that limit, make the job smaller, or run it all the same with --force"
         else:
             is_measured = measured is not None and measured.bytes_per_device > 0
-            is_declared, where = bool(job.device_bytes), f"on {count_gpus(job.num_devices)}"
+            is_declared, where = bool(job.device_bytes), f"on {format_count(job.num_devices, 'GPU')}"
             rule = "a job gets as many GPUs as it asks for, each with room for what it takes there."
             remedy = "free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus"
         source = "measured on a similar job" if is_measured else "as declared" if is_declared else "to start at all"
@@ -337,6 +337,6 @@ class LocalAdmission:
 
 
 def _lack(entry: Entry, place: str, needed_bytes: int, room: Lendable) -> Wait:
-    where = "" if place == HOST else f" on {count_gpus(entry.job.num_devices)}"
+    where = "" if place == HOST else f" on {format_count(entry.job.num_devices, 'GPU')}"
     on = "memory" if place == HOST else "device"
     return Wait(on, f"it needs {format_bytes(needed_bytes)}{where}", room.explain(), needed_bytes, room.bytes)

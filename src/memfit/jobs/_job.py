@@ -16,7 +16,7 @@ from memfit.rundir import EndedBy as EndedBy
 from memfit.rundir import State as State
 from memfit.rundir import name_jobs as name_jobs
 from memfit.rundir import show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_count, format_duration
 
 OnFailure = Literal["stop", "continue"]
 
@@ -104,7 +104,7 @@ class Job:
             )
         if self.num_devices % self.ranks:
             raise UsageError(
-                f"job {self.id} has {self.ranks} ranks and asks for {self.num_devices} GPUs.",
+                f"job {self.id} has {self.ranks} ranks and asks for {format_count(self.num_devices, 'GPU')}.",
                 rule="each rank has as many GPUs as every other: one, where there are any.",
                 remedy=f"ask for one for each: --num-gpus {self.ranks}",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -24,6 +25,7 @@ from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
 from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
 from memfit.jobs._watch import Shim, Stop
+from memfit.memory import Footprint
 from memfit.rundir import CANARY_VARIABLE, EventWriter, read_beats
 
 #: Which end is told of all: a node that was short of memory ends the others.
@@ -154,12 +156,12 @@ class NodesShim(Shim):
         return [one.node if one is not None and one.node else name for name, one in known]
 
     def _merged(self, status: JobStatus) -> JobStatus:
-        """Return the job's status with the memory of the node that takes most."""
+        """Return the job's status with the memory of the node that takes most, in each phase too."""
         files = [*self._files(STATUS), *self._files(OUTCOME)]
         nodes = [one for path in files if (one := read_record(status.job_id, path)) is not None]
         if not nodes:
             return status
-        most = max(nodes, key=lambda one: one.peak_bytes)
+        sizes = [one.footprint for one in nodes if one.footprint is not None]
         every = [{**one, "node": node.node} for node in nodes for one in node.ranks]
         ranks = {one["rank"]: one for one in sorted(every, key=itemgetter("peak_bytes"))}
         devices = {uuid: held for one in nodes for uuid, held in one.device_used_bytes.items()}
@@ -168,8 +170,8 @@ class NodesShim(Shim):
             device_used_bytes=devices,
             ranks=[ranks[rank] for rank in sorted(ranks)],
             used_bytes=max(one.used_bytes for one in nodes),
-            peak_bytes=most.peak_bytes,
-            footprint=most.footprint,
+            peak_bytes=max(one.peak_bytes for one in nodes),
+            footprint=functools.reduce(Footprint.merge, sizes) if sizes else None,
             node=f"{self.order['num_nodes']} nodes",
         )
 

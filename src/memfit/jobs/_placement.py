@@ -12,6 +12,7 @@ from pathlib import Path
 from memfit.jobs._job import Job
 from memfit.jobs._reservation import Wait
 from memfit.memory import HOST, Device, Lendable, Sizes
+from memfit.units import format_count
 
 #: torch reads the first that is set.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -44,13 +45,8 @@ def choose(
         devices = [place for place in devices if place not in held]
         here, why = "have no other job", " for itself, for its size there is unknown,"
     if len(devices) < num_devices:
-        return Wait("device", f"it needs {count_gpus(num_devices)}{why} and {len(devices)} {here}")
+        return Wait("device", f"it needs {format_count(num_devices, 'GPU')}{why} and {len(devices)} {here}")
     return sorted(devices, key=lambda place: -rooms[place].bytes)[:num_devices]
-
-
-def count_gpus(num: int) -> str:
-    """Return a number of GPUs in words."""
-    return "1 GPU" if num == 1 else f"{num} GPUs"
 
 
 def device_env(

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._job import ENDED, JobStatus, State, Traits
 from memfit.memory import HOST, Sizes
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 #: What a restart counts as: a retry (at most ``retries``), an end from outside memfit, or a job that gave way.
 Restart = Literal["retry", "outside", "aside"]
@@ -144,7 +144,7 @@ RESTARTS = (
     Line(("timeout",), lambda end: not end.has_saved, "end", _FAULT),
     Line(("out_of_memory",), lambda end: end.kind == DEVICE and not end.most, "end", _NO_DEVICE),
     Line(("out_of_memory", "failed"), lambda end: end.had_all, "end", "it had {took}, and {whole} {most}"),
-    Line(ENDED, lambda end: end.has_no_retries_left, "end", "it was restarted {retried} times already (retries)"),
+    Line(ENDED, lambda end: end.has_no_retries_left, "end", "it was restarted {retried} already (retries)"),
     Line(("node_fail",), _always, "same", "{cause}; the job did not fail"),
     Line(("preempted",), _always, "same", f"it was ended from outside memfit; {_GOES_ON}"),
     Line(("timeout",), _always, "same", f"it met its time limit; {_GOES_ON}"),
@@ -162,7 +162,7 @@ def what_follows(end: End) -> Retry | str:
         whole="a GPU here gives one job" if on_device else "the whole budget is",
         memory="device memory" if on_device else f"memory at {format_bytes(end.peak)}",
         more=f"{format_bytes(end.more)}{' on each GPU' if on_device else ''}",
-        retried=end.restarts["retry"],
+        retried=format_count(end.restarts["retry"], "time"),
         cause=end.status.cause or "its watcher died",
     )
     if line.then == "end":

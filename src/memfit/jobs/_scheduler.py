@@ -19,7 +19,7 @@ from memfit.jobs._placement import device_env
 from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs._retry import End, what_follows
 from memfit.memory import HOST
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 _TICK_SECONDS = 0.1
 #: How long a lack of memory must last: the kernel brings a group's counters up to date within two seconds.
@@ -190,7 +190,7 @@ class Scheduler:
                 status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
             self.source.ended(status)
         num = len(self._running)
-        jobs = f"{num} running job{'' if num == 1 else 's'}"
+        jobs = format_count(num, "running job")
         text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
         text = f"Ending {jobs} now" if level > 1 else text if num else "Stopping: no more jobs start"
         self.say("stop", asked=level, num_running=num, text=text)

@@ -32,7 +32,7 @@ from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs
 from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
 from memfit.rundir import RunDir
-from memfit.units import MIB
+from memfit.units import MIB, format_count
 
 #: What the shim takes beside its job.
 SHIM: Amount = Amount(16 * MIB, "node")
@@ -435,7 +435,7 @@ def cancel_queued(run: RunDir) -> list[str]:
     while any(backend.poll()[job_id].state not in ENDED for job_id in queued):
         if backend.now() > end:
             raise UsageError(
-                f"{len(queued)} jobs of {run.path} are queued still: Slurm does not answer.",
+                f"Slurm does not answer, and its queue still has {format_count(len(queued), 'job')} of {run.path}.",
                 rule="Slurm's controller takes jobs out of its queue.",
                 remedy="give the same command again when squeue works",
             )

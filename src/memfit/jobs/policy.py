@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.errors import ConfigError
-from memfit.units import MIB, parse_bytes
+from memfit.units import MIB, format_count, parse_bytes
 
 #: How long a job that gets no more memory waits at its limit, at least, before another one gives way to it; and how
 #: long if all wait.
@@ -440,7 +440,8 @@ def why_no_core(jobs: Collection[Held], cores: int) -> str:
     busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
     if sum(job.threads for job in jobs) < cores or busy < _BUSY * cores:
         return ""
-    return f"{len(jobs)} jobs keep {busy:.1f} of {cores} cores busy"
+    keep = "keeps" if len(jobs) == 1 else "keep"
+    return f"{format_count(len(jobs), 'job')} {keep} {busy:.1f} of {format_count(cores, 'core')} busy"
 
 
 def first_size(jobs: Iterable[Held], capacity: int, *, has_walls: bool = True) -> int:

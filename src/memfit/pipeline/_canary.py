@@ -22,7 +22,7 @@ from memfit.pipeline._order import Order
 from memfit.pipeline._results import Unit
 from memfit.pipeline._supervise import RunResult
 from memfit.rundir import CANARY_VARIABLE, FolderTail, RunDir
-from memfit.units import GIB, MIB, format_bytes, list_some, round_up_size, write_size
+from memfit.units import GIB, MIB, format_bytes, format_count, list_some, round_up_size, write_size
 
 _LOOK_SECONDS = 0.5
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
@@ -270,7 +270,7 @@ def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
         later = f"--set canary_seconds={2 * settings.canary_seconds:g}"
         return [*lines, peak, f"mark it where it begins, or wait longer: {later}, or leave it out of canary_phases"]
     pace = found["seconds_per_step"]
-    seen = [f"{phase} on {len(ranks)} rank{'s' * (len(ranks) != 1)}" for phase, ranks in found["phases"].items()]
+    seen = [f"{phase} on {format_count(len(ranks), 'rank')}" for phase, ranks in found["phases"].items()]
     on_device = f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else ""
     return [
         f"canary: passed ({', '.join(seen)}{f'; {pace:.3g} s a step' if pace else ''})",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, UsageError
+from memfit.units import format_count
 
 _MAX_COMMANDS = 100_000
 
@@ -208,7 +209,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
             raise _bad(what, "name each column, for example fold,lr", _NAME_RULE)
     for number, row in rows[1:]:
         if len(row) != len(header):
-            what = f"{path}:{number} has {len(row)} values, and the header {len(header)} names"
+            what = f"{path}:{number} has {format_count(len(row), 'value')}, and the header {len(header)}"
             raise _bad(what, "give each line one value for each name")
     return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
 

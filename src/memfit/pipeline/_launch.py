@@ -24,7 +24,7 @@ from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, changes_since, plan
 from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
 from memfit.rundir import RunDir, read, read_events
 from memfit.slurm import format_time
-from memfit.units import MIB, format_bytes, round_up_size
+from memfit.units import MIB, format_bytes, format_count, round_up_size
 
 #: What `memfit run` itself takes on each node.
 _WATCHING = SHIM + Amount(96 * MIB, "node")
@@ -271,9 +271,8 @@ def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
     if settings.slurm.time or not own.num_epochs or not seconds:
         return settings.slurm.time, ""
     total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
-    return format_time(
-        total
-    ), f"{own.num_epochs} epochs of {seconds:.0f} s, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
+    epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
+    return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
 
 
 def _variables(settings: RunConfig, is_split: bool) -> dict[str, str]:

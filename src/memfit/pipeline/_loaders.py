@@ -19,6 +19,7 @@ from memfit.pipeline._contract import load_workload
 from memfit.pipeline._order import Order
 from memfit.planning import Line, Variant, list_loader_lines
 from memfit.rundir import batch_size_of, loader_settings
+from memfit.units import format_count
 
 #: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
 _SECONDS = 120
@@ -46,7 +47,7 @@ def ask_of_loaders(
     variants = []
     for one, changed in zip(found["loaders"][1:], others, strict=True):
         if one["workers"] < found["workers"]:
-            name = f"{one['workers']} worker{'s' * (one['workers'] != 1)}"
+            name = format_count(one["workers"], "worker")
             cost = f"slower where loading limits the step: it had {found['workers']}"
         else:
             name = f"batch {one['batch']} x {accumulated * found['batch'] // one['batch']} accumulated"

@@ -19,6 +19,7 @@ from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, Slurm
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
 from memfit.pipeline._config import Resources, RunConfig
 from memfit.rundir import EventWriter, RunDir
+from memfit.units import format_count
 
 #: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
 _MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
@@ -166,14 +167,14 @@ def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> 
         who, most = f"a job{f' of stage {name}' if name else ''}", nodes[asked.partition].num_gpus
         if rest:
             raise UsageError(
-                f"{who} asks for {total} GPUs on {asked.nodes} nodes.",
+                f"{who} asks for {format_count(total, 'GPU')} on {asked.nodes} nodes.",
                 rule="each node gives a job as many GPUs as every other.",
                 remedy=f"ask for {asked.nodes * (each + 1)}: --num-gpus counts those of all nodes together",
             )
         if each > most:
             raise DoesNotFitError(
-                f"{who} asks for {total} GPUs on {asked.nodes} node{'s' * (asked.nodes > 1)}: {each} on each, and no "
-                f"node of partition {nodes[asked.partition].partition} has more than {most}.",
+                f"{who} asks for {format_count(total, 'GPU')} on {format_count(asked.nodes, 'node')}: {each} on each, "
+                f"and no node of partition {nodes[asked.partition].partition} has more than {most}.",
                 rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
                 remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
             )

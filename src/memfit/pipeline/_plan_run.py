@@ -40,7 +40,7 @@ from memfit.planning import (
     list_step_lines,
 )
 from memfit.rundir import RunDir
-from memfit.units import format_duration
+from memfit.units import format_count, format_duration
 
 _MOST_RUNS = 20
 #: Begins what is said of a figure that was measured on a job of other settings.
@@ -255,9 +255,11 @@ def _forecast(
         facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, accumulated)
         settings_of |= facts["settings"]
         workers, cpus = facts["workers"], layout.cpus_per_task or 0
-        notes.append(f"{workers} loader workers x {ranks} ranks = {workers * ranks} in the job")
+        own_workers = format_count(workers, "loader worker")
+        notes.append(f"{own_workers} x {format_count(ranks, 'rank')} = {workers * ranks} in the job")
         if node.machine is not None and workers + 1 > cpus:
-            notes.append(f"{workers} workers and the rank share {cpus} CPUs of a task: cpus_per_task: {workers + 1}")
+            share = f"{own_workers} and the rank share {format_count(cpus, 'CPU of a task')}"
+            notes.append(f"{share}: cpus_per_task: {workers + 1}")
         batch = describe_batch(
             facts["samples"], facts["valid"], facts["batch"], ranks, accumulated, drops=facts["drops"]
         )

@@ -13,7 +13,7 @@ from memfit.config import write_yaml
 from memfit.errors import ConfigError, UsageError
 from memfit.jobs import render_script
 from memfit.planning._launch import Launch, LaunchFormat
-from memfit.units import write_size
+from memfit.units import format_count, write_size
 
 #: What an image must not hold: keys, the history of old ones, and what runs leave.
 _NOT_IN_IMAGES = (
@@ -43,7 +43,7 @@ def render(launch: Launch, form: LaunchFormat) -> str:
     """
     if form != "sbatch" and launch.is_split:
         raise UsageError(
-            f"{launch.name} has {launch.num_nodes} nodes, or ranks that srun starts.",
+            f"{launch.name} has {format_count(launch.num_nodes, 'node')}, or ranks that srun starts.",
             rule=f"--format {form} starts all ranks in one container.",
             remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
         )
@@ -115,9 +115,9 @@ def _start(launch: Launch) -> list[str]:
 
 
 def _folders(launch: Launch) -> dict[str, bool]:
-    """Return the folders that outlive a container, and whether it only reads them."""
-    settings = launch.settings
-    return {"runs": False} | dict.fromkeys(settings.outputs, False) | dict.fromkeys(settings.data, True)
+    """Return the folders that outlive a container, each once, and whether it only reads them."""
+    written = dict.fromkeys(map(normpath, ("runs", *launch.settings.outputs)), False)
+    return written | {one: True for one in map(normpath, launch.settings.data) if one not in written}
 
 
 def _compose(launch: Launch) -> str:
@@ -158,16 +158,15 @@ def _kubernetes(launch: Launch) -> str:
     limits: dict[str, Any] = {"memory": memory}
     if launch.layout.gpus_per_node:
         limits["nvidia.com/gpu"] = launch.layout.gpus_per_node
-    env: list[dict[str, Any]] = [{"name": name, "value": _plain(value)} for name, value in launch.env.items()]
-    env.append({"name": "MEMFIT_RUNS_DIR", "value": f"{_HOME}/runs"})
-    env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}} for name in settings.pass_env
-    ]
+    env: dict[str, dict[str, Any]] = {name: {"value": _plain(value)} for name, value in launch.env.items()}
+    for name in settings.pass_env:
+        env[name] = {"valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}}
+    env["MEMFIT_RUNS_DIR"] = {"value": f"{_HOME}/runs"}
     container = {
         "name": launch.name,
         "image": settings.image or launch.name,
         "command": [_plain(word) for word in launch.command],
-        "env": env,
+        "env": [{"name": name} | value for name, value in env.items()],
         "resources": {"requests": limits | {"cpu": launch.num_cpus}, "limits": limits},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_mounts(launch)],
     }
@@ -206,14 +205,14 @@ def _mounts(launch: Launch) -> list[dict[str, Any]]:
     """Return where the folders of the claim appear; each is a folder of the claim."""
     found: list[dict[str, Any]] = []
     for one, reads in _folders(launch).items():
-        below = normpath(one).lstrip("/")
-        if below.startswith(".."):
+        below = one.lstrip("/")
+        if below.startswith("..") or below in ("", ".", "dev/shm"):
             raise UsageError(
                 f"the folder {one} cannot be a part of a claim.",
-                rule="Kubernetes mounts folders of a volume by a path below it.",
+                rule="Kubernetes mounts folders of a volume by a path below it, and not over the code or /dev/shm.",
                 remedy="name the folder without ..: an absolute path, or one below the current folder",
             )
-        mount: dict[str, Any] = {"name": "files", "mountPath": normpath(join(_HOME, one)), "subPath": below}
+        mount: dict[str, Any] = {"name": "files", "mountPath": join(_HOME, one), "subPath": below}
         found.append(mount | ({"readOnly": True} if reads else {}))
     return found
 

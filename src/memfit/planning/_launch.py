@@ -20,6 +20,7 @@ _Count = Annotated[int, Field(ge=1)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 _Folder = Annotated[str, Field(pattern=r"^[\w./][\w./ +@=,-]*$")]
+_Claim = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*)?$")]
 _Image = Annotated[str, Field(pattern=r"^(\w[\w./:@-]*)?$")]
 
 
@@ -50,7 +51,7 @@ class LaunchSettings(Settings):
     base_image: _Image = ""
     image: _Image = ""
     requirements: Annotated[str, Field(pattern=r"^([\w./][\w./+-]*)?$")] = "requirements.txt"
-    claim: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9.-]*)?$")] = ""
+    claim: _Claim = ""
     data: list[_Folder] = Field(default_factory=list)
     outputs: list[_Folder] = Field(default_factory=list)
     env: dict[_Variable, _Line] = Field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from memfit.amounts import Amount, Layout
 from memfit.memory import Footprint
-from memfit.units import MIB, format_bytes, round_up_size, write_size
+from memfit.units import MIB, format_bytes, format_count, round_up_size, write_size
 
 #: Docker gives a container so much /dev/shm unless it is told otherwise.
 LEAST_SHM_BYTES = 64 * MIB
@@ -293,7 +293,7 @@ class Forecast:
             fewer = replace(ledger, layout=replace(ledger.layout, tasks_per_node=number, gpus_per_node=gpus))
             if self.has_room(fewer):
                 nodes = math.ceil(self.num_ranks / number)
-                cost = f"{nodes} nodes for {self.num_ranks} ranks" + (
+                cost = f"{format_count(nodes, 'node')} for {self.num_ranks} ranks" + (
                     f", of {self.num_nodes}: or --nproc {number * self.num_nodes} and accumulation"
                     if nodes > self.num_nodes
                     else ""
@@ -358,5 +358,6 @@ def describe_batch(
         return ""
     whole = batch * num_ranks * accumulation
     steps = samples // whole if drops else math.ceil(samples / whole)
-    text = f"global batch {whole} = {batch} per rank x {num_ranks} ranks x {accumulation} accumulated; {steps} steps "
-    return text + f"an epoch of {samples:,} samples" + ("" if valid is None else f", {valid:,} validated")
+    text = f"global batch {whole} = {batch} per rank x {format_count(num_ranks, 'rank')} x {accumulation} accumulated; "
+    text += f"{format_count(steps, 'step')} an epoch of {samples:,} samples"
+    return text + ("" if valid is None else f", {valid:,} validated")

@@ -12,9 +12,9 @@ from itertools import pairwise
 from memfit.files import fits, open_own
 from memfit.memory import Sample
 from memfit.reports._charts import COLOURS, Line, byte_ticks, draw_lines, legend, number_ticks
-from memfit.reports._numbers import format_number, is_number
-from memfit.rundir import Event, RunDir, RunState, event_time
-from memfit.units import format_bytes, natural_order
+from memfit.reports._numbers import is_number
+from memfit.rundir import Event, RunDir, RunState, event_time, read_events
+from memfit.units import format_bytes, format_count, natural_order
 
 #: Numbers of an epoch that say how fast it was, not what was learned.
 _PACE = frozenset({"seconds", "samples_per_second", "wait_share", "device_use", "num_threads"})
@@ -128,28 +128,36 @@ def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> 
     if not charts:
         return
     named = [(state.name(one), colour) for one, colour in colours.items() if colour != COLOURS[-1]]
-    yield legend([*named, (f"{len(order) - len(named)} others", COLOURS[-1])] if is_crowd else named)
+    yield legend([*named, (format_count(len(order) - len(named), "other"), COLOURS[-1])] if is_crowd else named)
     yield f'<div class="charts">{"".join(charts)}</div>'
     notes = ["Dashed: training; solid: validation."] if have_both else []
     notes += ["Read from the lines of the logs."] if curves.is_from_logs else []
     if (left := len(metrics) - _MOST_CHARTS) > 0:
-        notes.append(f"{left} more metrics are in the table below.")
+        notes.append(f"The table below has {format_count(left, 'more metric')}.")
     yield f'<p class="note">{" ".join([*notes, "Point at a chart to see its values."])}</p>'
 
 
-def last_values(curves: Curves, state: RunState) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows of a table: for each job its last epoch and the last value of each number there."""
+def last_values(curves: Curves) -> dict[str, dict[str, float]]:
+    """Return for each job its last epoch, or step, and behind it the last value of each number, by name."""
     columns = [(metric, part) for metric, of in curves.values.items() for part in sorted({part for _, part in of})]
     both = {metric for metric, part in columns if (metric, not part) in columns}
-    names = [
-        f"{metric}, {'training' if part else 'validation'}" if metric in both else metric for metric, part in columns
-    ]
-    rows = []
+    found = {}
     for job in curves.jobs:
-        points = [curves.values[metric].get((job, part), {}) for metric, part in columns]
-        last = max(max(one) for one in points if one)
-        rows.append([state.name(job), f"{last:g}", *(format_number(one[max(one)]) if one else "-" for one in points)])
-    return ["job", "step" if curves.by_step else "epoch", *names], rows
+        points = {
+            f"{metric}, {'training' if part else 'validation'}" if metric in both else metric: own
+            for metric, part in columns
+            if (own := curves.values[metric].get((job, part)))
+        }
+        last = {"step" if curves.by_step else "epoch": max(max(own) for own in points.values())}
+        found[job] = last | {name: own[max(own)] for name, own in points.items()}
+    return found
+
+
+def read_reported(state: RunState) -> dict[str, dict[str, float]]:
+    """Return `last_values` of a run of several commands: what stands for the results that functions return."""
+    if state.kind != "commands" or state.is_one:
+        return {}
+    return last_values(read_curves(state, read_events(state.run.events_dir)))
 
 
 def draw_machine(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,8 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._study_text import explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
-from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
+from memfit.reports._table import short_names
+from memfit.rundir import Event, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
 #: More points than this make a chart no finer.
@@ -135,6 +137,12 @@ class _Seen:
                     sample = samples[max(first, bisect_right(times, point * step, hi=last + 1) - 1)]
                     sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
+
+    @cached_property
+    def reported(self) -> dict[str, dict[str, float]]:
+        """What each of several commands reported last."""
+        told = {str(job["job"]): job["reported"] for job in self.summary["jobs"] if job["reported"]}
+        return {job: {name: nan if one is None else one for name, one in own.items()} for job, own in told.items()}
 
     @property
     def totals(self) -> list[float]:
@@ -285,33 +293,38 @@ def _learned(seen: _Seen) -> Iterator[str]:
     ranked = [one["trial"] for one in sorted(done, key=lambda one: sign * one["value"])]
     yield "<h2>Learning curves</h2>"
     yield from draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())])
-    headings, rows = last_values(curves, seen.state)
-    yield f"<details><summary>last values</summary>{_table(headings, rows, num_words=1)}</details>"
+    if not seen.reported:
+        values = last_values(curves)
+        names = list(dict.fromkeys(name for own in values.values() for name in own))
+        columns = [format_column([own.get(name) for own in values.values()], []) for name in names]
+        rows = [*zip(map(seen.state.name, values), *columns, strict=True)]
+        yield f"<details><summary>last values</summary>{_table(['job', *names], rows, num_words=1)}</details>"
 
 
 def _results(seen: _Seen) -> Iterator[str]:
-    """Yield for each stage what its units returned: of several units each beside their mean and deviation."""
-    tables = []
+    """Yield what each unit of a stage returned or each command reported last, beside their mean and deviation."""
+    tables, jobs, names = [], seen.state.jobs, short_names(seen.state)
     for stage in seen.state.stage_names if seen.state.kind == "stages" else ():
-        jobs = [job for job in seen.state.jobs.values() if job.stage == stage and metrics_of(job.result)]
-        if jobs:
-            tables.append(f"<h3>{escape(stage)}</h3>{_stage_table(stage, jobs)}")
+        units = [job for job in jobs.values() if job.stage == stage and metrics_of(job.result)]
+        numbers = {job.name.removeprefix(f"{stage}_"): metrics_of(job.result) for job in units}
+        if [job.id for job in units] == [stage]:
+            facts = [(name, *format_column([value], [])) for name, value in numbers[stage].items()]
+            tables.append(f"<h3>{escape(stage)}</h3>{_table(('', 'value'), facts, num_words=1)}")
+        elif units:
+            tables.append(f"<h3>{escape(stage)}</h3>{_results_table(numbers)}")
+    if seen.reported:
+        tables.append(_results_table({names[jobs[job].name]: own for job, own in seen.reported.items()}))
     if tables:
         yield "<h2>Results</h2>" + "".join(tables)
 
 
-def _stage_table(stage: str, jobs: Sequence[JobState]) -> str:
-    metrics = summarize_metrics([metrics_of(job.result) for job in jobs])
-    if [job.id for job in jobs] == [stage]:
-        facts = [(name, *format_column([mean], [])) for name, (mean, _, _) in metrics.items()]
-        return _table(("", "value"), facts, num_words=1)
-    names, rows = [job.name.removeprefix(f"{stage}_") for job in jobs], []
-    for name, (mean, sd, _) in metrics.items():
-        values = [metrics_of(job.result).get(name) for job in jobs]
-        told = format_column(values, [mean, sd])
+def _results_table(numbers: Mapping[str, Mapping[str, float]]) -> str:
+    rows = []
+    for name, (mean, sd, _) in summarize_metrics([*numbers.values()]).items():
+        told = format_column([own.get(name) for own in numbers.values()], [mean, sd])
         rows.append([name, *told[-2:], *told[:-2]])
-    table = [["", "mean", "sd", *names], *rows]
-    if len(jobs) > _MOST_COLUMNS:
+    table = [["", "mean", "sd", *numbers], *rows]
+    if len(numbers) > _MOST_COLUMNS:
         table = [list(column) for column in zip(*table, strict=True)]
     return _table(table[0], table[1:], num_words=1)
 

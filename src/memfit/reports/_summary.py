@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
+from memfit.reports._curves import read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
     explain_memory,
@@ -35,8 +36,9 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
+from memfit.reports._table import short_names
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
-from memfit.units import format_bytes, format_duration, list_some
+from memfit.units import format_bytes, format_count, format_duration, list_some
 
 #: Of more commands than this, only failures and further attempts have a line.
 _MOST_LINES, _MOST_RANKS = 60, 16
@@ -68,7 +70,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         >>> found["state"], found["jobs"], found["wall_seconds"]
         ('running', [], 0.0)
     """
-    jobs = [*state.jobs.values()]
+    jobs, reported = [*state.jobs.values()], read_reported(state)
     plain = "kind state most_at_once wall_seconds counts num_restarts outgrown num_gave_way"
     found = {
         "run": str(state.run.path),
@@ -81,7 +83,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "cpu_seconds": sum(job.cpu_seconds for job in jobs),
         "waited_seconds": dict(state.waits),
         "host_cpu": dict(state.cpu),
-        "jobs": [_job(state, job) for job in jobs],
+        "jobs": [_job(state, job) | {"reported": reported.get(job.id, {})} for job in jobs],
         "kills": count_kills(state.run),
         "forecast_error": forecast_error(jobs),
     }
@@ -143,7 +145,7 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
         console.print()
         print_facts(_decisions(state, verbose), console)
     if state.kind == "commands":
-        _print_commands(rows, console)
+        _print_commands(state, rows, console, verbose)
     elif study is not None:
         console.print()
         print_trials(study, console, [row.id for row in rows if row.state in BAD])
@@ -187,16 +189,20 @@ def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, v
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            first, *more = _tables(own, state, console.width)
-            for table in [first, *more] if verbose else [first]:
-                console.print("", table, sep="\n")
-            if more and not verbose:
-                num = sum(len(table.columns) - 1 for table in more)
-                lines = [f"and {num} more column{'s' if num > 1 else ''}: --verbose shows them", *lines]
+            lines = [*_print_tables(_units(own, state, console.width), console, verbose), *lines]
         elif own and not lines:
             lines = [_values(own[0].result)]
         for line in filter(None, lines):
             say(console, f"{'':<{width}}{line}")
+
+
+def _print_tables(tables: Iterable[Table], console: Console, verbose: bool) -> list[str]:
+    """Print the first table, or if verbose all of them; return what is said of the others."""
+    first, *more = tables
+    for table in [first, *more] if verbose else [first]:
+        console.print("", table, sep="\n")
+    num = 0 if verbose else sum(len(table.columns) - 1 for table in more)
+    return [f"and {format_count(num, 'more column')}: --verbose shows them"] if num else []
 
 
 def _fate(state: RunState, stage: StageState, states: Mapping[str, str]) -> str:
@@ -216,8 +222,8 @@ def _values(result: Mapping[str, Any]) -> str:
     return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
 
 
-def _print_commands(rows: Sequence[JobState], console: Console) -> None:
-    """Print a line for each command that ended; of very many only failures and further attempts."""
+def _print_commands(state: RunState, rows: Sequence[JobState], console: Console, verbose: bool) -> None:
+    """Print a line for each command that ended (of very many only failures and retries), and what they reported."""
     ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
     of_note = [row for row in ended if row.own != "completed" or row.attempt > 1]
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
@@ -231,6 +237,13 @@ def _print_commands(rows: Sequence[JobState], console: Console) -> None:
         say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
+    names, numbers = short_names(state), [*read_reported(state).items()][:_MOST_LINES]
+    if numbers:
+        jobs = [names[state.jobs[job].name] for job, _ in numbers]
+        for line in _print_tables(
+            _tables("job", jobs, [], [own for _, own in numbers], console.width), console, verbose
+        ):
+            say(console, line)
 
 
 def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -277,8 +290,7 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
     if state.num_restarts:
         took = sum(row.earlier_seconds for row in rows)
         took_text = f"; their earlier attempts took {format_duration(took)}" if took else ""
-        times = f"{state.num_restarts} time{'s' if state.num_restarts > 1 else ''}"
-        yield "restarts", f"memfit restarted jobs {times}{took_text}"
+        yield "restarts", f"memfit restarted jobs {format_count(state.num_restarts, 'time')}{took_text}"
     if state.outgrown:
         yield "sizes", explain_outgrown(state)
     cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
@@ -300,9 +312,9 @@ def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterato
 def explain_outgrown(state: RunState) -> str:
     """Return which jobs needed more than was thought, what that cost, and what helps."""
     num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
-    cost = f"no job started meanwhile, {num} time{'s' if num > 1 else ''}"
+    cost = f"no job started meanwhile, {format_count(num, 'time')}"
     if state.num_gave_way:
-        cost += f", and {state.num_gave_way} restart{'s' if state.num_gave_way > 1 else ''}"
+        cost += f", and {format_count(state.num_gave_way, 'restart')}"
     return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
 
 
@@ -357,7 +369,7 @@ def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
 def explain_forecast(error: Mapping[str, Any]) -> str:
     """Return a ``forecast_error`` in words."""
     side = "above" if error["median"] >= 0 else "below"
-    jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
+    jobs = format_count(error["num"], "job")
     return f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs}); too small: {error['num_under']}"
 
 
@@ -367,8 +379,8 @@ def explain_record(run: RunDir, rows: Sequence[JobState]) -> list[tuple[str, str
     if error is not None:
         lines.append(("forecast", explain_forecast(error)))
     if kills["num_killed"]:
-        runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
-        text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
+        runs = format_count(kills["num_runs"], "run of this experiment")
+        text = f"{kills['num_killed']} of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
         lines.append(("OOM kills", text))
     return lines
 
@@ -381,24 +393,34 @@ def _places(state: RunState, is_one: bool) -> Iterator[tuple[str, str]]:
         yield from (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
 
 
-def _tables(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[Table]:
-    """Yield the table of a stage's units; columns that do not fit the console follow in further tables."""
-    stage, metrics = rows[0].stage, summarize_metrics([metrics_of(row.result) for row in rows])
+def _units(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[Table]:
+    """Yield the tables of a stage's units."""
+    stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
+    facts = [(show_state(row.state), explain_time(row), *sizes_of(row)[1:]) for row in rows]
+    columns = [*zip(("state", "time", "peak", "reserved"), zip(*facts, strict=True), strict=True)]
+    names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
+    yield from _tables(each, names, columns, numbers, width)
+
+
+def _tables(
+    heading: str,
+    names: Sequence[str],
+    columns: Iterable[tuple[str, Sequence[str]]],
+    numbers: Sequence[Mapping[str, float]],
+    width: int,
+) -> Iterator[Table]:
+    """Yield a table of units, their numbers behind the columns; what does not fit the console in further tables."""
+    metrics = summarize_metrics(numbers)
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
-    first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = [(show_state(row.state), explain_time(row), *sizes_of(row)[1:]) for row in rows]
-    headings = ("state", "time", "peak", "reserved")
-    rest = [
-        (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)
-    ]
+    first = (heading, [*names, *labels])
+    rest = [(name, [*cells, *[""] * len(labels)]) for name, cells in columns]
     for name, (mean, sd, _) in metrics.items():
-        values = [metrics_of(row.result).get(name) for row in rows]
-        rest.append((name, format_column(values, [mean, sd] if labels else [])))
+        rest.append((name, format_column([own.get(name) for own in numbers], [mean, sd] if labels else [])))
     while rest:
-        shown, left = [first], width - max(map(len, (each, *first[1])))
+        shown, left = [first], width - max(map(len, (heading, *first[1])))
         while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
             shown.append(rest.pop(0))
         headings, columns = zip(*shown, strict=True)
-        yield plain_table(*headings, rows=zip(*columns, strict=True), left=(each, "state"))
+        yield plain_table(*headings, rows=zip(*columns, strict=True), left=(heading, "state"))

@@ -15,7 +15,7 @@ from memfit.files import fits
 from memfit.memory import Budget
 from memfit.reports._numbers import explain_rank, or_dash, plain_table, sizes_of, what_it_does
 from memfit.rundir import JobState, RunDir, RunState, show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes, format_count, format_duration
 
 _STYLE = {
     "running": "cyan",
@@ -82,7 +82,7 @@ def render(
 
     Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
     """
-    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), _short_names(state)
+    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), short_names(state)
     for row in _shown(rows):
         lines += [_cells(row, state.run), *_rank_cells(row)]
     shown = [
@@ -107,7 +107,7 @@ def render(
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
 
 
-def _short_names(state: RunState) -> dict[str, str]:
+def short_names(state: RunState) -> dict[str, str]:
     """Return for each job's name the parameters in which the jobs differ; its name where it has none."""
     values = [*state.params.values()]
     found = {}
@@ -145,7 +145,7 @@ def _footer(
     others = max(0, room.used_bytes - used)
     if state.budget.get("backend") == "slurm":
         num_nodes = len({row.node for row in rows if row.own == "running"})
-        nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+        nodes = format_count(num_nodes, "node")
         yield Text(
             f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
         )

@@ -33,6 +33,7 @@ from memfit.rundir import (
     read_status_file,
     record,
 )
+from memfit.units import format_count
 
 HANG_VARIABLE = "MEMFIT_HANG_SECONDS"
 _HANG_SECONDS, _STEPS = 60.0, 10
@@ -130,7 +131,7 @@ def joined_group() -> Iterator[int]:
     group, here, num_gpus = torch.distributed, int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if 0 < num_gpus < here:
         raise UsageError(
-            f"there are {here} ranks on this host and {num_gpus} GPUs.",
+            f"there are {here} ranks on this host and {format_count(num_gpus, 'GPU')}.",
             rule="each rank trains on a GPU of its own.",
             remedy=f"give the job as many: --num-gpus {here}, or fewer ranks: --nproc {num_gpus}",
         )

@@ -12,6 +12,7 @@ import torch
 
 from memfit.errors import UsageError, nearest
 from memfit.training._split import rebuild
+from memfit.units import format_count
 
 Precision = Literal["float32", "bf16-mixed", "fp16-mixed", "auto"]
 
@@ -41,7 +42,7 @@ def find_device(name: str | torch.device) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UsageError(
-            f"device is '{device}', and torch sees {num_gpus} GPUs.",
+            f"device is '{device}', and torch sees {format_count(num_gpus, 'GPU')}.",
             rule="GPUs are counted from cuda:0, among those that CUDA_VISIBLE_DEVICES leaves visible.",
             remedy="pass device='auto', which takes the CPU where there is no GPU",
         )

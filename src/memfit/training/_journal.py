@@ -21,6 +21,7 @@ from memfit.rundir import is_canary, phase, record
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
+from memfit.units import format_count
 
 _STEP_EVENT_SECONDS = 0.5
 
@@ -161,7 +162,8 @@ class Journal:
         epoch, step = position
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
-        say(f"goes on {where}{f', of {self.num_epochs} epochs' if self.num_epochs else ''} ({path})")
+        of = f", of {format_count(self.num_epochs, 'epoch')}" if self.num_epochs else ""
+        say(f"goes on {where}{of} ({path})")
         self._restart()
 
     def inexact(self, why: str) -> None:

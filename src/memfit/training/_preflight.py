@@ -25,7 +25,7 @@ from memfit.training._snapshot import Snapshot, kept
 from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
 from memfit.training._workers import FIRST_BATCH_SECONDS, watched
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_count
 
 T = TypeVar("T")
 
@@ -225,7 +225,8 @@ def rehearse(
     sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
     sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
     how = report.longest + f", for {_SAMPLE_SECONDS:g} s" * report.out_of_time
-    say_verdict(f"fits: the largest of {report.num_seen} batches ({how}) and the optimizer take {', '.join(sizes)}")
+    seen = f"{format_count(report.num_seen, 'batch')} ({how})"
+    say_verdict(f"fits: the largest of {seen} and the optimizer take {', '.join(sizes)}")
     return report
 
 

@@ -26,6 +26,7 @@ from memfit.training._process import preserved_rng, rng_state, say, seed_rank, s
 from memfit.training._records import MEASURED, EpochRecord, StepOutcome
 from memfit.training._setup import Plan, Setup
 from memfit.training._validation import Validation
+from memfit.units import format_count
 
 _MAX_ROLLBACKS = 3
 
@@ -184,7 +185,7 @@ class Resume:
                     fresh.append(rng_state())
             draws = any(not torch.equal(one["torch"], then["torch"]) for one, then in zip(fresh, rngs, strict=True))
             how = "equal in distribution: the model draws random numbers" if draws else "gradient-exact"
-            text = f"goes on with {size} ranks in place of {len(rngs)}, the same global batches; {how}"
+            text = f"goes on with {format_count(size, 'rank')} in place of {len(rngs)}, the same global batches; {how}"
             record("ranks_changed", before=len(rngs), ranks=size, is_gradient_exact=not draws, text=text)
             if rank == 0:
                 say(text)

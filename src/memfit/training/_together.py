@@ -20,6 +20,7 @@ from memfit.training._checks import bad_setting
 from memfit.training._gradients import Batch, Failure, Local
 from memfit.training._ranks import Ranks, or_leave
 from memfit.training._team import Team
+from memfit.units import format_count
 
 _NAME = "smaller_size.json"
 _SHAPE = {"sizes": list, "is_single": bool}
@@ -98,7 +99,7 @@ class Together(Team):
         if least < most:
             self.ranks.is_over = True
             raise UsageError(
-                f"A rank has {least} samples in this step, and another one makes {most} passes.",
+                f"A rank has {format_count(least, 'sample')} in this step, and the passes of another are {most}.",
                 rule="the passes of this model hold collectives, so all ranks make as many, each over samples.",
                 remedy="make the global batch larger, with drop_last=True; or wrap the model in "
                 "DistributedDataParallel, with recovery='repeat'",

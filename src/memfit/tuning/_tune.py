@@ -193,6 +193,13 @@ def _tune(
             rule="memfit tune searches what that section names.",
             remedy="add tune: with space, objective and direction; memfit tune --help shows one",
         )
+    if of_run := [name for name in ("planned", "canary") if getattr(whole.value, name)]:
+        raise ConfigError(
+            f"memfit tune was given {' and '.join(of_run)}.",
+            rule="a plan and a canary are of one run, and a study makes a run of each trial.",
+            remedy=f"remove it (--set {of_run[0]}={'null' if of_run[0] == 'planned' else 'false'}), and give it to "
+            "memfit run with the study's best.yaml",
+        )
     settings = config.resolve_nested(whole, "tune", TuneSettings).value
     if max_epochs is not None:
         if settings.epochs is None:
