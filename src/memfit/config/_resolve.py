@@ -138,7 +138,9 @@ def resolve(
     layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
         layers.read_override(override, model)
-    return _checked(model, layers.given, layers.problems, "", is_file_alone=env is not None and not (env or overrides))
+    return _checked(
+        model, layers.given, layers.problems, "", is_file_alone=file is not None and env == {} and not overrides
+    )
 
 
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
