@@ -86,12 +86,12 @@ def made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def commands(made):
-    """Makes the run one of so many commands, which differ in ``fold``."""
+    """Makes the run one of so many commands, which differ in ``fold``, or in another parameter."""
 
-    def make(number):
-        combinations = [{"fold": str(fold), "lr": "1e-3"} for fold in range(1, number + 1)]
+    def make(number, name="fold"):
+        combinations = [{name: str(value), "lr": "1e-3"} for value in range(1, number + 1)]
         header = {"schema_version": 2, "experiment": "demo", "kind": "commands", "combinations": combinations}
-        write_json(made.path / "run.json", header | {"template": ["python", "train.py", "{fold}"]})
+        write_json(made.path / "run.json", header | {"template": ["python", "train.py", f"{{{name}}}"]})
         return made
 
     return make

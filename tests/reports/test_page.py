@@ -159,11 +159,14 @@ def test_what_commands_reported_last_stands_beside_their_params_as_results_do(co
     (made.run.job_dir("cmd_0002") / "out.log").write_text("epoch 1 loss 0.5\nepoch 2 loss 0.25 acc nan\n")
     said = _Page(write_page(made.run, made.path / "report.html").read_text()).text
     at = said.index("Results")
-    assert said[at : at + 5] == ["Results", "mean", "sd", "fold=1", "fold=2"]
-    assert said[at + 5 : at + 10] == ["epoch", "2.0", "0.0", "2", "2"]
-    assert said[said.index("loss, validation", at) :][1:5] == ["0.5000", "-", "0.5000", "-"]
-    assert said[said.index("loss, training", at) :][1:5] == ["0.2500", "-", "-", "0.2500"]
+    assert said[at : at + 7] == ["Results", "mean", "fold=1", "fold=2", "epoch", "2", "2"]
+    assert said[said.index("loss, validation", at) :][1:4] == ["0.5000", "0.5000", "-"]
+    assert said[said.index("loss, training", at) :][1:4] == ["0.2500", "-", "0.2500"]
     assert "last values" not in said
+    commands(3, "width")
+    said = _Page(write_page(made.run, made.path / "report.html").read_text()).text
+    at = said.index("Results")
+    assert said[at : at + 6] == ["Results", "width=1", "width=2", "epoch", "2", "2"]
 
 
 def test_the_page_shows_settings_with_their_origin_and_the_time_of_earlier_attempts(finished) -> None:

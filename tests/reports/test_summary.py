@@ -267,10 +267,13 @@ def test_the_summary_of_commands_has_their_last_numbers_beside_their_params(comm
     assert lines[at + 1 : at + 5] == [
         "fold=1         3  0.5000",
         "fold=2         3  0.2500",
-        "mean of 2    3.0  0.3750",
-        "sd of 2      0.0  0.1768",
+        "mean of 2         0.3750",
+        "sd of 2           0.1768",
     ]
     assert [job["reported"] for job in summarize(read(made.run))["jobs"]][1] == {"epoch": 3.0, "loss": 0.25}
+    commands(2, "width")  # a mean over widths says nothing
+    said = printed(made.run, 80)
+    assert "width=1      3  0.5000\nwidth=2      3  0.2500\n\n" in said and "mean of" not in said
 
 
 def test_the_summary_of_commands_is_a_stamped_line_for_each_and_the_wall_clock(swept):

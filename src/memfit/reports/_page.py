@@ -34,7 +34,7 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._study_text import explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
-from memfit.reports._table import short_names
+from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import Event, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
@@ -313,17 +313,19 @@ def _results(seen: _Seen) -> Iterator[str]:
         elif units:
             tables.append(f"<h3>{escape(stage)}</h3>{_results_table(numbers)}")
     if seen.reported:
-        tables.append(_results_table({names[jobs[job].name]: own for job, own in seen.reported.items()}))
+        told = {names[jobs[job].name]: own for job, own in seen.reported.items()}
+        tables.append(_results_table(told, has_mean=are_repetitions(seen.state)))
     if tables:
         yield "<h2>Results</h2>" + "".join(tables)
 
 
-def _results_table(numbers: Mapping[str, Mapping[str, float]]) -> str:
+def _results_table(numbers: Mapping[str, Mapping[str, float]], *, has_mean: bool = True) -> str:
     rows = []
     for name, (mean, sd, _) in summarize_metrics([*numbers.values()]).items():
-        told = format_column([own.get(name) for own in numbers.values()], [mean, sd])
-        rows.append([name, *told[-2:], *told[:-2]])
-    table = [["", "mean", "sd", *numbers], *rows]
+        spread = [mean, sd] if has_mean and name not in ("epoch", "step") else []
+        told = format_column([own.get(name) for own in numbers.values()], spread)
+        rows.append([name, *(told[len(numbers) :] or ["", ""] * has_mean), *told[: len(numbers)]])
+    table = [["", *["mean", "sd"] * has_mean, *numbers], *rows]
     if len(numbers) > _MOST_COLUMNS:
         table = [list(column) for column in zip(*table, strict=True)]
     return _table(table[0], table[1:], num_words=1)

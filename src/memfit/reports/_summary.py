@@ -36,7 +36,7 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._study import summarize_study
 from memfit.reports._study_text import next_steps, print_trials
-from memfit.reports._table import short_names
+from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -237,12 +237,13 @@ def _print_commands(state: RunState, rows: Sequence[JobState], console: Console,
         say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
-    names, numbers = short_names(state), [*read_reported(state).items()][:_MOST_LINES]
-    if numbers:
-        jobs = [names[state.jobs[job].name] for job, _ in numbers]
-        for line in _print_tables(
-            _tables("job", jobs, [], [own for _, own in numbers], console.width), console, verbose
-        ):
+    names, told = short_names(state), [*read_reported(state).items()][:_MOST_LINES]
+    if told:
+        jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
+        at = next(iter(numbers[0]))  # the last epoch or step
+        columns = [(at, [f"{own.pop(at):g}" for own in numbers])]
+        made = _tables("job", jobs, columns, numbers, console.width, has_mean=are_repetitions(state))
+        for line in _print_tables(made, console, verbose):
             say(console, line)
 
 
@@ -409,11 +410,13 @@ def _tables(
     columns: Iterable[tuple[str, Sequence[str]]],
     numbers: Sequence[Mapping[str, float]],
     width: int,
+    *,
+    has_mean: bool = True,
 ) -> Iterator[Table]:
     """Yield a table of units, their numbers behind the columns; what does not fit the console in further tables."""
     metrics = summarize_metrics(numbers)
     num = max((num for _, _, num in metrics.values()), default=0)
-    labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
+    labels = [f"mean of {num}", f"sd of {num}"] if num > 1 and has_mean else []
     first = (heading, [*names, *labels])
     rest = [(name, [*cells, *[""] * len(labels)]) for name, cells in columns]
     for name, (mean, sd, _) in metrics.items():

@@ -28,6 +28,8 @@ _STYLE = {
     "stopped": "yellow",
 }
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+#: Parameters that repeat a training: a mean over them says something.
+_REPEATED = frozenset({"fold", "seed"})
 #: Columns that are left out if no job has them.
 _OPTIONAL = ("node", "epoch")
 #: Columns that give way where the terminal is narrow, one after the other.
@@ -115,6 +117,13 @@ def short_names(state: RunState) -> dict[str, str]:
         own = [f"{name}={value}" for name, value in job.params.items() if any(one.get(name) != value for one in values)]
         found[job.name] = " ".join(own) or job.id
     return found
+
+
+def are_repetitions(state: RunState) -> bool:
+    """Return whether the jobs differ in fold or seed alone, so that a mean over them says something."""
+    values = [*state.params.values()]
+    names = {name for one in values for name in one if any(other.get(name) != one[name] for other in values)}
+    return bool(names) and names <= _REPEATED
 
 
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
