@@ -119,9 +119,11 @@ def test_the_vocabulary_holds_centres_and_nearest_entries_come_first():
 
 def test_an_interval_is_over_whole_blocks_not_over_scenes():
     blocks = np.repeat(np.arange(6), 200)
-    differences = np.repeat([-3.0, 1.0, -2.0, 2.0, -1.0, 0.5], 200)[None]
+    differences = np.repeat([-3.0, 1.0, -2.0, 2.0, -1.0, 0.5], 200)[None, :, None] * np.array([1.0, 0, 0, 0, 0, 0, 2.0])
     found = scoring.interval(differences, blocks, 0.95, np.random.default_rng(0))
-    assert found["low"] < -1.5 and found["high"] > 0.5  # of scenes it would be -0.5 to -0.3
+    mean, low, high = found["minADE1"]
+    assert mean == pytest.approx(-2.5 / 6) and low < -1.5 and high > 0.5  # of scenes it would be -0.5 to -0.3
+    assert found["off_road"] == pytest.approx([2 * mean, 2 * low, 2 * high]) and found["miss6"] == [0, 0, 0]
 
 
 def test_scenes_are_read_from_maps_by_split_and_a_pickle_is_their_paths(tmp_path):

@@ -84,13 +84,10 @@ def prepare(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     place, data = context.unit, params.data
     network, rng = find_network(place), np.random.default_rng([context.seed, zlib.crc32(place.encode())])
     found: list[Arrays] = []
-    road: Arrays = {}
     phase("build")
-    num_blocks = 0
-    for _ in range(data.simulations):
-        for road, tracks in simulate(network, data, int(rng.integers(1 << 30))):
-            found += [one | {"block": np.array(num_blocks, np.int32)} for one in cut(tracks, road, data)]
-            num_blocks += 1
+    blocks = (one for _ in range(data.simulations) for one in simulate(network, data, int(rng.integers(1 << 30))))
+    for number, (road, tracks) in enumerate(blocks):
+        found += [one | {"block": np.array(number, np.int32)} for one in cut(tracks, road, data)]
     if not found:
         raise ConfigError(
             f"{place} has no scene.",
@@ -98,21 +95,15 @@ def prepare(context: Context, params: TrajectoryParams) -> dict[str, Any]:
             remedy="--set params.data.seconds=200, or more of params.data.vehicles_per_minute",
         )
     arrays = {name: np.stack([one[name] for one in found]) for name in found[0]}
-    arrays["split"] = _deal(num_blocks, data, rng, is_held_out=place in data.held_out)[arrays["block"]]
+    splits, order = np.full(data.num_blocks, 3 if place in data.held_out else 0), rng.permutation(data.num_blocks)
+    if place not in data.held_out:
+        num_valid, num_test = (max(1, round(len(order) * share)) for share in (data.valid_share, data.test_share))
+        splits[order[:num_valid]], splits[order[num_valid : num_valid + num_test]] = 1, 2
+    arrays["split"] = splits[arrays["block"]].astype(np.int8)
     context.save("scenes", arrays)
     context.save("road", {name: road[name] for name in ("grid", "origin", "cell")})
     counts = np.bincount(arrays["split"], minlength=len(SPLITS)).tolist()
     return {"num_scenes": len(found)} | dict(zip(SPLITS, counts, strict=True))
-
-
-def _deal(num_blocks: int, data: DataParams, rng: np.random.Generator, *, is_held_out: bool) -> npt.NDArray[np.int8]:
-    """Return the split of each block."""
-    if is_held_out:
-        return np.full(num_blocks, 3, np.int8)
-    found, order = np.zeros(num_blocks, np.int8), rng.permutation(num_blocks)
-    num_valid, num_test = (max(1, round(num_blocks * share)) for share in (data.valid_share, data.test_share))
-    found[order[:num_valid]], found[order[num_valid : num_valid + num_test]] = 1, 2
-    return found
 
 
 def draw_road(lanes: Sequence[tuple[Floats, float]]) -> Arrays:
@@ -184,7 +175,11 @@ def simulate(network: Path, data: DataParams, seed: int) -> Iterator[tuple[Array
         lane = libsumo.lane
         lanes = [one for one in lane.getIDList() if "passenger" in (lane.getAllowed(one) or ("passenger",))]
         road = draw_road([(np.array(lane.getShape(one)), lane.getWidth(one)) for one in lanes])
-        routes = _routes(libsumo, sorted({lane.getEdgeID(one) for one in lanes if not one.startswith(":")}))
+        edges = sorted({lane.getEdgeID(one) for one in lanes if not one.startswith(":")})
+        pairs = list(itertools.permutations(edges, 2))
+        picked = [pairs[at] for at in np.random.default_rng(0).permutation(len(pairs))[:400]]
+        found = [tuple(libsumo.simulation.findRoute(*pair, "DEFAULT_VEHTYPE").edges) for pair in picked]
+        routes = sorted(route for route in found if len(route) > 1)
         rng, every = np.random.default_rng(seed), max(1, round(1 / data.hz / data.step))
         num_seen = round(data.block_seconds * data.hz)
         pace, due = data.vehicles_per_minute / 60 * data.step, 0.0
@@ -214,14 +209,6 @@ def _centre(vehicles: Any, name: str) -> tuple[float, float, float]:
     return x - half * np.cos(heading), y - half * np.sin(heading), heading
 
 
-def _routes(libsumo: Any, edges: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the routes between 400 random pairs of edges, in order of their names."""
-    pairs = list(itertools.permutations(edges, 2))
-    picked = [pairs[at] for at in np.random.default_rng(0).permutation(len(pairs))[:400]]
-    found = [tuple(libsumo.simulation.findRoute(*pair, "DEFAULT_VEHTYPE").edges) for pair in picked]
-    return sorted(route for route in found if len(route) > 1)
-
-
 def cut(tracks: Floats, road: Arrays, data: DataParams) -> Iterator[Arrays]:
     """Yield the scenes of a block: history, raster, future, neighbours, pose."""
     now, whole = data.num_history - 1, data.num_history + data.num_future
@@ -248,9 +235,8 @@ def cut(tracks: Floats, road: Arrays, data: DataParams) -> Iterator[Arrays]:
 def draw(channel: npt.NDArray[np.uint8], points: Floats, level: int, data: DataParams) -> None:
     """Mark points (n, 2) of a vehicle's frame in a channel of its raster; those outside or absent are left out."""
     size, cell = data.raster_size, data.raster_cell
-    points = points[~np.isnan(points).any(axis=1)]
-    row = np.floor(0.75 * size - points[:, 0] / cell).astype(int)
-    column = np.floor(0.5 * size - points[:, 1] / cell).astype(int)
+    points = np.array([0.75 * size, 0.5 * size]) - points[~np.isnan(points).any(axis=1)] / cell
+    row, column = np.floor(points).astype(int).T
     inside = (row >= 0) & (row < size) & (column >= 0) & (column < size)
     channel[row[inside], column[inside]] = level
 

@@ -31,8 +31,9 @@ from memfit.errors import UsageError
 from memfit.pipeline import RunConfig
 from memfit.training import seed_everything
 from memfit_workloads.trajectory.data import Scenes
+from memfit_workloads.trajectory.model import TrajectoryScorer
 from memfit_workloads.trajectory.params import TrajectoryParams
-from memfit_workloads.trajectory.training import build, scorer_loss
+from memfit_workloads.trajectory.training import scorer_loss
 
 
 class Scorer(LightningModule):
@@ -40,7 +41,7 @@ class Scorer(LightningModule):
 
     def __init__(self, paths: Any, params: TrajectoryParams) -> None:
         super().__init__()
-        self.net = build(paths, params)
+        self.net = TrajectoryScorer(paths, params.data.num_history, params.model.width)
         self.params = params
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -80,9 +81,8 @@ def train(folder: Path, words: Sequence[str], out: Path, *, seed: int = 1, every
             remedy="memfit run src/memfit_workloads/trajectory/config.yaml --until teacher",
         )
     kept = tables[-1].parents[1]
-    config = resolve(
-        RunConfig, file=kept.with_name("config.yaml"), env={}, overrides=[f"params.{one}" for one in words]
-    )
+    own = [f"params.{one}" for one in words]
+    config = resolve(RunConfig, file=kept.with_name("config.yaml"), env={}, overrides=own)
     params = resolve_nested(config, "params", TrajectoryParams).value
     settings, loader = params.trainer.params, params.dataloader.params
     size, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -102,10 +102,8 @@ def train(folder: Path, words: Sequence[str], out: Path, *, seed: int = 1, every
     places = [(kept / one.parent.name.replace("teacher", "prepare", 1) / "scenes.arrays", one)
               for one in tables if one.is_relative_to(kept)]  # fmt: skip
     loaders = [
-        DataLoader[Any](
-            Scenes(places, split), loader.batch_size // size, split == "train", num_workers=loader.num_workers
-        )
-        for split in ("train", "valid")
+        DataLoader[Any](Scenes(places, split), loader.batch_size // size, shuffle, num_workers=loader.num_workers)
+        for split, shuffle in (("train", True), ("valid", False))
     ]
     Exact(out, seed=seed, every=every).fit(trainer, module, *loaders)
     if trainer.is_global_zero:

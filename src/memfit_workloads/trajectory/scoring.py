@@ -44,9 +44,7 @@ def cluster(futures: Floats, size: int, seed: int) -> npt.NDArray[np.float32]:
     from sklearn.cluster import MiniBatchKMeans
 
     picked = np.random.default_rng(seed).permutation(len(futures))[:_MOST_FOR_CLUSTERS]
-    means = MiniBatchKMeans(
-        min(size, len(picked)), batch_size=4096, n_init=1, max_iter=30, random_state=seed % (1 << 32)
-    )
+    means = MiniBatchKMeans(min(size, len(picked)), batch_size=4096, n_init=1, max_iter=30, random_state=seed)
     means.fit(futures[picked].reshape(len(picked), -1).astype(np.float32))
     centres = means.cluster_centers_.reshape(-1, *futures.shape[1:]).astype(np.float32)
     order = np.argsort(np.hypot(centres[:, -1, 0], centres[:, -1, 1]), kind="stable")
@@ -62,8 +60,7 @@ def teach(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     shape = (len(scenes["future"]), 4, len(paths))
     table = np.lib.format.open_memmap(path, "w+", np.dtype(params.vocabulary.dtype), shape)
     for row in range(len(table)):
-        table[row] = scores(paths, {name: scenes[name][row] for name in ("history", "neighbours", "pose")},
-                            road, params.data.hz)  # fmt: skip
+        table[row] = scores(paths, {name: each[row] for name, each in scenes.items()}, road, params.data.hz)
     table.flush()
     context.save("teacher", path)
     return {"bytes": int(table.nbytes), "means": [float(one) for one in table.mean((0, 2), dtype=np.float64)]}
@@ -171,10 +168,7 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
         if not len(blocks):
             continue
         means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
-        gains = {}
-        for name in ("constant_velocity", "nearest_entry"):
-            differences = zip(METRICS, np.moveaxis(judged["model"] - judged[name], 2, 0), strict=True)
-            gains[name] = {metric: interval(one, blocks, params.level, rng) for metric, one in differences}
+        gains = {name: interval(judged["model"] - judged[name], blocks, params.level, rng) for name in list(judged)[1:]}
         found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
         lines += _lines(split, found[split], params.level)
     context.save("metrics", found)
@@ -203,18 +197,18 @@ def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str,
 
 def interval(
     differences: Floats, blocks: npt.NDArray[np.int64], level: float, rng: np.random.Generator
-) -> dict[str, float]:
-    """Return the mean of differences (seeds, S) with an interval: a bootstrap over seeds and over whole blocks."""
+) -> dict[str, list[float]]:
+    """Return mean, low and high of each metric, of differences (seeds, S, 7): a bootstrap over seeds and blocks."""
     _, group = np.unique(blocks, return_inverse=True)
     counts = np.bincount(group)
-    sums = np.stack([np.bincount(group, one) for one in differences])
+    sums = np.zeros((len(differences), len(counts), len(METRICS)))
+    np.add.at(sums, (slice(None), group), differences)
     means = []
     for _ in range(_NUM_RESAMPLES):
-        seeds = rng.integers(len(sums), size=len(sums))
-        picked = rng.integers(len(counts), size=len(counts))
-        means.append(sums[seeds][:, picked].sum(1).mean() / counts[picked].sum())
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return {"mean": float(differences.mean()), "low": float(low), "high": float(high)}
+        seeds, picked = (rng.integers(number, size=number) for number in sums.shape[:2])
+        means.append(sums[seeds][:, picked].sum(1).mean(0) / counts[picked].sum())
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return dict(zip(METRICS, np.stack([differences.mean((0, 1)), low, high], axis=1).tolist(), strict=True))
 
 
 def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
@@ -224,9 +218,7 @@ def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
         yield f"  {name.replace('_', ' ')}: " + ", ".join(f"{one[metric]:.3f}" for metric in METRICS)
     for name, gains in found["less_than_baseline"].items():
         of: dict[str, list[str]] = {"beaten": [], "not reached": [], "no difference shown": []}
-        for metric, one in gains.items():
-            of["beaten" if one["high"] < 0 else "not reached" if one["low"] > 0 else "no difference shown"].append(
-                metric
-            )
+        for metric, (_, low, high) in gains.items():
+            of["beaten" if high < 0 else "not reached" if low > 0 else "no difference shown"].append(metric)
         said = "; ".join(f"{what} in {', '.join(which)}" for what, which in of.items() if which)
         yield f"  {name.replace('_', ' ')} ({level:.0%} intervals over seeds and blocks): {said}"

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, logsigmoid, softmax
@@ -34,21 +33,16 @@ def scenes_of(context: Context, split: str) -> Scenes:
     return Scenes([(one.path("scenes"), table.path("teacher")) for one, table in places], split)
 
 
-def loader(scenes: Scenes, params: TrajectoryParams, seed: int) -> DataLoader[Any]:
+def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1) -> DataLoader[Any]:
     """Return batches of scenes: those to train on in another order each epoch, others as they lie."""
     settings, items = params.dataloader.params, KeyedDataset(scenes, seed)
     return DataLoader(
         items,
-        **settings.model_dump(),
+        settings.batch_size // num_ranks,
         sampler=KeyedSampler(items, seed, shuffle=scenes.split == "train"),
+        num_workers=settings.num_workers,
         multiprocessing_context="forkserver" if settings.num_workers else None,
     )
-
-
-def build(vocabulary: npt.NDArray[np.floating[Any]], params: TrajectoryParams) -> TrajectoryScorer:
-    """Return the model for a vocabulary, shape (K, F, 2), with first weights from torch's generator."""
-    trajectories = torch.from_numpy(np.array(vocabulary, np.float32))
-    return TrajectoryScorer(trajectories, params.data.num_history, params.model.width)
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
@@ -69,12 +63,13 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Train the scorer of a seed; save the weights of its best epoch as ``best``.
 
     Returns:
-        ``best_epoch``, ``num_epochs``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
+        ``best_epoch``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
     """
     phase("load")
     seed_everything(context.seed)
     settings, device = params.trainer.params, find_device("auto")
-    model: Any = build(context["vocabulary"].arrays("vocabulary")["paths"], params).to(device)
+    paths = context["vocabulary"].arrays("vocabulary")["paths"]
+    model: Any = TrajectoryScorer(paths, params.data.num_history, params.model.width).to(device)
     if dist.is_initialized() and settings.strategy == "ddp":
         model = DistributedDataParallel(model)
     elif dist.is_initialized():
@@ -97,7 +92,6 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     context.save("best", (context.dir / "best_model.pt").resolve())
     return {
         "best_epoch": result.best_epoch,
-        "num_epochs": len(result.history),
         "train_loss": result.history[-1].train_loss,
         "valid_loss": min(epoch.metrics["valid_loss"] for epoch in result.history if epoch.metrics is not None),
         "num_train": len(scenes[0]),
@@ -113,13 +107,8 @@ def choose(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """
     phase("validate")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    best, model, device = context["train"].path("best"), build(paths, params), find_device("auto")
-    state = {"model": model.state_dict()} if best.is_dir() else load_checkpoint(best)
-    if best.is_dir():  # the shards of several ranks
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(state, checkpoint_id=best)  # type: ignore[attr-defined]
-    model.load_state_dict(state["model"])
+    model, device = TrajectoryScorer(paths, params.data.num_history, params.model.width), find_device("auto")
+    model.load_state_dict(load_checkpoint(context["train"].path("best"))["model"])
     model = model.to(device).eval()
     ends = torch.from_numpy(np.array(paths[:, -1], np.float32))
     is_near, shares = torch.cdist(ends, ends) < _APART_METRES, torch.tensor(_TEACHER_SHARES)[:, None]
