@@ -138,9 +138,10 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
 def _join_shards(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights that several ranks have saved in shards, in this process alone."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(one.size, dtype=one.properties.dtype)
         for name, one in saved.items()

@@ -95,9 +95,10 @@ def prepare(context: Context, params: TrajectoryParams) -> dict[str, Any]:
             remedy="--set params.data.seconds=200, or more of params.data.vehicles_per_minute",
         )
     arrays = {name: np.stack([one[name] for one in found]) for name in found[0]}
-    splits, order = np.full(data.num_blocks, 3 if place in data.held_out else 0), rng.permutation(data.num_blocks)
+    num_blocks = data.simulations * int(data.seconds // data.block_seconds)
+    splits, order = np.full(num_blocks, 3 if place in data.held_out else 0), rng.permutation(num_blocks)
     if place not in data.held_out:
-        num_valid, num_test = (max(1, round(len(order) * share)) for share in (data.valid_share, data.test_share))
+        num_valid, num_test = (max(1, round(num_blocks * share)) for share in (data.valid_share, data.test_share))
         splits[order[:num_valid]], splits[order[num_valid : num_valid + num_test]] = 1, 2
     arrays["split"] = splits[arrays["block"]].astype(np.int8)
     context.save("scenes", arrays)

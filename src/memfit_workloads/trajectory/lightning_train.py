@@ -101,9 +101,10 @@ def train(folder: Path, words: Sequence[str], out: Path, *, seed: int = 1, every
     )
     places = [(kept / one.parent.name.replace("teacher", "prepare", 1) / "scenes.arrays", one)
               for one in tables if one.is_relative_to(kept)]  # fmt: skip
+    scenes: list[Any] = [Scenes(places, split) for split in ("train", "valid")]
     loaders = [
-        DataLoader[Any](Scenes(places, split), loader.batch_size // size, shuffle, num_workers=loader.num_workers)
-        for split, shuffle in (("train", True), ("valid", False))
+        DataLoader(one, loader.batch_size // size, one.split == "train", num_workers=loader.num_workers)
+        for one in scenes
     ]
     Exact(out, seed=seed, every=every).fit(trainer, module, *loaders)
     if trainer.is_global_zero:
@@ -116,14 +117,15 @@ def train(folder: Path, words: Sequence[str], out: Path, *, seed: int = 1, every
 def main() -> int:
     """Train as the command line says, and print a digest of the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run of the workload, or the folder of its experiment")
-    parser.add_argument("params", nargs="*", metavar="NAME=VALUE", help="such as trainer.params.max_epochs=2")
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="a run of the workload, or the folder of its experiment"
+    )
+    parser.add_argument("words", nargs="*", metavar="NAME=VALUE", help="such as trainer.params.max_epochs=2")
     parser.add_argument("--out", type=Path, default=Path("lightning"), help="where checkpoints are kept (lightning)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=int, default=50, help="a checkpoint after so many optimizer steps (50)")
-    given = parser.parse_intermixed_args()
     try:
-        train(given.run, given.params, given.out, seed=given.seed, every=given.every)
+        train(**vars(parser.parse_intermixed_args()))
     except UsageError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -40,11 +40,6 @@ class DataParams(config.Settings):
             raise ValueError("held_out names some of places, and not all of them")
         return self
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of time in all simulations of a place."""
-        return self.simulations * int(self.seconds // self.block_seconds)
-
 
 class VocabularyParams(config.Settings):
     """The trajectories to choose from, and the table of how teachers score them."""

@@ -160,9 +160,7 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Judge all seeds and the two baselines on what nothing was trained on, with intervals over seeds and blocks."""
     phase("validate")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    rng = np.random.default_rng(context.seed)
-    found: dict[str, Any] = {}
-    lines: list[str] = []
+    rng, found = np.random.default_rng(context.seed), dict[str, Any]()
     for split in SPLITS[2:]:
         judged, blocks = _judge_split(context, split, paths)
         if not len(blocks):
@@ -170,10 +168,9 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
         means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
         gains = {name: interval(judged["model"] - judged[name], blocks, params.level, rng) for name in list(judged)[1:]}
         found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
-        lines += _lines(split, found[split], params.level)
     context.save("metrics", found)
     flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
-    return flat | {"report": lines}
+    return flat | {"report": [line for split, one in found.items() for line in _lines(split, one, params.level)]}
 
 
 def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
@@ -195,14 +192,11 @@ def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str,
     return {name: np.concatenate(each, axis=1) for name, each in parts.items()}, np.concatenate(blocks)
 
 
-def interval(
-    differences: Floats, blocks: npt.NDArray[np.int64], level: float, rng: np.random.Generator
-) -> dict[str, list[float]]:
+def interval(differences: Floats, blocks: npt.NDArray[Any], level: float, rng: np.random.Generator) -> dict[str, Any]:
     """Return mean, low and high of each metric, of differences (seeds, S, 7): a bootstrap over seeds and blocks."""
     _, group = np.unique(blocks, return_inverse=True)
     counts = np.bincount(group)
-    sums = np.zeros((len(differences), len(counts), len(METRICS)))
-    np.add.at(sums, (slice(None), group), differences)
+    sums = np.stack([np.stack([np.bincount(group, metric) for metric in one.T], axis=1) for one in differences])
     means = []
     for _ in range(_NUM_RESAMPLES):
         seeds, picked = (rng.integers(number, size=number) for number in sums.shape[:2])

@@ -1,11 +1,11 @@
-"""Train the scorer on one process or on several ranks, and let it choose trajectories.
-
-A batch is (history, raster, future, teacher) of `memfit_workloads.trajectory.data.Scenes`.
-"""
+"""Train the scorer on one process or on several ranks, and let it choose trajectories."""
 
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
 _TEACHER_SHARES = (1.0, 1.0, 0.2, 0.2)
 _NUM_MODES, _APART_METRES = 6, 2.0
+_SCENES_SECONDS = 27
 
 
 def scenes_of(context: Context, split: str) -> Scenes:
@@ -34,15 +35,32 @@ def scenes_of(context: Context, split: str) -> Scenes:
 
 
 def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1) -> DataLoader[Any]:
-    """Return batches of scenes: those to train on in another order each epoch, others as they lie."""
+    """Return batches of history, raster, future and teacher; of those to train on in another order each epoch."""
     settings, items = params.dataloader.params, KeyedDataset(scenes, seed)
     return DataLoader(
         items,
-        settings.batch_size // num_ranks,
+        -(-settings.batch_size // num_ranks),
         sampler=KeyedSampler(items, seed, shuffle=scenes.split == "train"),
         num_workers=settings.num_workers,
         multiprocessing_context="forkserver" if settings.num_workers else None,
     )
+
+
+def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
+    """Return the loaders of one rank for ``--plan``: over sparse files, as if each vehicle gave `_SCENES_SECONDS`."""
+    data, size = params.data, params.data.raster_size
+    num_vehicles = len(data.places) * data.simulations * data.seconds / 60 * data.vehicles_per_minute
+    num = round(num_vehicles * _SCENES_SECONDS / data.stride_seconds)
+    shapes = {"history": (data.num_history, 2), "raster": (3, size, size), "future": (data.num_future, 2)}
+    shapes["teacher"], dtypes = (4, params.vocabulary.size), {"raster": "u1", "teacher": params.vocabulary.dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, shape in shapes.items():
+            np.lib.format.open_memmap(Path(folder, f"{name}.npy"), "w+", dtypes.get(name, "f4"), (num, *shape))
+        np.save(Path(folder, "split.npy"), np.arange(num) < num * data.valid_share)
+        scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
+        assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
+    ranks = (int(os.environ["WORLD_SIZE"]), 1)  # a rank loads its part of a batch, but whole batches to validate
+    return [loader(one, params, 0, number) for one, number in zip(scenes, ranks, strict=True)]
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
