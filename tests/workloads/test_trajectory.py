@@ -143,6 +143,17 @@ def test_scenes_are_read_from_maps_by_split_and_a_pickle_is_their_paths(tmp_path
     assert len(pickle.dumps(train)) < 1000 and len(pickle.loads(pickle.dumps(train))) == 3
 
 
+def test_a_plan_counts_the_loaders_of_a_rank_over_files_of_the_planned_size(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    params = TrajectoryParams.model_validate({"vocabulary": {"dtype": "float16"}})
+    train, valid = training.loaders(params)
+    assert (train.batch_size, valid.batch_size) == (32, 64) and len(valid.dataset) / len(train.dataset) < 0.2
+    assert [(tuple(one.shape), one.dtype) for one in next(iter(train))] == [
+        ((32, 11, 2), torch.float32), ((32, 3, 32, 32), torch.uint8), ((32, 20, 2), torch.float32),
+        ((32, 4, 512), torch.float16),
+    ]  # fmt: skip
+
+
 def test_the_loss_wants_the_near_entries_and_what_the_teachers_say():
     class Fixed(torch.nn.Module):
         vocabulary = torch.zeros(2, 1, 2)

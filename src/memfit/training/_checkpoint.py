@@ -147,7 +147,9 @@ def _join_shards(path: Path) -> dict[str, torch.Tensor]:
         for name, one in saved.items()
         if name.startswith("model.") and isinstance(one, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)  # as was asked for
+        dcp.load(state, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     return {name.removeprefix("model."): one for name, one in state.items()}
 
 
