@@ -25,7 +25,7 @@ from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
 _TEACHER_SHARES = (1.0, 1.0, 0.2, 0.2)
 _NUM_MODES, _APART_METRES = 6, 2.0
-_SCENES_SECONDS = 27
+_SCENES_SECONDS = 29
 
 
 def scenes_of(context: Context, split: str) -> Scenes:
@@ -56,7 +56,9 @@ def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name, shape in shapes.items():
             np.lib.format.open_memmap(Path(folder, f"{name}.npy"), "w+", dtypes.get(name, "f4"), (num, *shape))
-        np.save(Path(folder, "split.npy"), np.arange(num) < num * data.valid_share)
+        shares = np.array([1 - data.valid_share - data.test_share, data.valid_share, data.test_share])
+        bounds = np.cumsum(shares) * (1 - len(data.held_out) / len(data.places))
+        np.save(Path(folder, "split.npy"), np.digitize(np.arange(num) / num, bounds))
         scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
         assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
     ranks = (int(os.environ["WORLD_SIZE"]), 1)  # a rank loads its part of a batch, but whole batches to validate
