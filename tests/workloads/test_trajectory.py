@@ -147,7 +147,8 @@ def test_a_plan_counts_the_loaders_of_a_rank_over_files_of_the_planned_size(monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     params = TrajectoryParams.model_validate({"vocabulary": {"dtype": "float16"}})
     train, valid = training.loaders(params)
-    assert (train.batch_size, valid.batch_size) == (32, 64) and len(valid.dataset) / len(train.dataset) < 0.2
+    assert (train.batch_size, valid.batch_size) == (32, 64)
+    assert len(valid.dataset) / len(train.dataset) == pytest.approx(0.15 / 0.7, rel=0.01)
     assert [(tuple(one.shape), one.dtype) for one in next(iter(train))] == [
         ((32, 11, 2), torch.float32), ((32, 3, 32, 32), torch.uint8), ((32, 20, 2), torch.float32),
         ((32, 4, 512), torch.float16),
@@ -188,6 +189,12 @@ def test_settings_that_cannot_be_are_refused():
             TrajectoryParams.model_validate({"data": own})
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where the runs lie: the later ones take the scenes of the first."""
+    return tmp_path_factory.mktemp("runs")
+
+
 def config(folder, **own):
     path = folder / "config.yaml"
     text = {"schema_version": 1, "experiment": "t", "target": "memfit_workloads.trajectory.stages:TRAJECTORY"}
@@ -203,8 +210,8 @@ def test_a_place_that_is_not_there_is_refused_with_those_that_are(tmp_path):
 
 @pytest.mark.slow
 @needs_simulator
-def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     result = run(config(tmp_path), overrides=["dataloader.params.batch_size=16", "vocabulary.size=12"])
     assert result.state == "completed"
     left = result.path / "checkpoints"
@@ -262,8 +269,8 @@ ON_TWO = {"train": {"resources": {"ranks": 2}}}
 @pytest.mark.slow
 @needs_simulator
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     mark = tmp_path / "killed"
     (tmp_path / "killing.py").write_text(KILLING.replace("MARK", repr(str(mark))))
     plain = run(config(tmp_path, stages=ON_TWO), choice=Choice(until="train"))
@@ -276,8 +283,8 @@ def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(tmp_path, monkeypatch
 @pytest.mark.long
 @pytest.mark.slow
 @needs_simulator
-def test_what_shards_hold_is_chosen_with(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_shards_hold_is_chosen_with(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     own = SMALL | {"trainer": {"params": {"max_epochs": 1, "strategy": "fsdp"}}}
     result = run(config(tmp_path, stages=ON_TWO, params=own), choice=Choice(until="choose"))
     assert result.state == "completed"

@@ -116,7 +116,8 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
     - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
       and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
       end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
-      from a fork server have ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
+      from a fork server have ``w * (objects + arrays)``, np.memmap included, but for arrays that are left
+      out of the pickle. Packed files and panels are never copied.
     - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
     - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
       collates; without workers three (in use, next, and the items that the next is made of). One is made here.

@@ -25,7 +25,7 @@ from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
 _TEACHER_SHARES = (1.0, 1.0, 0.2, 0.2)
 _NUM_MODES, _APART_METRES = 6, 2.0
-_SCENES_SECONDS = 29
+_SCENES_SECONDS = 29  # the scenes of a vehicle begin within so long; seen in the config's places
 
 
 def scenes_of(context: Context, split: str) -> Scenes:
@@ -47,7 +47,7 @@ def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int =
 
 
 def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
-    """Return the loaders of one rank for ``--plan``: over sparse files, as if each vehicle gave `_SCENES_SECONDS`."""
+    """Return the loaders of one rank for ``--plan``, over sparse files of about the size that the data will have."""
     data, size = params.data, params.data.raster_size
     num_vehicles = len(data.places) * data.simulations * data.seconds / 60 * data.vehicles_per_minute
     num = round(num_vehicles * _SCENES_SECONDS / data.stride_seconds)
@@ -61,8 +61,7 @@ def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
         np.save(Path(folder, "split.npy"), np.digitize(np.arange(num) / num, bounds))
         scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
         assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
-    ranks = (int(os.environ["WORLD_SIZE"]), 1)  # a rank loads its part of a batch, but whole batches to validate
-    return [loader(one, params, 0, number) for one, number in zip(scenes, ranks, strict=True)]
+    return [loader(scenes[0], params, 0, int(os.environ["WORLD_SIZE"])), loader(scenes[1], params, 0)]
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
