@@ -117,7 +117,7 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
     """
     try:
-        if (path := Path(path)).is_dir():
+        if ((path := Path(path)) / SHARED).exists():
             return load_checkpoint(path / SHARED, mmap=mmap) | {"model": _join_shards(path)}
         with open(path, "rb") as file:
             _verify(file, Path(path))
