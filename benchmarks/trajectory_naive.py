@@ -8,6 +8,7 @@ the first validation begins, and the weights are saved after it. Model, loss and
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler, StackDataset
 from memfit import phase
 from memfit_workloads.trajectory.data import SPLITS, Scenes
 from memfit_workloads.trajectory.model import TrajectoryScorer
-from memfit_workloads.trajectory.training import ScorerLoss
+from memfit_workloads.trajectory.params import ModelParams
+from memfit_workloads.trajectory.training import scorer_loss
 
 
 def load(folder: Path, split: str) -> StackDataset:  # type: ignore[type-arg]
@@ -53,7 +55,7 @@ def main() -> None:
     train, valid = load(given.folder, "train"), None
     paths = torch.from_numpy(np.load(given.folder / "stage_vocabulary/vocabulary.arrays/paths.npy"))
     model = DistributedDataParallel(TrajectoryScorer(paths, train[0][0].shape[0]))
-    model.vocabulary, loss_of = model.module.vocabulary, ScorerLoss(0.5, 1.0)
+    model.vocabulary, loss_of = model.module.vocabulary, partial(scorer_loss, ModelParams())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     sampler: Any = DistributedSampler(train)
     loader = DataLoader(train, given.batch_size // size, sampler=sampler, drop_last=True)

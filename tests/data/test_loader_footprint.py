@@ -110,6 +110,31 @@ def test_a_forked_worker_copies_what_it_reads_and_a_spawned_one_what_it_is_sent(
     assert copies(array, shuffle=True, **fork) < 10_000 < 2 * array.nbytes <= copies(array, **spawn)
 
 
+class Mapped:
+    """Rows of a mapped file, whose pickle is a path."""
+
+    def __init__(self, path):
+        self.path, self.rows = path, np.load(path, mmap_mode="r")
+
+    def __getstate__(self):
+        return {"path": self.path}
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return np.array(self.rows[index])
+
+
+def test_what_a_data_set_leaves_out_of_its_pickle_is_not_copied_and_two_maps_of_a_file_are_one(torch_loader, tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((30_000, 200), np.float32))
+    data = [Mapped(tmp_path / "a.npy") for _ in range(2)]
+    loaders = [torch_loader(one, 8, num_workers=2, multiprocessing_context="spawn") for one in data]
+    found = loader_footprint(*loaders)
+    assert found.parts["dataset copies"] < 20_000 and found.parts["pickled"] == 0
+    assert found.shared_bytes == 30_000 * 200 * 4
+
+
 def test_pinned_batches_are_counted_as_the_allocator_rounds_them(torch_loader, monkeypatch):
     import torch
 

@@ -8,6 +8,7 @@ from memfit.errors import UsageError
 from memfit.pipeline import _loaders, plan_run
 
 MODULE = """
+import os
 import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,8 @@ def data(number):
     return TensorDataset(torch.zeros(number, 1 << 12))
 
 def make(params):
-    return DataLoader(data(params["rows"]), batch_size=8, num_workers=2), DataLoader(data(30), batch_size=4)
+    part = 16 // int(os.environ.get("WORLD_SIZE", "2"))
+    return DataLoader(data(params["rows"]), batch_size=part, num_workers=2), DataLoader(data(30), batch_size=4)
 
 def only_training(params):
     return DataLoader(data(30), batch_size=3, drop_last=True), None

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import ranked
 from memfit.errors import MemfitError
-from memfit.training import DealtOrder, Ema, KeyedDataset, KeyedSampler, Trainer, load_checkpoint
+from memfit.training import (
+    BySample,
+    DealtOrder,
+    Ema,
+    KeyedDataset,
+    KeyedSampler,
+    Trainer,
+    TrainingData,
+    load_checkpoint,
+)
 
 X = torch.randn(44, 6, generator=torch.Generator().manual_seed(5)).double()
 VALID = [X[:8], X[8:20], X[20:24]]
@@ -30,6 +40,15 @@ def keyed(drop_last=False):
 
 
 DATA = {"keyed": keyed, "list": lambda: list(X.split(8)), "plain": lambda: DataLoader(Noisy(), 8, shuffle=True)}
+
+
+@pytest.mark.parametrize(("num", "size", "batch"), [(1, 2, 4), (2, 2, 8), (2, 3, 6), (1, 16, 1)])
+def test_a_rank_says_of_keyed_data_how_much_of_a_batch_it_loads(num, size, batch):
+    of_all, of_list = TrainingData(keyed(), 1), TrainingData(DATA["list"](), 1)
+    assert of_all.own_batch is None
+    for data in (of_all, of_list):
+        data.deal(num, BySample(), SimpleNamespace(rank=0, size=size))
+    assert (of_all.own_batch, of_list.own_batch) == (batch, None)
 
 
 class Fitted:

@@ -13,7 +13,7 @@ from memfit.errors import ConfigError, MissingExtraError
 from memfit.pipeline import Choice, Output
 from memfit.training import load_checkpoint
 from memfit_workloads.trajectory import data, scoring, training
-from memfit_workloads.trajectory.params import DataParams, TrajectoryParams
+from memfit_workloads.trajectory.params import DataParams, ModelParams, TrajectoryParams
 
 SMALL = {
     "data": {"places": ["RiLSA_example1", "bs3d"], "held_out": ["bs3d"], "simulations": 1,
@@ -33,11 +33,7 @@ needs_simulator = pytest.mark.skipif(
 def lanes(*ys, backwards=()):
     """A road of lanes along x, 3 m wide, at these y; some lead the other way."""
     ends = np.array([[-50.0, 0.0], [150.0, 0.0]])
-    return data.Road([((ends[::-1] if y in backwards else ends) + [0, y], 3.0) for y in ys])
-
-
-def stored(road):
-    return {"grid": road.grid, "origin": road.origin, "cell": np.array(road.cell)}
+    return data.draw_road([((ends[::-1] if y in backwards else ends) + [0, y], 3.0) for y in ys])
 
 
 def straight(speed, *, y=0.0, num=20, hz=5):
@@ -46,11 +42,11 @@ def straight(speed, *, y=0.0, num=20, hz=5):
 
 def test_a_raster_shows_road_direction_and_vehicles_in_the_frame_of_its_vehicle():
     road, params = lanes(0.0, 4.0, backwards=(4.0,)), DataParams(raster_size=16, raster_cell=2.0)
-    east = road.raster(np.array([0.0, 0.0, 0.0]), params)
+    east = data.draw_raster(road, np.array([0.0, 0.0, 0.0]), params)
     # columns from left to right: the first is 15 m to the left, those beside the origin are 1 m away
     assert (east[0][:, [5, 6, 7, 8]] == [255, 255, 255, 255]).all() and not east[0][:, 9:].any()
     assert (east[1][:, 7] == 255).all() and (east[1][:, 5] == 1).all() and (east[1][:, 9] == 0).all()
-    west = road.raster(np.array([0.0, 4.0, np.pi]), params)
+    west = data.draw_raster(road, np.array([0.0, 4.0, np.pi]), params)
     assert (west[0] == east[0]).all() and (west[1] == east[1]).all()
     data.draw(east[2], np.array([[23.0, 0.5], [-7.0, -15.0], [25.0, 0.0], [np.nan, 0.0]]), 200, params)
     assert np.argwhere(east[2]).tolist() == [[0, 7], [15, 15]] and east[2].max() == 200
@@ -63,7 +59,7 @@ def test_frames_lead_there_and_back():
 
 
 def test_scenes_are_cut_where_a_vehicle_is_there_and_moves():
-    params = DataParams(hz=1, history_seconds=2, future_seconds=3, stride_seconds=1, num_neighbours=2)
+    params = DataParams(hz=1, num_history=3, num_future=3, stride_seconds=1, num_neighbours=2)
     tracks = np.full((7, 4, 3), np.nan)
     tracks[:, 0] = [[10.0 + 5 * t, 0.0, 0.0] for t in range(7)]
     tracks[:, 1] = [20.0, 4.0, np.pi]  # stands: no scene, and a neighbour
@@ -85,11 +81,11 @@ def test_teachers_score_collision_road_progress_and_comfort():
     other = np.full((2, 20, 3), np.nan)
     other[0] = [30.0, 0.0, np.pi / 2]  # stands across the lane, 30 m ahead
     scene = {"history": history, "neighbours": other, "pose": np.zeros(3)}
-    safe, on, progress, comfort = scoring.scores(paths, scene, stored(lanes(0.0)), 5)
+    safe, on, progress, comfort = scoring.scores(paths, scene, lanes(0.0), 5)
     assert safe.tolist() == [0, 0, 1, 1] and on.tolist() == [1, 1, 0, 1]
     assert progress.tolist() == [1, 1, 1, 1]  # 20 m are the farthest of the one that is safe and on the road
     assert comfort.tolist() == [1, 0, 0, 0]  # 10 m/s goes on; the others jump to another speed or lane
-    free = scoring.scores(paths, scene | {"neighbours": np.full((2, 20, 3), np.nan)}, stored(lanes(0.0)), 5)
+    free = scoring.scores(paths, scene | {"neighbours": np.full((2, 20, 3), np.nan)}, lanes(0.0), 5)
     assert free[0].all() and free[2].tolist() == [0.5, 1.0, pytest.approx(0.5056, abs=1e-3), 0.25]
 
 
@@ -105,11 +101,11 @@ def test_metrics_of_six_predictions_by_hand():
     true = straight(10)
     predicted = np.stack([true + np.array(one) for one in ((3.0, 4.0), (0.0, 1.0), *[50.0] * 4)])[None]
     scenes = {"future": true[None], "neighbours": np.full((1, 1, 20, 3), np.nan), "pose": np.zeros((1, 3))}
-    found = {name: one.tolist() for name, one in scoring.judge(predicted, scenes, stored(lanes(0.0))).items()}
-    assert found == {"minADE1": [5.0], "minFDE1": [5.0], "minADE6": [1.0], "minFDE6": [1.0], "miss6": [0.0],
-                     "collision": [0.0], "off_road": [1.0]}  # fmt: skip
-    missed = scoring.judge(predicted[:, [0, 2, 3]], scenes, stored(lanes(0.0)))
-    assert missed["miss6"].tolist() == [1.0] and missed["minFDE6"].tolist() == [5.0]
+    (found,) = scoring.judge(predicted, scenes, lanes(0.0)).tolist()
+    assert dict(zip(scoring.METRICS, found, strict=True)) == {
+        "minADE1": 5, "minFDE1": 5, "minADE6": 1, "minFDE6": 1, "miss6": 0, "collision": 0, "off_road": 1
+    }  # fmt: skip
+    assert scoring.judge(predicted[:, [0, 2, 3]], scenes, lanes(0.0))[0, 3:5].tolist() == [5, 1]
 
 
 def test_the_vocabulary_holds_centres_and_nearest_entries_come_first():
@@ -123,9 +119,11 @@ def test_the_vocabulary_holds_centres_and_nearest_entries_come_first():
 
 def test_an_interval_is_over_whole_blocks_not_over_scenes():
     blocks = np.repeat(np.arange(6), 200)
-    differences = np.repeat([-3.0, 1.0, -2.0, 2.0, -1.0, 0.5], 200)[None]
+    differences = np.repeat([-3.0, 1.0, -2.0, 2.0, -1.0, 0.5], 200)[None, :, None] * np.array([1.0, 0, 0, 0, 0, 0, 2.0])
     found = scoring.interval(differences, blocks, 0.95, np.random.default_rng(0))
-    assert found["low"] < -1.5 and found["high"] > 0.5  # of scenes it would be -0.5 to -0.3
+    mean, low, high = found["minADE1"]
+    assert mean == pytest.approx(-2.5 / 6) and low < -1.5 and high > 0.5  # of scenes it would be -0.5 to -0.3
+    assert found["off_road"] == pytest.approx([2 * mean, 2 * low, 2 * high]) and found["miss6"] == [0, 0, 0]
 
 
 def test_scenes_are_read_from_maps_by_split_and_a_pickle_is_their_paths(tmp_path):
@@ -145,6 +143,18 @@ def test_scenes_are_read_from_maps_by_split_and_a_pickle_is_their_paths(tmp_path
     assert len(pickle.dumps(train)) < 1000 and len(pickle.loads(pickle.dumps(train))) == 3
 
 
+def test_a_plan_counts_the_loaders_of_a_rank_over_files_of_the_planned_size(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    params = TrajectoryParams.model_validate({"vocabulary": {"dtype": "float16"}})
+    train, valid = training.loaders(params)
+    assert (train.batch_size, valid.batch_size) == (32, 64)
+    assert len(valid.dataset) / len(train.dataset) == pytest.approx(0.15 / 0.7, rel=0.01)
+    assert [(tuple(one.shape), one.dtype) for one in next(iter(train))] == [
+        ((32, 11, 2), torch.float32), ((32, 3, 32, 32), torch.uint8), ((32, 20, 2), torch.float32),
+        ((32, 4, 512), torch.float16),
+    ]  # fmt: skip
+
+
 def test_the_loss_wants_the_near_entries_and_what_the_teachers_say():
     class Fixed(torch.nn.Module):
         vocabulary = torch.zeros(2, 1, 2)
@@ -159,10 +169,10 @@ def test_the_loss_wants_the_near_entries_and_what_the_teachers_say():
 
     batch = [torch.zeros(3, 4, 2), torch.zeros(3, 1), torch.zeros(3, 1, 2), torch.tensor([1.0, 0.0]).expand(3, 4, 2)]
     plain, right = [[0.0, 0.0]] * 5, [[9.0, -9.0]] * 5
-    total, weight = training.ScorerLoss(0.5, 1.0)(Fixed(plain), batch)
+    total, weight = training.scorer_loss(ModelParams(), Fixed(plain), batch)
     assert weight == 3 and total.item() == pytest.approx(3 * 2 * np.log(2), rel=1e-5)
-    assert training.ScorerLoss(0.5, 1.0)(Fixed(right), batch)[0] < 0.01
-    half = training.ScorerLoss(0.5, 0.5)(Fixed(plain), batch)[0]
+    assert training.scorer_loss(ModelParams(), Fixed(right), batch)[0] < 0.01
+    half = training.scorer_loss(ModelParams(teacher_weight=0.5), Fixed(plain), batch)[0]
     assert half.item() == pytest.approx(3 * 1.5 * np.log(2), rel=1e-5)
 
 
@@ -170,13 +180,19 @@ def test_a_missing_simulator_is_named_with_the_line_that_installs_it(monkeypatch
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libsumo" else find(name))
     with pytest.raises(MissingExtraError, match=r"pip install 'memfit\[trajectory\]'"):
-        data.find_network("RiLSA_example1")
+        data.check(TrajectoryParams())
 
 
 def test_settings_that_cannot_be_are_refused():
     for own, why in (({"block_seconds": 6.0}, "within one block"), ({"held_out": ["none"]}, "some of places")):
         with pytest.raises(ValueError, match=why):
             TrajectoryParams.model_validate({"data": own})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where the runs lie: the later ones take the scenes of the first."""
+    return tmp_path_factory.mktemp("runs")
 
 
 def config(folder, **own):
@@ -194,8 +210,8 @@ def test_a_place_that_is_not_there_is_refused_with_those_that_are(tmp_path):
 
 @pytest.mark.slow
 @needs_simulator
-def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     result = run(config(tmp_path), overrides=["dataloader.params.batch_size=16", "vocabulary.size=12"])
     assert result.state == "completed"
     left = result.path / "checkpoints"
@@ -230,15 +246,16 @@ from memfit_workloads.trajectory.stages import TRAJECTORY
 def train(context, params):
     from memfit_workloads.trajectory import training
 
-    class Killed(training.ScorerLoss):
-        def __call__(self, model, batch):
-            is_second = model.training and (context.dir / "checkpoint_epoch_1.pt").exists()
-            if is_second and os.environ["RANK"] == "1" and not Path(MARK).exists():
-                Path(MARK).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__call__(model, batch)
+    own = training.scorer_loss
 
-    training.ScorerLoss = Killed
+    def loss(given, model, batch):
+        is_second = model.training and (context.dir / "checkpoint_epoch_1.pt").exists()
+        if is_second and os.environ["RANK"] == "1" and not Path(MARK).exists():
+            Path(MARK).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(given, model, batch)
+
+    training.scorer_loss = loss
     return training.train(context, params)
 
 
@@ -252,8 +269,8 @@ ON_TWO = {"train": {"resources": {"ranks": 2}}}
 @pytest.mark.slow
 @needs_simulator
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     mark = tmp_path / "killed"
     (tmp_path / "killing.py").write_text(KILLING.replace("MARK", repr(str(mark))))
     plain = run(config(tmp_path, stages=ON_TWO), choice=Choice(until="train"))
@@ -266,8 +283,8 @@ def test_a_rank_that_is_killed_in_epoch_2_costs_no_weights(tmp_path, monkeypatch
 @pytest.mark.long
 @pytest.mark.slow
 @needs_simulator
-def test_what_shards_hold_is_chosen_with(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_shards_hold_is_chosen_with(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
     own = SMALL | {"trainer": {"params": {"max_epochs": 1, "strategy": "fsdp"}}}
     result = run(config(tmp_path, stages=ON_TWO, params=own), choice=Choice(until="choose"))
     assert result.state == "completed"

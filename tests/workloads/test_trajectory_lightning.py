@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
+import ranked
 from memfit.errors import StoppedError, UsageError
 from memfit_workloads.trajectory import lightning_train
 from memfit_workloads.trajectory.params import TrajectoryParams
@@ -55,6 +56,30 @@ def test_a_stop_in_the_middle_of_an_epoch_goes_on_to_the_same_weights(run, tmp_p
         with pytest.raises(StoppedError):
             lightning_train.train(run, WORDS, tmp_path / "part", every=3)
     assert digest(lightning_train.train(run.parent, WORDS, tmp_path / "part", every=3)) == whole
+
+
+def on_rank(rank, folder, out, stops):
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "a"}
+    os.environ |= {name: str(value) for name, value in here.items()}
+
+    def stop(module):
+        if stops and module.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    lightning_train.Scorer.on_after_backward = stop
+    try:
+        return digest(lightning_train.train(folder, WORDS, out, every=3))
+    except StoppedError as error:
+        return error.code
+
+
+@pytest.mark.long
+def test_sigterm_to_all_ranks_in_the_middle_of_an_epoch_goes_on_to_the_same_weights(run, tmp_path):
+    whole = ranked.values(ranked.run(2, tmp_path, on_rank, run, tmp_path / "whole", False))
+    assert ranked.values(ranked.run(2, tmp_path, on_rank, run, tmp_path / "part", True)) == [75, 75]
+    assert max(int(one.name[5:]) for one in (tmp_path / "part").glob("step-*")) in (5, 6)  # of 8 steps
+    assert ranked.values(ranked.run(2, tmp_path, on_rank, run, tmp_path / "part", False)) == whole
+    assert whole[0] == whole[1]
 
 
 def test_a_folder_without_a_run_is_refused_with_the_command_that_makes_one(tmp_path):

@@ -116,7 +116,8 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
     - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
       and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
       end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
-      from a fork server have ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
+      from a fork server have ``w * (objects + arrays)``, np.memmap included, but for arrays that are left
+      out of the pickle. Packed files and panels are never copied.
     - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
     - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
       collates; without workers three (in use, next, and the items that the next is made of). One is made here.
@@ -213,7 +214,7 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
 def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
-    mapped = {**mapped_in(loader.dataset), id(loader.dataset): size["mapped"]}
+    mapped = {**mapped_in(loader.dataset), **_mapped_files(loader.dataset)}
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
@@ -228,8 +229,9 @@ def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
         copied = round(size["object"] * _share_read(loader, size["object"], use))
         pickled = 0
     else:
-        copied = size["object"] + size["array"] + size["mapped"]
-        pickled = max(0, _pickled_bytes(loader.dataset, size) - batches)
+        sent, numbers = _pickled_bytes(loader.dataset)
+        copied = size["object"] + numbers
+        pickled = max(0, sent - batches)
     parts = {
         "workers": workers * empty.worker + empty.workers_once,
         "dataset copies": workers * copied,
@@ -261,11 +263,12 @@ def _share_read(loader: Any, nbytes: int, use: LoaderUse) -> float:
     return float(1 - (1 - part) ** (epochs * items_in_page)) if part < 1 else 1.0
 
 
-def _pickled_bytes(data: Any, size: Mapping[str, int]) -> int:
-    """Return the bytes of a data set as a process hands it to a worker that is not forked; tensors go by themselves."""
-    total = size["array"] + size["mapped"]
-    if size["object"] < 1 << 20:
-        return total
+def _pickled_bytes(data: Any) -> tuple[int, int]:
+    """Return the bytes of a data set as a process hands it to a worker that is not forked, and those of its arrays.
+
+    Tensors go by themselves. Of arrays that a data set leaves out of its state, nothing is sent.
+    """
+    total = numbers = 0
 
     class Sink:
         def write(self, piece: Any) -> int:
@@ -275,10 +278,13 @@ def _pickled_bytes(data: Any, size: Mapping[str, int]) -> int:
 
     class Counter(pickle.Pickler):
         def reducer_override(self, one: Any) -> Any:
-            return (int, ()) if _numbers(one)[0] else NotImplemented
+            nonlocal numbers
+            kind, nbytes = _numbers(one)
+            numbers += nbytes if kind != "tensor" else 0
+            return (int, ()) if kind else NotImplemented
 
     Counter(Sink(), 4).dump(data)
-    return total
+    return total + numbers, numbers
 
 
 def _batch_of(loader: Any) -> tuple[int, int]:
@@ -371,6 +377,30 @@ def data_size(data: Any) -> dict[str, int]:
     Panels and packed objects are left out, and so is what other libraries hold outside of arrays.
     """
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
+    for one, weight in _weighed(data):
+        kind, nbytes = _numbers(one)
+        sizes["object"] += weight * (256 if kind else -(-sys.getsizeof(one, 64) // 16) * 16)
+        if kind:
+            sizes[kind] += weight * nbytes
+    return {name: round(size) for name, size in sizes.items()}
+
+
+def _mapped_files(data: Any) -> dict[Any, int]:
+    """Return the bytes of mapped arrays by file and place in it: what two data sets map is there once."""
+    found = {}
+    for one, weight in _weighed(data):
+        kind, nbytes = _numbers(one)
+        if kind == "mapped":
+            whole = one
+            while isinstance(whole.base, np.ndarray):
+                whole = whole.base
+            start = one.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+            found[getattr(whole, "filename", None) or id(whole), start] = round(weight * nbytes)
+    return found
+
+
+def _weighed(data: Any) -> list[tuple[Any, float]]:
+    """Return the objects of a data set, and how many like it each stands for."""
     weights: dict[int, tuple[Any, float, int]] = {}
     todo: list[tuple[Any, float, int]] = [(data, 1.0, 0)]
     while todo:
@@ -383,12 +413,7 @@ def data_size(data: Any) -> dict[str, int]:
         weights[id(one)] = one, weight, owner
         parts, scale = _sampled(one, _NUM_SAMPLED if weight == 1.0 else _NUM_SAMPLED_WITHIN)
         todo += [(part, weight * scale, id(part) if scale > 1 else owner) for part in parts]
-    for one, weight, _ in weights.values():
-        kind, nbytes = _numbers(one)
-        sizes["object"] += weight * (256 if kind else -(-sys.getsizeof(one, 64) // 16) * 16)
-        if kind:
-            sizes[kind] += weight * nbytes
-    return {name: round(size) for name, size in sizes.items()}
+    return [(one, weight) for one, weight, _ in weights.values()]
 
 
 def _held(size: Mapping[str, int]) -> int:

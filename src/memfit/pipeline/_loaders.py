@@ -31,18 +31,19 @@ _LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
 
 
 def ask_of_loaders(
-    order: Order, function: str, num_tasks: int, accumulated: int
+    order: Order, function: str, num_tasks: int, num_ranks: int, accumulated: int
 ) -> tuple[dict[str, Any], list[Line], list[Variant]]:
     """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
 
     ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
-    update as it is.
+    update as it is. The function finds ``num_ranks`` in the variable ``WORLD_SIZE``.
 
     Raises:
         UsageError: If the function fails, takes too long, or returns no loaders that can be counted.
     """
     own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
-    found = call_in_child(f"{__name__}:loaders_in_child", own, env=dict(os.environ) | dict(order.env))
+    env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
+    found = call_in_child(f"{__name__}:loaders_in_child", own, env=env)
     lines, *others = [_lines(one, found) for one in found["loaders"]]
     variants = []
     for one, changed in zip(found["loaders"][1:], others, strict=True):

@@ -252,7 +252,7 @@ def _forecast(
     own: list[Line] = []
     variants: list[Variant] = []
     if loaders:
-        facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, accumulated)
+        facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, ranks, accumulated)
         settings_of |= facts["settings"]
         workers, cpus = facts["workers"], layout.cpus_per_task or 0
         own_workers = format_count(workers, "loader worker")

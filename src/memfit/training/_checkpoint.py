@@ -27,6 +27,8 @@ from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
 
 LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
+#: In a folder of shards, what all ranks have in common.
+SHARED = "trainer.pt"
 _LOCK = ".lock"
 
 #: Where a fit is: whole epochs, then steps of the next one.
@@ -107,13 +109,16 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU, after the checksum of each record was compared.
 
     It has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more. With
-    ``mmap`` the tensors' bytes are mapped instead of read.
+    ``mmap`` the tensors' bytes are mapped instead of read. Of a folder with the shards of several ranks it has the
+    whole ``model``, and no ``optimizer``.
 
     Raises:
         DamagedError: If the file is cut short or differs from its checksums.
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
     """
     try:
+        if ((path := Path(path)) / SHARED).exists():
+            return load_checkpoint(path / SHARED, mmap=mmap) | {"model": _join_shards(path)}
         with open(path, "rb") as file:
             _verify(file, Path(path))
             if mmap:
@@ -128,6 +133,24 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
             rule="a checkpoint is a file that a Trainer wrote, such as latest_checkpoint.pt in its checkpoint_dir.",
             remedy="check the path",
         ) from error
+
+
+def _join_shards(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that several ranks have saved in shards, in this process alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in saved.items()
+        if name.startswith("model.") and isinstance(one, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)  # as was asked for
+        dcp.load(state, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
+    return {name.removeprefix("model."): one for name, one in state.items()}
 
 
 def _load(source: Path | BinaryIO, path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -197,7 +197,8 @@ class Fit:
         plan, ranks = self.plan, 1 if self.ranks is None else self.ranks.size
         valid = {} if isinstance(plan.valid, Mapping) else loader_settings(plan.valid, "validation")
         accumulation = {"accumulation": max(1, self.batches_per_step // ranks)}
-        self.journal.loaders(loader_settings(plan.train) | valid | accumulation)
+        own = {} if self.data.own_batch is None else {"batch": self.data.own_batch}
+        self.journal.loaders(loader_settings(plan.train) | own | valid | accumulation)
 
     def _train_epoch(self) -> None:
         progress, num_batches = self.progress, len(self.plan.train)

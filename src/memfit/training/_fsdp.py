@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
-from memfit.training._checkpoint import BEST, LATEST, CheckpointFolder, Position, load_checkpoint, save_checkpoint
+from memfit.training._checkpoint import (
+    BEST,
+    LATEST,
+    SHARED,
+    CheckpointFolder,
+    Position,
+    load_checkpoint,
+    save_checkpoint,
+)
 from memfit.training._sealed import SEAL, SealedFolder
 
 if TYPE_CHECKING:
     from memfit.training._step import SafeStep
 
 PREFIX = "sharded-"
-_PLAIN = "trainer.pt"
 _KEPT = 2
 
 
@@ -55,7 +62,7 @@ class ShardedFolder(CheckpointFolder):
 
     def save(self, position: Position, state: dict[str, Any]) -> Path:
         number = self._number(position)
-        save_checkpoint(self._sealed.folder_of(number) / _PLAIN, state)
+        save_checkpoint(self._sealed.folder_of(number) / SHARED, state)
         return self._sealed.seal(number, {"epoch": position[0], "ranks": self._ranks.size, "steps": self._num_steps})
 
     def mark_best(self) -> None:
@@ -86,7 +93,7 @@ class ShardedFolder(CheckpointFolder):
         return found.path, self.read(found.path)
 
     def read(self, path: Path) -> dict[str, Any]:
-        return load_checkpoint(path / _PLAIN)
+        return load_checkpoint(path / SHARED)
 
     def load_shards(self, path: Path) -> None:
         """Load this rank's shards, whatever the number of ranks was that wrote them."""

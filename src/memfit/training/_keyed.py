@@ -202,6 +202,13 @@ class TrainingData:
             self._loader = dealt_loader(loader, self._order)
             self.workers = Workers(self._loader, self.workers.seconds)
 
+    @property
+    def own_batch(self) -> int | None:
+        """The samples of a batch that this rank loads; None where it loads those of all ranks."""
+        return (
+            None if self._order is None else max((stop - start for start, stop in self._order.pieces_at(0)), default=0)
+        )
+
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and its resume."""
         facts: dict[str, Any] = {"steps per epoch in batches": len(self.batches)}

@@ -19,12 +19,12 @@ road        grid, origin, cell       uint8 0 or 1 by (row, column); metres of it
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import importlib.resources
 import importlib.util
 import io
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from memfit.rundir import phase
 from memfit_workloads.trajectory.params import DataParams, TrajectoryParams
 
 Floats = npt.NDArray[np.floating[Any]]
+Arrays = dict[str, npt.NDArray[Any]]
 SPLITS = ("train", "valid", "test", "held_out")
 #: Where packages keep networks. Those of eclipse-sumo are of OpenStreetMap.
 _FOLDERS = (("sumolib", "scenario/scenarios"), ("sumo", "tools/game"))
@@ -48,41 +49,33 @@ _NEAR_METRES = 50.0
 
 
 def check(params: TrajectoryParams) -> None:
-    """Refuse a place that is not there, before the first job."""
+    """Refuse a package or a place that is not there, before the first job."""
+    for package in ("libsumo", "sumo", "sklearn", "torch"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError.of(package, "trajectory", "the trajectory model")
     for place in params.data.places:
         find_network(place)
-
-
-def fingerprint(params: TrajectoryParams) -> str:
-    """Return what the scenes depend on beside the params: the simulator's version."""
-    return f"libsumo {importlib.metadata.version('libsumo')}"
 
 
 def find_network(place: str) -> Path:
     """Return the file of a place: that of a path, or of a folder of this name in an installed package.
 
     Raises:
-        MissingExtraError: If libsumo is not installed.
         ConfigError: If there is none.
     """
-    if importlib.util.find_spec("libsumo") is None:
-        raise MissingExtraError.of("libsumo", "trajectory", "the trajectory model")
     if ".net.xml" in place and Path(place).is_file():
         return Path(place)
-    known = set()
+    known: dict[str, Path] = {}
     for package, folder in _FOLDERS:
-        spec = importlib.util.find_spec(package)
-        for root in () if spec is None else spec.submodule_search_locations or ():
-            files = sorted((Path(root) / folder).rglob("*.net.xml*"))
-            known |= {one.parent.name for one in files}
-            for file in files:
-                if file.parent.name == place:
-                    return file
-    raise ConfigError(
-        f"the place {place} is not there.",
-        rule="a place is a path of a .net.xml file, or a network of an installed package.",
-        remedy=f"name one of {', '.join(sorted(known))}; those of OpenStreetMap: pip install 'memfit[trajectory]'",
-    )
+        files = Path(str(importlib.resources.files(package)), folder).rglob("*.net.xml*")
+        known = {one.parent.name: one for one in sorted(files, reverse=True)} | known
+    if place not in known:
+        raise ConfigError(
+            f"the place {place} is not there.",
+            rule="a place is a path of a .net.xml file, or a network of an installed package.",
+            remedy=f"name one of {', '.join(sorted(known))}",
+        )
+    return known[place]
 
 
 def prepare(context: Context, params: TrajectoryParams) -> dict[str, Any]:
@@ -90,95 +83,72 @@ def prepare(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     phase("load")
     place, data = context.unit, params.data
     network, rng = find_network(place), np.random.default_rng([context.seed, zlib.crc32(place.encode())])
-    found: list[dict[str, npt.NDArray[Any]]] = []
-    road: Road | None = None
+    found: list[Arrays] = []
     phase("build")
-    num_blocks = 0
-    for _ in range(data.simulations):
-        for road, tracks in simulate(network, data, int(rng.integers(1 << 30))):
-            found += [one | {"block": np.array(num_blocks, np.int32)} for one in cut(tracks, road, data)]
-            num_blocks += 1
-    if not found or road is None:
+    blocks = (one for _ in range(data.simulations) for one in simulate(network, data, int(rng.integers(1 << 30))))
+    for number, (road, tracks) in enumerate(blocks):
+        found += [one | {"block": np.array(number, np.int32)} for one in cut(tracks, road, data)]
+    if not found:
         raise ConfigError(
             f"{place} has no scene.",
             rule="a scene needs a vehicle that drives for history and future.",
             remedy="--set params.data.seconds=200, or more of params.data.vehicles_per_minute",
         )
-    split_of = _deal(num_blocks, data, rng) if place not in data.held_out else np.full(num_blocks, 3, np.int8)
     arrays = {name: np.stack([one[name] for one in found]) for name in found[0]}
-    arrays["split"] = split_of[arrays["block"]]
+    num_blocks = data.simulations * int(data.seconds // data.block_seconds)
+    splits, order = np.full(num_blocks, 3 if place in data.held_out else 0), rng.permutation(num_blocks)
+    if place not in data.held_out:
+        num_valid, num_test = (max(1, round(num_blocks * share)) for share in (data.valid_share, data.test_share))
+        splits[order[:num_valid]], splits[order[num_valid : num_valid + num_test]] = 1, 2
+    arrays["split"] = splits[arrays["block"]].astype(np.int8)
     context.save("scenes", arrays)
-    context.save("road", {"grid": road.grid, "origin": road.origin, "cell": np.array(road.cell)})
-    return {"num_scenes": len(found)} | {
-        name: int((arrays["split"] == number).sum()) for number, name in enumerate(SPLITS)
-    }
+    context.save("road", {name: road[name] for name in ("grid", "origin", "cell")})
+    counts = np.bincount(arrays["split"], minlength=len(SPLITS)).tolist()
+    return {"num_scenes": len(found)} | dict(zip(SPLITS, counts, strict=True))
 
 
-def _deal(num_blocks: int, data: DataParams, rng: np.random.Generator) -> npt.NDArray[np.int8]:
-    """Return the split of each block."""
-    found = np.zeros(num_blocks, np.int8)
-    order = rng.permutation(num_blocks)
-    num_valid = max(1, round(num_blocks * data.valid_share))
-    found[order[:num_valid]] = 1
-    found[order[num_valid : num_valid + max(1, round(num_blocks * data.test_share))]] = 2
-    return found
-
-
-class Road:
-    """Where the lanes of a network lie, as a fine grid.
+def draw_road(lanes: Sequence[tuple[Floats, float]]) -> Arrays:
+    """Return where lanes lie, as a fine grid: ``grid`` and ``direction`` in radians by cell, ``origin``, ``cell``.
 
     Args:
         lanes: The points of each centre line, shape (n, 2) in metres, and its width.
     """
-
-    def __init__(self, lanes: Sequence[tuple[Floats, float]], cell: float = _ROAD_CELL) -> None:
-        points = np.concatenate([shape for shape, _ in lanes])
-        self.cell, self.origin = cell, points.min(axis=0) - _MARGIN
-        columns, rows = np.ceil((points.max(axis=0) + _MARGIN - self.origin) / cell).astype(int)
-        self.grid = np.zeros((rows, columns), np.uint8)
-        self.direction = np.zeros((rows, columns), np.float32)
-        for shape, width in lanes:
-            aside = np.arange(-width / 2, width / 2 + 1e-6, cell / 2)
-            for start, end in itertools.pairwise(shape):
-                length = float(np.hypot(*(end - start)))
-                if length == 0:
-                    continue
-                along = (end - start) / length
-                at = start + np.arange(0, length + 1e-6, cell / 2)[:, None] * along
-                spread = at[:, None] + aside[:, None] * np.array([-along[1], along[0]])
-                row, column = self._cells(spread)
-                self.grid[row, column], self.direction[row, column] = 1, np.arctan2(along[1], along[0])
-
-    def _cells(self, points: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return cells(points, self.origin, self.cell, self.grid.shape)
-
-    def raster(self, pose: Floats, data: DataParams) -> npt.NDArray[np.uint8]:
-        """Return road and direction around a pose, shape (3, R, R); the channel of vehicles is empty.
-
-        Direction is 128 and up to 127 more along the pose's heading, less against it.
-        """
-        row, column = self._cells(to_world(raster_points(data), pose))
-        on = self.grid[row, column]
-        agree = np.cos(self.direction[row, column] - pose[2])
-        found = np.zeros((3, *on.shape), np.uint8)
-        found[0], found[1] = 255 * on, np.where(on, np.round(128 + 127 * agree), 0)
-        return found
+    points = np.concatenate([shape for shape, _ in lanes])
+    origin = points.min(axis=0) - _MARGIN
+    columns, rows = np.ceil((points.max(axis=0) + _MARGIN - origin) / _ROAD_CELL).astype(int)
+    grid, direction = np.zeros((rows, columns), np.uint8), np.zeros((rows, columns), np.float32)
+    road = {"grid": grid, "direction": direction, "origin": origin, "cell": np.array(_ROAD_CELL)}
+    for shape, width in lanes:
+        aside = np.arange(-width / 2, width / 2 + 1e-6, _ROAD_CELL / 2)
+        for start, end in itertools.pairwise(shape):
+            length = float(np.hypot(*(end - start)))
+            if length == 0:
+                continue
+            along = (end - start) / length
+            at = start + np.arange(0, length + 1e-6, _ROAD_CELL / 2)[:, None] * along
+            here = cells(at[:, None] + aside[:, None] * np.array([-along[1], along[0]]), road)
+            grid[here], direction[here] = 1, np.arctan2(along[1], along[0])
+    return road
 
 
-def cells(
-    points: Floats, origin: Floats, cell: float, shape: tuple[int, ...]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return row and column of points (..., 2) in a grid; points outside are of its empty edge."""
-    found = np.floor((points - origin) / cell).astype(np.int64)
-    return np.clip(found[..., 1], 0, shape[0] - 1), np.clip(found[..., 0], 0, shape[1] - 1)
+def cells(points: Floats, road: Mapping[str, Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return row and column of points (..., 2) in a road's grid; points outside are of its empty edge."""
+    found, (rows, columns) = np.floor((points - road["origin"]) / road["cell"]).astype(np.int64), road["grid"].shape
+    return np.clip(found[..., 1], 0, rows - 1), np.clip(found[..., 0], 0, columns - 1)
 
 
-def raster_points(data: DataParams) -> Floats:
-    """Return the middle of each cell of a raster in the vehicle's frame, shape (R, R, 2); a quarter lies behind it."""
+def draw_raster(road: Arrays, pose: Floats, data: DataParams) -> npt.NDArray[np.uint8]:
+    """Return road and direction around a pose, shape (3, R, R); the channel of vehicles is empty.
+
+    A quarter lies behind the pose. Direction is 128 and up to 127 more along the pose's heading, less against it.
+    """
     number = np.arange(data.raster_size) + 0.5
-    ahead = (0.75 * data.raster_size - number) * data.raster_cell
-    left = (0.5 * data.raster_size - number) * data.raster_cell
-    return np.stack(np.meshgrid(ahead, left, indexing="ij"), axis=-1)
+    ahead, left = ((share * data.raster_size - number) * data.raster_cell for share in (0.75, 0.5))
+    here = cells(to_world(np.stack(np.meshgrid(ahead, left, indexing="ij"), axis=-1), pose), road)
+    on, agree = road["grid"][here], np.cos(road["direction"][here] - pose[2])
+    found = np.zeros((3, *on.shape), np.uint8)
+    found[0], found[1] = 255 * on, np.where(on, np.round(128 + 127 * agree), 0)
+    return found
 
 
 def to_world(points: Floats, pose: Floats) -> Floats:
@@ -193,7 +163,7 @@ def to_frame(points: Floats, pose: Floats) -> Floats:
     return np.asarray((points - pose[:2]) @ np.array([[cos, -sin], [sin, cos]]))
 
 
-def simulate(network: Path, data: DataParams, seed: int) -> Iterator[tuple[Road, Floats]]:
+def simulate(network: Path, data: DataParams, seed: int) -> Iterator[tuple[Arrays, Floats]]:
     """Yield the road and the tracks of each block of time, shape (steps, vehicles, 3): x, y, heading; NaN where absent.
 
     Vehicles set out at an even pace on random routes. libsumo holds one simulation in a process at a time.
@@ -203,7 +173,14 @@ def simulate(network: Path, data: DataParams, seed: int) -> Iterator[tuple[Road,
     options = ("--step-length", str(data.step), "--seed", str(seed), "--no-step-log", "true", "--no-warnings", "true")
     libsumo.start(["sumo", "-n", str(network), *options])
     try:
-        road, routes = _read_road(libsumo), _routes(libsumo)
+        lane = libsumo.lane
+        lanes = [one for one in lane.getIDList() if "passenger" in (lane.getAllowed(one) or ("passenger",))]
+        road = draw_road([(np.array(lane.getShape(one)), lane.getWidth(one)) for one in lanes])
+        edges = sorted({lane.getEdgeID(one) for one in lanes if not one.startswith(":")})
+        pairs = list(itertools.permutations(edges, 2))
+        picked = [pairs[at] for at in np.random.default_rng(0).permutation(len(pairs))[:400]]
+        found = [tuple(libsumo.simulation.findRoute(*pair, "DEFAULT_VEHTYPE").edges) for pair in picked]
+        routes = sorted(route for route in found if len(route) > 1)
         rng, every = np.random.default_rng(seed), max(1, round(1 / data.hz / data.step))
         num_seen = round(data.block_seconds * data.hz)
         pace, due = data.vehicles_per_minute / 60 * data.step, 0.0
@@ -233,30 +210,7 @@ def _centre(vehicles: Any, name: str) -> tuple[float, float, float]:
     return x - half * np.cos(heading), y - half * np.sin(heading), heading
 
 
-def _lanes(libsumo: Any) -> list[str]:
-    """Return the lanes that cars may use."""
-    return [one for one in libsumo.lane.getIDList() if "passenger" in (libsumo.lane.getAllowed(one) or ("passenger",))]
-
-
-def _read_road(libsumo: Any) -> Road:
-    lane = libsumo.lane
-    return Road([(np.array(lane.getShape(one)), lane.getWidth(one)) for one in _lanes(libsumo)])
-
-
-def _routes(libsumo: Any) -> list[tuple[str, ...]]:
-    """Return the routes from where traffic may begin to where it may end, in order of their names."""
-    edges = sorted({libsumo.lane.getEdgeID(one) for one in _lanes(libsumo) if not one.startswith(":")})
-    rng = np.random.default_rng(0)
-    pairs = [(a, b) for a in edges for b in edges if a != b]
-    found = []
-    for at in rng.permutation(len(pairs))[:400]:
-        route = libsumo.simulation.findRoute(*pairs[at], "DEFAULT_VEHTYPE").edges
-        if len(route) > 1:
-            found.append(tuple(route))
-    return sorted(found)
-
-
-def cut(tracks: Floats, road: Road, data: DataParams) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def cut(tracks: Floats, road: Arrays, data: DataParams) -> Iterator[Arrays]:
     """Yield the scenes of a block: history, raster, future, neighbours, pose."""
     now, whole = data.num_history - 1, data.num_history + data.num_future
     for start in range(0, len(tracks) - whole + 1, max(1, round(data.stride_seconds * data.hz))):
@@ -272,7 +226,7 @@ def cut(tracks: Floats, road: Road, data: DataParams) -> Iterator[dict[str, npt.
             others = np.full((data.num_neighbours, data.num_future, 3), np.nan, np.float32)
             others[: len(near), :, :2] = to_frame(window[now + 1 :, near, :2], pose).swapaxes(0, 1)
             others[: len(near), :, 2] = (window[now + 1 :, near, 2] - pose[2]).T
-            raster = road.raster(pose, data)
+            raster = draw_raster(road, pose, data)
             for when, level in ((max(0, now - data.hz), 128), (now, 255)):
                 draw(raster[2], to_frame(window[when, near, :2], pose), level, data)
             yield {"history": path[: now + 1], "raster": raster, "future": path[now + 1 :],
@@ -282,9 +236,8 @@ def cut(tracks: Floats, road: Road, data: DataParams) -> Iterator[dict[str, npt.
 def draw(channel: npt.NDArray[np.uint8], points: Floats, level: int, data: DataParams) -> None:
     """Mark points (n, 2) of a vehicle's frame in a channel of its raster; those outside or absent are left out."""
     size, cell = data.raster_size, data.raster_cell
-    points = points[~np.isnan(points).any(axis=1)]
-    row = np.floor(0.75 * size - points[:, 0] / cell).astype(int)
-    column = np.floor(0.5 * size - points[:, 1] / cell).astype(int)
+    points = np.array([0.75 * size, 0.5 * size]) - points[~np.isnan(points).any(axis=1)] / cell
+    row, column = np.floor(points).astype(int).T
     inside = (row >= 0) & (row < size) & (column >= 0) & (column < size)
     channel[row[inside], column[inside]] = level
 
@@ -308,7 +261,7 @@ class Scenes:
         return {"places": self.places, "split": self.split}
 
     @cached_property
-    def arrays(self) -> list[dict[str, npt.NDArray[Any]]]:
+    def arrays(self) -> list[Arrays]:
         """The arrays of each place, mapped: those of `NAMES`, and ``teacher`` (S, 4, K)."""
         return [
             {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.NAMES}

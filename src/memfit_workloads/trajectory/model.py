@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,11 +36,10 @@ class SceneEncoder(nn.Module):
         )  # fmt: skip
         self.join = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.ReLU())
 
-    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
+    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> Any:
         """Return shape (B, 2 x width); history (B, H, 2) in metres, raster (B, 3, R, R) of bytes."""
         seen = torch.cat([self.history(history.flatten(1) / 10), self.raster(raster.float() / 255)], dim=1)
-        joined: torch.Tensor = self.join(seen)
-        return joined
+        return self.join(seen)
 
 
 class TrajectoryScorer(nn.Module):
@@ -53,9 +55,9 @@ class TrajectoryScorer(nn.Module):
 
     vocabulary: torch.Tensor
 
-    def __init__(self, vocabulary: torch.Tensor, num_history: int, width: int = 64) -> None:
+    def __init__(self, vocabulary: Any, num_history: int, width: int = 64) -> None:
         super().__init__()
-        self.register_buffer("vocabulary", vocabulary.float(), persistent=False)
+        self.register_buffer("vocabulary", torch.from_numpy(np.array(vocabulary, np.float32)), persistent=False)
         self.scene = SceneEncoder(num_history, width)
         self.entry = nn.Sequential(
             nn.Linear(2 * vocabulary.shape[1], 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
@@ -65,7 +67,7 @@ class TrajectoryScorer(nn.Module):
         with torch.no_grad():  # at first the best is the nearest to going straight on
             self.departure.weight.zero_()[0, 0] = -1.0
 
-    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> torch.Tensor:
+    def forward(self, history: torch.Tensor, raster: torch.Tensor) -> Any:
         """Return the heads' scores as log-odds, shape (B, 5, K)."""
         keys = self.entry(self.vocabulary.flatten(1) / 10)
         query, bias = self.query(self.scene(history, raster)).unflatten(1, (len(HEADS), -1)).tensor_split([-1], dim=2)
@@ -73,5 +75,4 @@ class TrajectoryScorer(nn.Module):
         straight = (history[:, -1] - history[:, -2])[:, None] * steps
         away = distances(self.vocabulary, straight)
         departure = self.departure(torch.stack([away.mean(-1), away[..., -1]], dim=-1)).movedim(-1, 1)
-        scores: torch.Tensor = query @ keys.T / keys.shape[1] ** 0.5 + bias + departure
-        return scores
+        return query @ keys.T / keys.shape[1] ** 0.5 + bias + departure

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from memfit import config
 
+P = TypeVar("P")
+
 
 class DataParams(config.Settings):
     """Where the scenes come from, and how they are cut."""
 
-    places: list[str] = Field(
-        ["A10KW", "DRT", "RiLSA_example1", "RiLSA_example3", "bs3d"],
-        min_length=1,
-        description="networks of roads: names in the installed packages, or paths of .net.xml files",
-    )
+    #: Names of networks in the installed packages, or paths of .net.xml files.
+    places: list[str] = Field(["A10KW", "RiLSA_example1"], min_length=1, description="networks of roads")
     held_out: list[str] = Field(default_factory=list, description="places that are only tested on")
     simulations: int = Field(2, ge=1, description="of each place, with a seed each")
     seconds: float = Field(120.0, gt=0, description="of each simulation")
     step: float = Field(0.1, gt=0, description="seconds of a step of the simulation")
     vehicles_per_minute: float = Field(40.0, gt=0, description="that set out in a place")
     hz: int = Field(5, ge=1, description="positions of a scene per second")
-    history_seconds: float = Field(2.0, gt=0)
-    future_seconds: float = Field(4.0, gt=0)
+    num_history: int = Field(11, ge=2, description="positions that the model sees, the present one included")
+    num_future: int = Field(20, ge=1, description="positions that it foretells")
     stride_seconds: float = Field(3.0, gt=0, description="from one scene of a vehicle to its next")
     block_seconds: float = Field(20.0, gt=0, description="scenes of one block of time are of one split")
     valid_share: float = Field(0.15, gt=0, lt=0.5)
@@ -35,21 +34,11 @@ class DataParams(config.Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> DataParams:
-        if self.block_seconds < self.history_seconds + self.future_seconds + 1 / self.hz:
+        if self.block_seconds * self.hz < self.num_history + self.num_future:
             raise ValueError("block_seconds must hold history and future: a scene lies within one block")
         if not set(self.held_out) < set(self.places):
             raise ValueError("held_out names some of places, and not all of them")
         return self
-
-    @property
-    def num_history(self) -> int:
-        """Positions of the history, the present one included."""
-        return round(self.history_seconds * self.hz) + 1
-
-    @property
-    def num_future(self) -> int:
-        """Positions of the future."""
-        return round(self.future_seconds * self.hz)
 
 
 class VocabularyParams(config.Settings):
@@ -74,12 +63,6 @@ class LoaderParams(config.Settings):
     num_workers: int = Field(0, ge=0, description="processes of each rank that load")
 
 
-class LoaderGroup(config.Settings):
-    """``dataloader.params``, as the configs of such models have it."""
-
-    params: LoaderParams = LoaderParams()
-
-
 class TrainerParams(config.Settings):
     """The training."""
 
@@ -91,10 +74,10 @@ class TrainerParams(config.Settings):
     learning_rate: float = Field(2e-3, gt=0)
 
 
-class TrainerGroup(config.Settings):
-    """``trainer.params``."""
+class Part(config.Settings, Generic[P]):
+    """``dataloader.params`` and ``trainer.params``, as the configs of such models have them."""
 
-    params: TrainerParams = TrainerParams()
+    params: P
 
 
 class TrajectoryParams(config.Settings):
@@ -103,7 +86,7 @@ class TrajectoryParams(config.Settings):
     data: DataParams = DataParams()
     vocabulary: VocabularyParams = VocabularyParams()
     model: ModelParams = ModelParams()
-    dataloader: LoaderGroup = LoaderGroup()
-    trainer: TrainerGroup = TrainerGroup()
+    dataloader: Part[LoaderParams] = Part(params=LoaderParams())
+    trainer: Part[TrainerParams] = Part(params=TrainerParams())
     seeds: int = Field(3, ge=1, description="trainings, from other first weights and in another order each")
     level: float = Field(0.95, gt=0, lt=1, description="level of the intervals")

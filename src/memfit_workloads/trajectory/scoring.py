@@ -5,19 +5,17 @@ Trajectories are in metres in the frame of the scene's vehicle, one position eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit.rundir import phase
-from memfit_workloads.trajectory.data import SPLITS, cells, to_world
+from memfit_workloads.trajectory.data import SPLITS, Floats, cells, to_world
 from memfit_workloads.trajectory.params import TrajectoryParams
 
-Floats = npt.NDArray[np.floating[Any]]
 Bools = npt.NDArray[np.bool_]
 #: A vehicle of 5 m x 1.8 m is two discs of this radius, so far ahead of its middle and behind it. Metres.
 _DISC_RADIUS, _DISC_AHEAD = 1.2, 1.25
@@ -34,30 +32,19 @@ METRICS = ("minADE1", "minFDE1", "minADE6", "minFDE6", "miss6", "collision", "of
 def vocabulary(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Cluster the futures that are trained on; save ``vocabulary``: ``paths`` (K, F, 2)."""
     phase("build")
-    found = []
-    for unit in context.units("prepare"):
-        scenes = unit.arrays("scenes")
-        found.append(scenes["future"][scenes["split"] == 0])
-    paths = cluster(np.concatenate(found), params.vocabulary.size, context.seed)
+    scenes = [unit.arrays("scenes") for unit in context.units("prepare")]
+    futures = np.concatenate([one["future"][one["split"] == 0] for one in scenes])
+    paths = cluster(futures, params.vocabulary.size, context.seed)
     context.save("vocabulary", {"paths": paths})
     return {"size": len(paths)}
 
 
 def cluster(futures: Floats, size: int, seed: int) -> npt.NDArray[np.float32]:
-    """Return the centres of k-means over futures (n, F, 2), shape (size or n, F, 2), by how far they lead.
+    """Return the centres of k-means over futures (n, F, 2), shape (size or n, F, 2), by how far they lead."""
+    from sklearn.cluster import MiniBatchKMeans
 
-    >>> two = np.repeat([[[0.0, 0.0]], [[8.0, 0.0]]], 20, axis=0)
-    >>> cluster(two, 2, seed=0).tolist()
-    [[[0.0, 0.0]], [[8.0, 0.0]]]
-    """
-    try:
-        from sklearn.cluster import MiniBatchKMeans
-    except ModuleNotFoundError as error:
-        raise MissingExtraError.of("scikit-learn", "trajectory", "the trajectory model") from error
     picked = np.random.default_rng(seed).permutation(len(futures))[:_MOST_FOR_CLUSTERS]
-    means = MiniBatchKMeans(
-        min(size, len(picked)), batch_size=4096, n_init=1, max_iter=30, random_state=seed % (1 << 32)
-    )
+    means = MiniBatchKMeans(min(size, len(picked)), batch_size=4096, n_init=1, max_iter=30, random_state=seed)
     means.fit(futures[picked].reshape(len(picked), -1).astype(np.float32))
     centres = means.cluster_centers_.reshape(-1, *futures.shape[1:]).astype(np.float32)
     order = np.argsort(np.hypot(centres[:, -1, 0], centres[:, -1, 1]), kind="stable")
@@ -73,8 +60,7 @@ def teach(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     shape = (len(scenes["future"]), 4, len(paths))
     table = np.lib.format.open_memmap(path, "w+", np.dtype(params.vocabulary.dtype), shape)
     for row in range(len(table)):
-        table[row] = scores(paths, {name: scenes[name][row] for name in ("history", "neighbours", "pose")},
-                            road, params.data.hz)  # fmt: skip
+        table[row] = scores(paths, {name: each[row] for name, each in scenes.items()}, road, params.data.hz)
     table.flush()
     context.save("teacher", path)
     return {"bytes": int(table.nbytes), "means": [float(one) for one in table.mean((0, 2), dtype=np.float64)]}
@@ -102,13 +88,11 @@ def collides(paths: Floats, neighbours: Floats) -> Bools:
     """
     others = neighbours[~np.isnan(neighbours).all(axis=(1, 2)), _EVERY - 1 :: _EVERY]
     mine = _discs(paths, _headings(paths))[:, _EVERY - 1 :: _EVERY]
-    low, high = mine.min(axis=(0, 2)) - 2 * _DISC_RADIUS, mine.max(axis=(0, 2)) + 2 * _DISC_RADIUS
+    theirs = _discs(others[..., :2], others[..., 2])
     hit = np.zeros(len(paths), bool)
-    for theirs in _discs(others[..., :2], others[..., 2]):  # (steps, 2, 2)
-        for step in np.flatnonzero(((theirs > low[:, None]) & (theirs < high[:, None])).all(axis=2).any(axis=1)):
-            for x, y in theirs[step]:
-                gap = (mine[:, step, :, 0] - x) ** 2 + (mine[:, step, :, 1] - y) ** 2
-                hit |= (gap < (2 * _DISC_RADIUS) ** 2).any(axis=1)
+    for step in range(mine.shape[1]):  # (K, 1, 2, 1, 2) - (N, 1, 2, 2)
+        gap = ((mine[:, step, None, :, None] - theirs[:, step, None]) ** 2).sum(axis=-1)
+        hit |= (gap < (2 * _DISC_RADIUS) ** 2).any(axis=(1, 2, 3))
     return hit
 
 
@@ -129,9 +113,7 @@ def _discs(points: Floats, headings: Floats) -> Floats:
 
 def on_road(paths: Floats, pose: Floats, road: Mapping[str, Floats]) -> Bools:
     """Return which paths (K, F, 2) stay on lanes with their middle, shape (K,)."""
-    grid = road["grid"]
-    row, column = cells(to_world(paths[:, _EVERY - 1 :: _EVERY], pose), road["origin"], float(road["cell"]), grid.shape)
-    return np.asarray(grid[row, column].all(axis=1))
+    return np.asarray(road["grid"][cells(to_world(paths[:, _EVERY - 1 :: _EVERY], pose), road)].all(axis=1))
 
 
 def is_comfortable(paths: Floats, history: Floats, hz: int) -> Bools:
@@ -154,104 +136,73 @@ def constant_velocity(history: Floats, num_future: int) -> Floats:
 
 def nearest_entries(paths: Floats, futures: Floats, number: int) -> npt.NDArray[np.int64]:
     """Return the entries of a vocabulary (K, F, 2) nearest to each of futures (S, F, 2), shape (S, number)."""
-    flat, wanted = paths.reshape(len(paths), -1), futures.reshape(len(futures), -1)
+    flat = paths.reshape(len(paths), -1)
+    wanted = futures.reshape(len(futures), flat.shape[1])
     distance = (flat**2).sum(1) - 2 * wanted @ flat.T
     return np.argsort(distance, axis=1, kind="stable")[:, :number]
 
 
-def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return each of `METRICS` for each scene, shape (S,), of predictions (S, k, F, 2), the best first.
+def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Floats]) -> Floats:
+    """Return `METRICS` of each scene, shape (S, 7), of predictions (S, k, F, 2), the best first.
 
     Distances in metres; ``miss6`` is 1 where no end of six is within 2 m; collision and off-road are of the first.
     """
-    error = np.linalg.norm(predicted - scenes["future"][:, None], axis=-1)
+    error = np.linalg.norm(predicted - scenes["future"][:, None], axis=-1).astype(np.float64)
     mean, end = error.mean(-1), error[..., -1]
-    first = predicted[:, :1]
-    rows = range(len(predicted))
-    return {
-        "minADE1": mean[:, 0],
-        "minFDE1": end[:, 0],
-        "minADE6": mean[:, :6].min(1),
-        "minFDE6": end[:, :6].min(1),
-        "miss6": (end[:, :6].min(1) > _MISS_METRES).astype(float),
-        "collision": np.array([collides(first[row], scenes["neighbours"][row])[0] for row in rows], float),
-        "off_road": np.array([not on_road(first[row], scenes["pose"][row], road)[0] for row in rows], float),
-    }
+    nearest, first = end[:, :6].min(1), predicted[:, :1]
+    hits = [collides(*one)[0] for one in zip(first, scenes["neighbours"], strict=True)]
+    leaves = [not on_road(*one, road)[0] for one in zip(first, scenes["pose"], strict=True)]
+    columns = (mean[:, 0], end[:, 0], mean[:, :6].min(1), nearest, nearest > _MISS_METRES, hits, leaves)
+    return np.stack(columns, axis=1)
 
 
 def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Judge all seeds and the two baselines on what nothing was trained on, with intervals over seeds and blocks."""
     phase("validate")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    rng = np.random.default_rng(context.seed)
-    found: dict[str, Any] = {}
-    lines: list[str] = []
+    rng, found = np.random.default_rng(context.seed), dict[str, Any]()
     for split in SPLITS[2:]:
         judged, blocks = _judge_split(context, split, paths)
         if not len(blocks):
             continue
-        means = {name: {metric: float(one[metric].mean()) for metric in METRICS} for name, one in judged.items()}
-        gains = {
-            name: {metric: interval(judged["model"][metric] - judged[name][metric], blocks, params.level, rng)
-                   for metric in METRICS}
-            for name in ("constant_velocity", "nearest_entry")
-        }  # fmt: skip
+        means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
+        gains = {name: interval(judged["model"] - judged[name], blocks, params.level, rng) for name in list(judged)[1:]}
         found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
-        lines += _lines(split, found[split], params.level)
     context.save("metrics", found)
     flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
-    return flat | {"report": lines}
+    return flat | {"report": [line for split, one in found.items() for line in _lines(split, one, params.level)]}
 
 
-def _judge_split(
-    context: Context, split: str, paths: Floats
-) -> tuple[dict[str, dict[str, Floats]], npt.NDArray[np.int64]]:
-    """Return each metric of model (seeds, S) and baselines (1, S), and the block of each scene."""
-    names = ("history", "future", "neighbours", "pose")
+def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
+    """Return `METRICS` of model (seeds, S, 7) and baselines (1, S, 7), and the block of each scene."""
     seeds = [unit.arrays("chosen")[split] for unit in context.units("choose")]
-    parts: dict[str, list[dict[str, Floats]]] = {"model": [], "constant_velocity": [], "nearest_entry": []}
+    parts: dict[str, list[Floats]] = {"model": [], "constant_velocity": [], "nearest_entry": []}
     blocks, start = [], 0
     for number, unit in enumerate(context.units("prepare")):
         stored, road = unit.arrays("scenes"), unit.arrays("road")
         rows = np.flatnonzero(stored["split"] == SPLITS.index(split))
-        if not len(rows):
-            continue
-        scenes = {name: np.asarray(stored[name][rows]) for name in names}
+        scenes = {name: stored[name][rows] for name in ("history", "future", "neighbours", "pose")}
         straight = constant_velocity(scenes["history"], paths.shape[1])
-        nearest = nearest_entries(paths, straight[:, 0], 6)
-        of_seeds = [judge(paths[one[start : start + len(rows)]], scenes, road) for one in seeds]
-        parts["model"].append({name: np.stack([one[name] for one in of_seeds]) for name in METRICS})
-        for name, one in (("constant_velocity", straight), ("nearest_entry", paths[nearest])):
-            parts[name].append({metric: value[None] for metric, value in judge(one, scenes, road).items()})
+        chosen = [paths[one[start : start + len(rows)]] for one in seeds]
+        predicted = (chosen, [straight], [paths[nearest_entries(paths, straight[:, 0], 6)]])
+        for part, each in zip(parts.values(), predicted, strict=True):
+            part.append(np.stack([judge(one, scenes, road) for one in each]))
         blocks.append(number * 1_000_000 + stored["block"][rows].astype(np.int64))
         start += len(rows)
-    if not blocks:
-        return {}, np.zeros(0, np.int64)
-    joined = {who: {name: np.concatenate([one[name] for one in each], axis=1) for name in METRICS}
-              for who, each in parts.items()}  # fmt: skip
-    return joined, np.concatenate(blocks)
+    return {name: np.concatenate(each, axis=1) for name, each in parts.items()}, np.concatenate(blocks)
 
 
-def interval(
-    differences: Floats, blocks: npt.NDArray[np.int64], level: float, rng: np.random.Generator
-) -> dict[str, float]:
-    """Return the mean of differences (seeds, S) with an interval: a bootstrap over seeds and over whole blocks.
-
-    >>> found = interval(np.full((2, 4), -1.5), np.array([1, 1, 2, 2]), 0.95, np.random.default_rng(0))
-    >>> found
-    {'mean': -1.5, 'low': -1.5, 'high': -1.5}
-    """
+def interval(differences: Floats, blocks: npt.NDArray[Any], level: float, rng: np.random.Generator) -> dict[str, Any]:
+    """Return mean, low and high of each metric, of differences (seeds, S, 7): a bootstrap over seeds and blocks."""
     _, group = np.unique(blocks, return_inverse=True)
     counts = np.bincount(group)
-    sums = np.stack([np.bincount(group, one) for one in differences])
+    sums = np.stack([np.stack([np.bincount(group, metric) for metric in one.T], axis=1) for one in differences])
     means = []
     for _ in range(_NUM_RESAMPLES):
-        seeds = rng.integers(len(sums), size=len(sums))
-        picked = rng.integers(len(counts), size=len(counts))
-        means.append(sums[seeds][:, picked].sum(1).mean() / counts[picked].sum())
-    tail = 100 * (1 - level) / 2
-    low, high = np.percentile(means, [tail, 100 - tail])
-    return {"mean": float(differences.mean()), "low": float(low), "high": float(high)}
+        seeds, picked = (rng.integers(number, size=number) for number in sums.shape[:2])
+        means.append(sums[seeds][:, picked].sum(1).mean(0) / counts[picked].sum())
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return dict(zip(METRICS, np.stack([differences.mean((0, 1)), low, high], axis=1).tolist(), strict=True))
 
 
 def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
@@ -260,13 +211,8 @@ def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
     for name, one in found["metrics"].items():
         yield f"  {name.replace('_', ' ')}: " + ", ".join(f"{one[metric]:.3f}" for metric in METRICS)
     for name, gains in found["less_than_baseline"].items():
-        better = [metric for metric in METRICS if gains[metric]["high"] < 0]
-        worse = [metric for metric in METRICS if gains[metric]["low"] > 0]
-        said = [f"{what} in {_joined(which)}" for what, which in (("beaten", better), ("not reached", worse)) if which]
-        rest = [metric for metric in METRICS if metric not in (*better, *worse)]
-        said += [f"no difference shown in {_joined(rest)}"] if rest else []
-        yield f"  {name.replace('_', ' ')} ({level:.0%} intervals over seeds and blocks): {'; '.join(said)}"
-
-
-def _joined(names: Sequence[str]) -> str:
-    return ", ".join(names)
+        of: dict[str, list[str]] = {"beaten": [], "not reached": [], "no difference shown": []}
+        for metric, (_, low, high) in gains.items():
+            of["beaten" if high < 0 else "not reached" if low > 0 else "no difference shown"].append(metric)
+        said = "; ".join(f"{what} in {', '.join(which)}" for what, which in of.items() if which)
+        yield f"  {name.replace('_', ' ')} ({level:.0%} intervals over seeds and blocks): {said}"

@@ -1,19 +1,18 @@
-"""Train the scorer on one process or on several ranks, and let it choose trajectories.
-
-What another training of the same model takes from here: `scenes_of` (the mapped data of a split), `ScorerLoss`,
-`build`, and `loader`. A batch is (history, raster, future, teacher) of `memfit_workloads.trajectory.data.Scenes`.
-"""
+"""Train the scorer on one process or on several ranks, and let it choose trajectories."""
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, logsigmoid, softmax
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from memfit.pipeline import Context
@@ -21,11 +20,12 @@ from memfit.rundir import phase
 from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
 from memfit_workloads.trajectory.data import SPLITS, Scenes
 from memfit_workloads.trajectory.model import TrajectoryScorer, distances
-from memfit_workloads.trajectory.params import TrajectoryParams
+from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
 _TEACHER_SHARES = (1.0, 1.0, 0.2, 0.2)
 _NUM_MODES, _APART_METRES = 6, 2.0
+_SCENES_SECONDS = 29  # the scenes of a vehicle begin within so long; seen in the config's places
 
 
 def scenes_of(context: Context, split: str) -> Scenes:
@@ -34,61 +34,70 @@ def scenes_of(context: Context, split: str) -> Scenes:
     return Scenes([(one.path("scenes"), table.path("teacher")) for one, table in places], split)
 
 
-def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_workers: int | None = None) -> DataLoader[Any]:
-    """Return batches of scenes: those to train on in another order each epoch, others as they lie."""
+def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1) -> DataLoader[Any]:
+    """Return batches of history, raster, future and teacher; of those to train on in another order each epoch."""
     settings, items = params.dataloader.params, KeyedDataset(scenes, seed)
-    workers = settings.num_workers if num_workers is None else num_workers
     return DataLoader(
         items,
-        batch_size=settings.batch_size,
+        -(-settings.batch_size // num_ranks),
         sampler=KeyedSampler(items, seed, shuffle=scenes.split == "train"),
-        num_workers=workers,
-        multiprocessing_context="forkserver" if workers else None,
+        num_workers=settings.num_workers,
+        multiprocessing_context="forkserver" if settings.num_workers else None,
     )
 
 
-def build(vocabulary: npt.NDArray[np.floating[Any]], params: TrajectoryParams) -> TrajectoryScorer:
-    """Return the model for a vocabulary, shape (K, F, 2), with first weights from torch's generator."""
-    trajectories = torch.from_numpy(np.array(vocabulary, np.float32))
-    return TrajectoryScorer(trajectories, params.data.num_history, params.model.width)
+def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
+    """Return the loaders of one rank for ``--plan``, over sparse files of about the size that the data will have."""
+    data, size = params.data, params.data.raster_size
+    num_vehicles = len(data.places) * data.simulations * data.seconds / 60 * data.vehicles_per_minute
+    num = round(num_vehicles * _SCENES_SECONDS / data.stride_seconds)
+    shapes = {"history": (data.num_history, 2), "raster": (3, size, size), "future": (data.num_future, 2)}
+    shapes["teacher"], dtypes = (4, params.vocabulary.size), {"raster": "u1", "teacher": params.vocabulary.dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, shape in shapes.items():
+            np.lib.format.open_memmap(Path(folder, f"{name}.npy"), "w+", dtypes.get(name, "f4"), (num, *shape))
+        shares = np.array([1 - data.valid_share - data.test_share, data.valid_share, data.test_share])
+        bounds = np.cumsum(shares) * (1 - len(data.held_out) / len(data.places))
+        np.save(Path(folder, "split.npy"), np.digitize(np.arange(num) / num, bounds))
+        scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
+        assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
+    return [loader(scenes[0], params, 0, int(os.environ["WORLD_SIZE"])), loader(scenes[1], params, 0)]
 
 
-class ScorerLoss:
-    """The summed loss of a batch and its number of scenes: imitation, and agreement with the teachers.
+def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    """Return the summed loss of a batch and its number of scenes, as ``memfit.training.Trainer`` takes them.
 
     The imitation head is to spread its mass over the entries by their mean distance to the driven trajectory: the
     softmax of minus the distance in units of ``temperature`` metres. The teacher heads are to say the table's scores.
     """
-
-    def __init__(self, temperature: float, teacher_weight: float) -> None:
-        self.temperature, self.teacher_weight = temperature, teacher_weight
-
-    def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
-        """Return sum and weight, as ``memfit.training.Trainer`` takes them."""
-        history, raster, future, teacher = batch
-        scores = model(history, raster).float()
-        target = softmax(-distances(model.vocabulary, future).mean(-1) / self.temperature, dim=1)
-        imitation = -(target * log_softmax(scores[:, 0], dim=1)).sum()
-        taught = binary_cross_entropy_with_logits(scores[:, 1:], teacher.float(), reduction="none").mean((1, 2)).sum()
-        return imitation + self.teacher_weight * taught, len(history)
+    history, raster, future, teacher = batch
+    scores = model(history, raster).float()
+    target = softmax(-distances(model.vocabulary, future).mean(-1) / params.temperature, dim=1)
+    imitation = -(target * log_softmax(scores[:, 0], dim=1)).sum()
+    taught = binary_cross_entropy_with_logits(scores[:, 1:], teacher.float(), reduction="none").mean((1, 2)).sum()
+    return imitation + params.teacher_weight * taught, len(history)
 
 
 def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Train the scorer of a seed; save the weights of its best epoch as ``best``.
 
     Returns:
-        ``best_epoch``, ``num_epochs``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
+        ``best_epoch``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
     """
     phase("load")
     seed_everything(context.seed)
-    settings = params.trainer.params
-    train_scenes, valid_scenes = scenes_of(context, "train"), scenes_of(context, "valid")
-    model: Any = build(context["vocabulary"].arrays("vocabulary")["paths"], params)
-    device = find_device("auto")
-    model = _on_ranks(model.to(device), settings.strategy)
+    settings, device = params.trainer.params, find_device("auto")
+    paths = context["vocabulary"].arrays("vocabulary")["paths"]
+    model: Any = TrajectoryScorer(paths, params.data.num_history, params.model.width).to(device)
+    if dist.is_initialized() and settings.strategy == "ddp":
+        model = DistributedDataParallel(model)
+    elif dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
     trainer = Trainer(
         model,
-        loss=ScorerLoss(params.model.temperature, params.model.teacher_weight),
+        loss=functools.partial(scorer_loss, params.model),
         optimizer=torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, foreach=False),
         device=device,
         precision="bf16-mixed" if settings.precision == "bf16-mixed" else None,
@@ -97,49 +106,18 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
         checkpoint_dir=context.dir,
         max_grad_norm=settings.gradient_clip_val,
     )
-    result = trainer.fit(
-        loader(train_scenes, params, context.seed),
-        loader(valid_scenes, params, context.seed),
-        num_epochs=settings.max_epochs,
-    )
+    scenes = [scenes_of(context, split) for split in ("train", "valid")]
+    result = trainer.fit(*(loader(one, params, context.seed) for one in scenes), num_epochs=settings.max_epochs)
     context.save("best", (context.dir / "best_model.pt").resolve())
-    losses = [epoch.metrics["valid_loss"] for epoch in result.history if epoch.metrics is not None]
     return {
         "best_epoch": result.best_epoch,
-        "num_epochs": len(result.history),
         "train_loss": result.history[-1].train_loss,
-        "valid_loss": min(losses),
-        "num_train": len(train_scenes),
+        "valid_loss": min(epoch.metrics["valid_loss"] for epoch in result.history if epoch.metrics is not None),
+        "num_train": len(scenes[0]),
     }
 
 
-def _on_ranks(model: torch.nn.Module, strategy: str) -> torch.nn.Module:
-    """Return the model as its group trains it; alone, as it is."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return model
-    if strategy == "ddp":
-        return torch.nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def load_best(path: Path, model: TrajectoryScorer) -> TrajectoryScorer:
-    """Put the weights of the best epoch into a model: of one file, or of the shards of several ranks."""
-    if path.is_dir():
-        import torch.distributed.checkpoint as dcp
-
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
-    else:
-        state = load_checkpoint(path)
-    model.load_state_dict(state["model"])
-    return model.eval()
-
-
+@torch.no_grad()
 def choose(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """Let the best weights of a seed choose trajectories for the scenes that nothing was trained on.
 
@@ -147,27 +125,20 @@ def choose(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     at least 2 m from those before it.
     """
     phase("validate")
-    vocabulary = context["vocabulary"].arrays("vocabulary")["paths"]
-    model = load_best(context["train"].path("best"), build(vocabulary, params)).to(find_device("auto"))
-    ends = torch.from_numpy(np.array(vocabulary[:, -1], np.float32))
-    is_near = torch.cdist(ends, ends) < _APART_METRES
-    found = {}
-    for split in SPLITS[2:]:
-        scenes = scenes_of(context, split)
-        chosen = [_pick(model, batch, is_near) for batch in loader(scenes, params, 0)] if len(scenes) else []
-        found[split] = np.concatenate(chosen) if chosen else np.zeros((0, _NUM_MODES), np.int64)
+    paths = context["vocabulary"].arrays("vocabulary")["paths"]
+    model, device = TrajectoryScorer(paths, params.data.num_history, params.model.width), find_device("auto")
+    model.load_state_dict(load_checkpoint(context["train"].path("best"))["model"])
+    model = model.to(device).eval()
+    ends = torch.from_numpy(np.array(paths[:, -1], np.float32))
+    is_near, shares = torch.cdist(ends, ends) < _APART_METRES, torch.tensor(_TEACHER_SHARES)[:, None]
+    found = {split: np.zeros((0, _NUM_MODES), np.int64) for split in SPLITS[2:]}
+    for split in found:
+        for history, raster, *_ in loader(scenes_of(context, split), params, 0):
+            scores = model(history.to(device), raster.to(device)).float().cpu()
+            total, picked = log_softmax(scores[:, 0], dim=1) + (shares * logsigmoid(scores[:, 1:])).sum(1), []
+            for _ in range(_NUM_MODES):
+                picked.append(total.argmax(1))
+                total = total - 1e6 * is_near[picked[-1]]
+            found[split] = np.concatenate([found[split], torch.stack(picked, dim=1).numpy()])
     context.save("chosen", found)
     return {f"num_{split}": len(one) for split, one in found.items()}
-
-
-@torch.no_grad()
-def _pick(model: TrajectoryScorer, batch: Any, is_near: torch.Tensor) -> npt.NDArray[np.int64]:
-    history, raster, *_ = (one.to(model.vocabulary.device) for one in batch)
-    scores = model(history, raster).float().cpu()
-    shares = torch.tensor(_TEACHER_SHARES)[:, None]
-    total = log_softmax(scores[:, 0], dim=1) + (shares * logsigmoid(scores[:, 1:])).sum(1)
-    picked = []
-    for _ in range(_NUM_MODES):
-        picked.append(total.argmax(1))
-        total = total - 1e6 * is_near[picked[-1]]
-    return cast("npt.NDArray[np.int64]", torch.stack(picked, dim=1).numpy())
