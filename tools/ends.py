@@ -114,7 +114,7 @@ def make_environment(end: str, light: bool, folder: Path) -> Path | None:
     # pyenv's own programs look at the variable; without pyenv it says nothing.
     env = {**os.environ, "PYENV_VERSION": PYTHONS[end]}
     is_own = sysconfig.get_python_version() == PYTHONS[end]
-    start = [sys.executable if is_own else f"python{PYTHONS[end]}", "-m", "venv", "--without-pip", folder]
+    start = [sys.executable if is_own else f"python{PYTHONS[end]}", "-m", "venv", "--without-pip", str(folder)]
     python = folder / "bin/python"
     try:
         if not python.exists():
@@ -126,7 +126,7 @@ def make_environment(end: str, light: bool, folder: Path) -> Path | None:
     if light and end == "oldest":
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (folder / f"lib/python{PYTHONS[end]}/site-packages/borrowed.pth").write_text(borrowed)
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-compile", *requirements(end, light)], check=True, stderr=subprocess.STDOUT)
     return python
 
