@@ -59,8 +59,8 @@ times: ## print where the seconds of the last make test went, by file (ARGS="--t
 mutants: install ## change ten core modules in one place at a time; how many changes their own tests see (ARGS="memory/_admission")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-test-ends: ## run the fast tests with the oldest or the newest Python, torch and frameworks (ARGS=oldest or ARGS=newest)
-	$(PYTHON) tools/ends.py $(ARGS)
+test-ends: install ## run tests with the oldest or the newest Python, torch and frameworks (ARGS=oldest, newest or "both --light")
+	@$(BIN)/python tools/ends.py $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)

@@ -332,7 +332,7 @@ def test_what_cannot_be_compared_over_seeds_is_refused(make, run, words, message
 def test_a_flag_that_went_to_the_finance_workloads_says_what_to_type(run, flag):
     done = run("new", "old", flag, "5")
     assert done.exit_code == 2
-    assert f"no such option: {flag}" in done.err.lower()
+    assert "no such option" in done.err.lower() and flag in done.err
     assert "type memfit_workloads.finance." in done.err and "docs/workflow.md" in done.err
 
 

@@ -58,9 +58,10 @@ def test_building_and_appending_import_no_pandas(kind: str, tmp_path: Path) -> N
     types = {"date32": pa.date32(), "date64": pa.date64(), "timestamp": pa.timestamp("us")}
 
     def dates(first: int) -> pa.Array:
-        days = pa.array(DAYS + first)
+        moved = DAYS + np.timedelta64(first, "D")
+        days = pa.array(moved)
         if kind == "text":
-            return pa.array((DAYS + first).astype(str).tolist())
+            return pa.array(moved.astype(str).tolist())
         if kind == "zone":
             return days.cast(pa.timestamp("ns")).cast(pa.timestamp("ns", "UTC"))
         return days.cast(types[kind])

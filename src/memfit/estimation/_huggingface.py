@@ -202,16 +202,37 @@ def _has_experts(parsed: Any) -> bool:
 
 
 def _add_experts() -> str:
-    """Register experts without the grouped product, whose fake kernel knows bf16 alone, and return their name."""
+    """Register experts with a grouped product for every dtype, and return their name: torch's fake kernel is for bf16.
+
+    The one that transformers falls back to reads the sizes of the groups, which fake tensors do not have.
+    """
     from transformers.integrations import moe
 
+    def product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _GroupedProduct.apply(rows.to(weight.dtype), weight)  # type: ignore[no-untyped-call]
+        return result
+
     def forward(module: nn.Module, *args: Any) -> torch.Tensor:
-        with _swapped(moe, "_can_use_grouped_mm", lambda *_: False):
+        with _swapped(moe, "_grouped_mm", product):
             result: torch.Tensor = moe.grouped_mm_experts_forward(module, *args)
             return result
 
     moe.ALL_EXPERTS_FUNCTIONS.register("memfit", forward)
     return "memfit"
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The tensors of a product of rows (S, in) with the weights (experts, in, out) of their experts, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, weight = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight)
 
 
 @contextlib.contextmanager
