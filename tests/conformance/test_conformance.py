@@ -28,7 +28,7 @@ for _name in ("transformers.trainer", "lightning.pytorch", "accelerate"):
 def _main(module, *words):
     """Do what ``python -m`` does, in a child, whose output goes where a process's goes."""
     sys.stdout, sys.stderr, sys.argv = sys.__stdout__, sys.__stderr__, [module, *words]
-    return importlib.import_module(module).main()
+    return importlib.import_module(f"memfit_conformance.{module}").main()
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def suite(main, tmp_path):
 
     def run(framework, *words):
         file = tmp_path / "found.json"
-        status = main("memfit_conformance.__main__", framework, "--json", str(file), *words)
+        status = main("__main__", framework, "--json", str(file), *words)
         rows = json.loads(file.read_text())["rows"]
         return status, {row["moment"]: row for row in sorted(rows, key=lambda row: not row["is_good"])}
 
@@ -89,7 +89,7 @@ def test_with_memfit_all_other_moments_are_the_same_or_refused(suite, framework)
 @pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_with_memfit_two_and_four_ranks_end_in_the_same_bytes(main, capfd, framework):
-    status = main("memfit_conformance.ranks", framework, "--with-memfit")
+    status = main("ranks", framework, "--with-memfit")
     table = capfd.readouterr().out
     assert (status, table.count("| same |")) == (0, 10), table
 
