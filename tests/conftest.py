@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -45,8 +46,8 @@ def pytest_collection_modifyitems(items):
     """Begin with what takes longest, so that no worker works alone at the end: a cluster's tests above all, which wait."""
 
     def rank(item):
-        is_slow = item.get_closest_marker("slow") is not None
-        return item.get_closest_marker("slurm") is None, not is_slow, _group_of(item.nodeid) == item.nodeid
+        marks = (item.get_closest_marker(name) is None for name in ("slurm", "long", "slow"))
+        return *marks, _group_of(item.nodeid) == item.nodeid
 
     items.sort(key=rank)
 
@@ -164,10 +165,14 @@ def memory_group():
             pytest.fail(f"{group} still holds processes: {(group / 'cgroup.procs').read_text().split()}")
 
 
+_NUMBERS = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _alone_on_the_host(tmp_path_factory, monkeypatch, _no_settings_from_outside):
     """Each test has a folder for temporary files, a list of runs and records of comparisons of its own."""
-    folder = tmp_path_factory.mktemp("tmp")
+    folder = tmp_path_factory.getbasetemp() / "tmp" / str(next(_NUMBERS))  # mktemp would look at all that are there
+    folder.mkdir(parents=True)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -50,7 +51,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _measure(given: argparse.Namespace) -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # two threads that spin take 20 s where other processes run too
-    importlib.import_module("torch._dynamo")  # the optimizers import it: once, for all runs
+    for name in ("torch._dynamo", "transformers.trainer"):  # optimizers and models import them: once, for all runs
+        importlib.import_module(name)
     importlib.import_module(f"memfit_conformance.{given.framework}")
     versions = {name: importlib.metadata.version(name) for name in (FRAMEWORKS[given.framework], "torch")}
     if given.with_memfit:
@@ -58,6 +60,8 @@ def _measure(given: argparse.Namespace) -> int:
         versions["memfit"] = importlib.metadata.version("memfit")
     versions |= {"python": platform.python_version()}
     rows = list(_rows(given))
+    gc.collect()
+    gc.freeze()  # else each run collects what was imported, and so copies it
     place = Path(tempfile.mkdtemp(prefix="memfit-conformance-"))
     try:
         found = _run_all(rows, place, given.processes)

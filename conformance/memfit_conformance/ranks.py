@@ -7,6 +7,7 @@ rank saw the same samples, inputs and losses in each step, and ends with the sam
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -44,13 +45,16 @@ def main() -> int:
     parser.add_argument("--sizes", default="2,4")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    importlib.import_module("torch._dynamo")  # the optimizers import it: once, for all runs
+    for name in ("torch._dynamo", "transformers.trainer"):  # optimizers and models import them: once, for all runs
+        importlib.import_module(name)
     is_good = True
     print("| framework | ranks | moment, of rank 1 | ends | after the next start |\n|---|---|---|---|---|")
     for framework in given.frameworks:
         module = importlib.import_module(f"memfit_conformance.{framework}")
         if given.with_memfit:
             importlib.import_module(f"memfit.integrations.{framework}")
+        gc.collect()
+        gc.freeze()  # else each rank collects what was imported, and so copies it
         for size in map(int, given.sizes.split(",")):
             unbroken: dict[Options, Sequence[Run]] = {}
             for name, (strike, more) in MOMENTS.items():
