@@ -119,8 +119,8 @@ def test_ranks_that_pass_together_train_as_one_process_and_resume_to_the_same_by
     assert calm[0][0] == pytest.approx(alone(tmp_path), abs=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_ranks_loads_the_shards_and_goes_on_gradient_exact(tmp_path, size, capfd):
+@pytest.mark.parametrize(("size", "now"), [(1, "1 rank"), (3, "3 ranks")])
+def test_another_number_of_ranks_loads_the_shards_and_goes_on_gradient_exact(tmp_path, size, now, capfd):
     expected = ranked.values(fits(2, tmp_path / "plain", "sharded"))[0]
     joined, whole = load_checkpoint(max((tmp_path / "plain/run").glob("sharded-*"))), build()
     whole.load_state_dict(joined["model"])
@@ -128,7 +128,7 @@ def test_another_number_of_ranks_loads_the_shards_and_goes_on_gradient_exact(tmp
     fits(2, tmp_path / "other", "sharded", 0.0, {0: Most(None, signal.SIGTERM, 6)})
     found = ranked.values(fits(size, tmp_path / "other", "sharded"))
     assert found[0][0] == pytest.approx(expected[0], abs=1e-12)
-    assert f"goes on with {size} ranks in place of 2, the same global batches; gradient-exact" in capfd.readouterr().err
+    assert f"goes on with {now} in place of 2, the same global batches; gradient-exact" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
@@ -200,5 +200,5 @@ def refusals(rank):
 
 def test_what_sharded_models_cannot_do_is_refused_and_the_group_goes_on(tmp_path):
     for told, num in ranked.values(ranked.run(2, tmp_path, refusals)):
-        assert told == ["ema is", "scaler is", "A rank has 1 samples in this step, and another one makes 3 passes."]
+        assert told == ["ema is", "scaler is", "A rank has 1 sample in this step, and the passes of another are 3."]
         assert num == 2
