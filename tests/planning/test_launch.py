@@ -177,6 +177,7 @@ def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
     assert made(SERVICE).memory_why.startswith("6.00 GiB (measured on train of run_")
 
 
+@pytest.mark.slow
 def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_declared():
     """A trial of a few minutes with a small batch, and then a launch of the real one."""
     command = {"run": ["python", "-c", "import time; time.sleep(1.5)", "{params.batch}"]}
