@@ -4,12 +4,13 @@
 
 Each fold trains a small network on images of handwritten digits (`examples/images`).
 
-1. *Without memfit* five processes start at once, and each makes its own images. What the kernel killed runs again, one
-   after the other, as one would do by hand.
-2. *With memfit* one command runs the same folds under the same limit.
-3. A fold is killed with SIGKILL in the middle. The same command goes on, to the same weights.
+1. *Without memfit* five processes of a plain script start at once, and each makes its own images. What the kernel
+   killed runs again, one after the other, as one would do by hand.
+2. *The same script with memfit*: one command in front of it, under the same limit.
+3. *The same training as a workload of memfit*: a stage makes the images once, and all folds map them.
+4. A fold of the workload is killed with SIGKILL in the middle. The same command goes on, to the same weights.
 
-A real limit needs root and a memory control group. Elsewhere the script says so, and shows memfit's part alone.
+A real limit needs root and a memory control group. Elsewhere the script says so, and shows memfit's parts alone.
 """
 
 from __future__ import annotations
@@ -17,33 +18,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
-from limited import Limited, find_parent
+from harness import Limited, find_parent
 from memfit.memory import read_series
 from memfit.reports import CHART_STYLE, COLOURS, Layer, draw_stack
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, read
 from memfit.units import format_bytes, format_duration, parse_bytes
 
 EXAMPLE = Path("examples/images")
 CONFIG = EXAMPLE / "config.yaml"
 PICTURE = Path("docs/folds.svg")
-MEMFIT = str(Path(sys.executable).with_name("memfit"))
+PROVES = ("S0-49",)
 FOLDS = range(1, 6)
 INTERVAL_SECONDS = 0.25
 #: The fold that is killed and goes on.
@@ -51,20 +53,43 @@ KILLED_FOLD = 1
 _WIDTH, _HEIGHT = 470, 250
 
 
+def find_program(name: str) -> str:
+    """Return how a shell in this folder calls a program of this environment: by its name where PATH has it."""
+    path, found = Path(sys.executable).with_name(name), shutil.which(name)
+    return name if found and Path(found).absolute() == path else os.path.relpath(path)
+
+
+MEMFIT, PYTHON = find_program("memfit"), find_program("python")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run the folds with memfit: its column, its words, the name of its runs, and the job of a fold."""
+
+    name: str
+    words: tuple[str, ...]
+    experiment: str
+    job: str
+
+
+SCRIPT = Way(
+    "memfit, same script",
+    ("--param", "fold=1..5", "--", PYTHON, str(EXAMPLE / "plain.py"), "--fold", "{fold}"),
+    "plain",
+    "cmd_{:04}",
+)
+WORKLOAD = Way("memfit, workload", (str(CONFIG),), "images", "fold_{}")
+
+
 @dataclass
 class Seen:
-    """What a way of running the folds came to.
-
-    Attributes:
-        finished: The folds that finished at the first try.
-        killed: The folds that the kernel killed, with the seconds after which it did.
-        seconds: How long the first try took.
-        again_seconds: How long the killed folds took when they ran again.
-        memory: For each fold its private memory: pairs of seconds and bytes.
-    """
+    """What a way of running the folds came to: those that finished at the first try, those that the kernel killed, with
+    the seconds after which it did, and of each fold its private memory, as pairs of seconds and bytes."""
 
     finished: list[int] = field(default_factory=list)
     killed: dict[int, float] = field(default_factory=dict)
+    num_kills: int = 0
+    num_restarts: int = 0
     seconds: float = 0.0
     again_seconds: float = 0.0
     memory: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {fold: [] for fold in FOLDS})
@@ -105,7 +130,7 @@ class Plain:
         return killed
 
     def _start(self, fold: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(EXAMPLE / "plain.py"), "--fold", str(fold)]
+        command = [PYTHON, str(EXAMPLE / "plain.py"), "--fold", str(fold)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self._say(fold, "starts")
         process = self.group.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -135,7 +160,7 @@ def run_without(group: Limited, console: Console) -> Seen:
     with Live(plain, console=console, refresh_per_second=4) if console.is_terminal else nullcontext():
         plain.run(FOLDS)
         seen.seconds = time.monotonic() - started
-        seen.finished = [fold for fold in FOLDS if fold not in seen.killed]
+        seen.finished, seen.num_kills = [fold for fold in FOLDS if fold not in seen.killed], len(seen.killed)
     if seen.killed:
         folds = ", ".join(map(str, sorted(seen.killed)))
         console.print(f"\n  What was killed must run again, one after the other: folds {folds}")
@@ -156,8 +181,7 @@ def _private_bytes(pid: int) -> float:
 
 
 def start_memfit(group: Limited | None, words: Sequence[str]) -> subprocess.Popen[str]:
-    """Start ``memfit run`` on the five folds."""
-    command = [MEMFIT, "run", str(CONFIG), *words]
+    command = [MEMFIT, "run", *words]
     return subprocess.Popen(command, text=True) if group is None else group.start(command)
 
 
@@ -170,16 +194,18 @@ def wait_for(process: subprocess.Popen[str]) -> int:
         raise
 
 
-def run_with(group: Limited | None) -> tuple[Seen, RunDir, int]:
-    """Run the same folds with one command, and read what it left."""
+def run_with(way: Way, group: Limited | None, limit: str) -> tuple[Seen, RunDir, int]:
+    """Run the folds with one command, and read what it left."""
     started = time.monotonic()
-    code = wait_for(start_memfit(group, ["--new"]))
-    run = RunDir.all(Path("runs"), "images")[0]
-    seen = Seen(seconds=time.monotonic() - started)
-    series = {fold: read_series(run.job_dir(f"fold_{fold}") / "memory.jsonl") for fold in FOLDS}
+    code = wait_for(start_memfit(group, ["--new", "--limit", limit, *way.words]))
+    seen = Seen(seconds=time.monotonic() - started, num_kills=group.num_oom_kills if group else 0)
+    run = RunDir.all(Path("runs"), way.experiment)[0]
+    state, jobs = read(run), {fold: way.job.format(fold) for fold in FOLDS}
+    series = {fold: read_series(run.job_dir(job) / "memory.jsonl") for fold, job in jobs.items()}
     start = min((samples[0].time for samples in series.values() if samples), default=0.0)
     seen.memory = {fold: [(one.time - start, one.private_bytes) for one in own] for fold, own in series.items()}
-    seen.finished = [fold for fold in FOLDS if run.manifest_path("fold", f"fold_{fold}").exists()]
+    seen.finished = [fold for fold, job in jobs.items() if state.jobs[job].own == "completed"]
+    seen.num_restarts = state.num_restarts
     return seen, run, code
 
 
@@ -189,13 +215,16 @@ def digest(run: RunDir) -> str:
     return str(json.loads(path.read_text())["digest"]) if path.exists() else "none"
 
 
-def kill_and_go_on(group: Limited | None, whole: RunDir, console: Console) -> int:
+def kill_and_go_on(group: Limited | None, limit: str, whole: RunDir, console: Console) -> int:
     """Kill a fold and its memfit with SIGKILL in the middle, give the same command again, and compare the weights."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--units", str(KILLED_FOLD), "--runs-dir", folder]
+        words = ["--limit", limit, "--units", str(KILLED_FOLD), "--runs-dir", folder, *WORKLOAD.words]
         process = start_memfit(group, words)
         with _killed_at_the_end(process):
-            while process.poll() is None and not _has_trained_an_epoch(Path(folder)):
+            while process.poll() is None:
+                events = [event for run in RunDir.all(Path(folder), "images") for event in run.events()]
+                if any(event["kind"] == "epoch" for event in events):
+                    break
                 time.sleep(0.05)
         console.print("\n[red]SIGKILL to memfit and to the fold.[/red] The same command again:\n")
         code = wait_for(start_memfit(group, words))
@@ -203,10 +232,6 @@ def kill_and_go_on(group: Limited | None, whole: RunDir, console: Console) -> in
     verdict = "the same weights" if killed == unbroken else "[red]OTHER weights[/red]"
     console.print(f"\nSHA-256 unbroken {unbroken[:16]}, killed and continued {killed[:16]}: {verdict}", soft_wrap=True)
     return code or int(killed != unbroken)
-
-
-def _has_trained_an_epoch(folder: Path) -> bool:
-    return any(event["kind"] == "epoch" for run in RunDir.all(folder, "images") for event in run.events())
 
 
 @contextmanager
@@ -226,7 +251,8 @@ def _killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def draw(without: Seen, with_it: Seen, limit: int) -> str:
     """Return the picture: the memory of the five folds over time, without and with memfit, on one scale."""
-    seconds = max(map(_end, (without, with_it)))
+    series = [samples for one in (without, with_it) for samples in one.memory.values()]
+    seconds = max(at for samples in series for at, _ in samples)
     stacks = [_layers(one, seconds) for one in (without, with_it)]
     titles = [
         f"Without memfit: {len(without.killed)} of 5 folds killed",
@@ -247,10 +273,6 @@ def draw(without: Seen, with_it: Seen, limit: int) -> str:
     return f"{head}{''.join(parts)}</svg>\n"
 
 
-def _end(seen: Seen) -> float:
-    return max(at for samples in seen.memory.values() for at, _ in samples)
-
-
 def _layers(seen: Seen, end: float, num_points: int = 200) -> list[Layer]:
     layers = []
     for fold, samples in seen.memory.items():
@@ -264,25 +286,23 @@ def _layers(seen: Seen, end: float, num_points: int = 200) -> list[Layer]:
     return layers
 
 
-def report(without: Seen | None, with_it: Seen, console: Console) -> None:
-    """Print both ways side by side, the second try of what was killed included."""
-    ways = [one for one in (without, with_it) if one is not None]
-    table = Table("", *(["without memfit"] if without else []), "with memfit", box=None, pad_edge=False)
-    table.add_row("folds finished at once", *(f"{len(one.finished)} of 5" for one in ways))
-    table.add_row("killed by the kernel", *(str(len(one.killed)) for one in ways))
-    table.add_row("time", *(format_duration(one.seconds) for one in ways))
-    table.add_row("killed folds, run again", *(_seconds(one.again_seconds) for one in ways))
-    table.add_row("until all five are done", *(format_duration(one.seconds + one.again_seconds) for one in ways))
+def report(ways: Mapping[str, Seen], console: Console) -> None:
+    """Print the ways side by side, the second try of what was killed included."""
+    seen = ways.values()
+    table = Table("", *ways, box=None, pad_edge=False)
+    table.add_row("folds finished at once", *(f"{len(one.finished)} of 5" for one in seen))
+    table.add_row("killed by the kernel", *(str(one.num_kills) for one in seen))
+    table.add_row("restarted by memfit", *("-" if one.killed else str(one.num_restarts) for one in seen))
+    table.add_row("time", *(format_duration(one.seconds) for one in seen))
+    again = (format_duration(one.again_seconds) if one.again_seconds else "-" for one in seen)
+    table.add_row("killed folds, run again", *again)
+    table.add_row("until all five are done", *(format_duration(one.seconds + one.again_seconds) for one in seen))
     console.print(table)
-    if without and with_it.seconds > without.seconds + without.again_seconds:
-        more = format_duration(with_it.seconds - without.seconds - without.again_seconds)
-        console.print(
-            f"memfit took {more} longer: it measured the first fold before it started the others.", soft_wrap=True
-        )
-
-
-def _seconds(seconds: float) -> str:
-    return format_duration(seconds) if seconds else "-"
+    console.print(
+        "As many folds of the unchanged script run at once as fit: each holds its own images. "
+        "The workload makes the images once for all folds, so more of them fit.",
+        soft_wrap=True,
+    )
 
 
 def main() -> int:
@@ -291,46 +311,50 @@ def main() -> int:
     parser.add_argument("--svg", type=Path, help="draw both ways into this file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console, limit, parent = Console(), parse_bytes(options.limit), find_parent()
-    without, kills = None, 0
+    console, limit, parent, ways = Console(), parse_bytes(options.limit), find_parent(), dict[str, Seen]()
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    def head(text: str, command: str) -> None:
+        say(f"\n[bold]{text}[/bold]\n$ {escape(command)}")
+
     if parent is None:
-        console.print(
+        say(
             "memfit may not set a memory limit here, so nothing is killed on purpose.\n"
             f"{PICTURE} shows the same five folds under a limit, without and with memfit."
         )
     else:
-        console.print(
-            f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold]\n"
-            f"$ for f in 1 2 3 4 5; do python {EXAMPLE}/plain.py --fold $f & done; wait",
-            soft_wrap=True,
-        )
+        loop = f"for f in 1 2 3 4 5; do {PYTHON} {EXAMPLE}/plain.py --fold $f & done; wait"
+        head(f"1. Five folds at once without memfit, limit {format_bytes(limit)}", loop)
         with Limited(parent, limit) as group:
-            without = run_without(group, console)
-    command = shlex.join(["memfit", "run", str(CONFIG)])
-    console.print(f"\n[bold]2. The same five folds with memfit, the same limit[/bold]\n$ {command}", soft_wrap=True)
-    with ExitStack() as stack:
-        limited = stack.enter_context(Limited(parent, limit)) if parent else None
-        with_it, run, code = run_with(limited)
-        kills = limited.num_oom_kills if limited else 0
-        console.print()
-        report(without, with_it, console)
-    if options.svg and without:
-        options.svg.write_text(draw(without, with_it, limit))
-        console.print(f"wrote {options.svg}")
-    if code or kills:
+            ways["without memfit"] = run_without(group, console)
+    command = f"{MEMFIT} run --limit {options.limit}"
+    titles = ("2. The same script with memfit", "3. A workload of memfit that makes the images once")
+    for way, title in zip((SCRIPT, WORKLOAD), titles, strict=True):
+        head(f"{title}, the same limit", f"{command} {' '.join(way.words)}")
+        with Limited(parent, limit) if parent else nullcontext() as limited:
+            ways[way.name], run, code = run_with(way, limited, options.limit)
+        if failed := code or ways[way.name].num_kills:
+            break
+    console.print()
+    report(ways, console)
+    if failed:
         return code or 1
-    console.print(f"\n[bold]3. A fold, killed in the middle[/bold]\n$ {command} --units {KILLED_FOLD}", soft_wrap=True)
-    with ExitStack() as stack:
-        code = kill_and_go_on(stack.enter_context(Limited(parent, limit)) if parent else None, run, console)
+    if options.svg and parent:
+        options.svg.write_text(draw(ways["without memfit"], ways[SCRIPT.name], limit))
+        say(f"wrote {options.svg}")
+    head("4. A fold, killed in the middle", f"{command} --units {KILLED_FOLD} {CONFIG}")
+    with Limited(parent, limit) if parent else nullcontext() as limited:
+        code = kill_and_go_on(limited, options.limit, run, console)
     subprocess.run([MEMFIT, "report", str(run.path)], capture_output=True, check=True)
-    page = os.path.relpath(run.path / "report.html")
-    console.print(
-        f"\nThe page of the run: {page}\n\nNext:\n"
-        "  memfit run -- python train.py                                 # your script, measured and limited\n"
-        "  memfit run --param lr=1e-3,1e-4 -- python train.py --lr {lr}  # several at once, as many as fit\n"
-        "  memfit diagnose train.log                                     # why a job died",
-        soft_wrap=True,
-    )
+    say(f"\nThe page of the run: {os.path.relpath(run.path / 'report.html')}\n\nNext:")
+    for words, what in (
+        ("run -- python train.py", "your script, measured and limited"),
+        ("run --param lr=1e-3,1e-4 -- python train.py --lr {lr}", "several at once, as many as fit"),
+        ("diagnose train.log", "why a job died"),
+    ):
+        say(f"  {MEMFIT} {words:<53}  # {what}")
     return code
 
 

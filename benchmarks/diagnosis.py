@@ -1,6 +1,6 @@
 """How often `memfit diagnose` names the right cause of excerpts that people have labelled, beside a rule of substrings.
 
-    python benchmarks/diagnosis.py [--corpus FILE] [--json] [--stream-gb 2]
+    python benchmarks/diagnosis.py [--corpus FILE] [--json FILE] [--stream-gb 2]
 
 Without ``--corpus`` it scores ``tests/diagnosis/signatures.jsonl``: messages in the formats of the programs that print
 them, composed or recorded while the rules were written. So this figure says that the rules do what they were written
@@ -18,7 +18,6 @@ With ``--stream-gb``, a log of that size is written to a scratch folder, diagnos
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import parser, print_table, told, write_json
 from memfit.diagnosis import Diagnosis, diagnose
 from memfit.reports import wilson_interval
 
@@ -43,19 +43,7 @@ _NAMES = ("device_total_gib", "allocated_gib", "reserved_gib", "tried_gib")
 
 @dataclass(frozen=True)
 class Score:
-    """One excerpt's marks.
-
-    Attributes:
-        name: Its id.
-        label: Its label.
-        found: What was found, as JSON.
-        ambiguous: Whether its text does not decide.
-        kind: Whether kind, ``oom`` and ``recovered`` are right; None where the label names no kind.
-        cause: Whether the cause is; None where the label names none.
-        phase: Whether the phase is; None where the label knows none.
-        figures: Whether all that the label names are exact; None where it names none.
-        substring: What the rule of substrings says.
-    """
+    """One excerpt's marks; a mark is None where the label names nothing of it."""
 
     name: str
     label: dict[str, Any]
@@ -69,7 +57,7 @@ class Score:
 
 
 def score(excerpt: dict[str, Any]) -> Score:
-    """The marks of one excerpt."""
+    """The marks of one excerpt; of an ambiguous one the text does not decide."""
     label, text = excerpt.get("label") or excerpt["want"], excerpt["text"]
     if (kind := label.get("kind")) is not None:
         label = {"oom": kind != "none"} | label
@@ -101,36 +89,33 @@ def _same(found: float | None, expected: float | None) -> bool:
 
 
 def summarize(scores: Sequence[Score]) -> dict[str, Any]:
-    """Counts and shares of all marks."""
+    def count(name: str, chosen: Sequence[Score] = scores) -> list[int]:
+        marks = [getattr(one, name) for one in chosen if getattr(one, name) is not None]
+        return [sum(marks), len(marks)]
+
     clear = [one for one in scores if not one.ambiguous and one.kind is not None]
-    caused = [one for one in scores if one.cause is not None]
-    known = [one for one in scores if one.phase is not None]
-    sized = [one for one in scores if one.figures is not None]
     healthy = [one for one in clear if not one.label["oom"]]
-    alarms = [one for one in healthy if one.found["oom"]]
+    alarms = sum(one.found["oom"] for one in healthy)
     totals = Counter(one.label["kind"] for one in clear)
     hits = Counter(one.label["kind"] for one in clear if one.kind)
     silent = [one for one in scores if one.label.get("phase") == "unknown"]
-    marks = [(one.name, (one.kind, one.cause, one.phase, one.figures)) for one in scores]
     return {
         "kinds": {kind: [hits[kind], totals[kind]] for kind in sorted(totals)},
-        "kind": [sum(bool(one.kind) for one in clear), len(clear)],
-        "cause": [sum(bool(one.cause) for one in caused), len(caused)],
-        "phase": [sum(bool(one.phase) for one in known), len(known)],
+        "kind": count("kind", clear),
+        "cause": count("cause"),
+        "phase": count("phase"),
         "phase_unknown": [sum(one.found["phase"] == "unknown" for one in silent), len(silent)],
-        "figures": [sum(bool(one.figures) for one in sized), len(sized)],
-        "false_oom": [len(alarms), len(healthy)],
-        "false_oom_interval": wilson_interval(len(alarms), len(healthy)),
-        "ambiguous": [sum(bool(one.kind) for one in scores if one.ambiguous), sum(one.ambiguous for one in scores)],
+        "figures": count("figures"),
+        "false_oom": [alarms, len(healthy)],
+        "false_oom_interval": wilson_interval(alarms, len(healthy)),
+        "ambiguous": count("kind", [one for one in scores if one.ambiguous]),
         "substrings": [sum(one.substring == one.label["oom"] for one in clear), len(clear)],
         "substrings_false_oom": [sum(one.substring for one in healthy), len(healthy)],
-        "wrong": [name for name, of_one in marks if False in of_one],
+        "wrong": [one.name for one in scores if False in (one.kind, one.cause, one.phase, one.figures)],
     }
 
 
-def verdicts(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Each thing asked, and whether it is met."""
-
+def verdicts(found: dict[str, Any]) -> list[tuple[bool, str]]:
     asked = []
     for name, text, least in (
         ("kind", "kind right", KINDS),
@@ -140,14 +125,12 @@ def verdicts(found: dict[str, Any]) -> list[tuple[str, bool]]:
     ):
         hits, total = found[name]
         if total:
-            asked.append((f"{text} in {hits / total:.1%} of {total} (asked: {least:.0%})", hits / total >= least))
+            asked.append((hits / total >= least, f"{text} in {hits / total:.1%} of {total} (asked: {least:.0%})"))
     false, healthy = found["false_oom"]
-    asked.append((f"false 'out of memory': {false} of {healthy} (asked: {FALSE_ALARMS})", false <= FALSE_ALARMS))
+    asked.append((false <= FALSE_ALARMS, f"false 'out of memory': {false} of {healthy} (asked: {FALSE_ALARMS})"))
     if "stream" in found:
-        peak = found["stream"]["peak_mib"]
-        asked.append(
-            (f"a log of {found['stream']['gb']} GB in {peak:.0f} MiB (asked: {STREAM_MIB})", peak < STREAM_MIB)
-        )
+        peak, size = found["stream"]["peak_mib"], found["stream"]["gb"]
+        asked.append((peak < STREAM_MIB, f"a log of {size} GB in {peak:.0f} MiB (asked: {STREAM_MIB})"))
     return asked
 
 
@@ -171,45 +154,42 @@ def stream(gigabytes: float, folder: Path) -> dict[str, Any]:
     return {"gb": round(size / 1e9, 2), "seconds": round(seconds, 1), "peak_mib": peak, "kind": diagnosis.kind}
 
 
-def report(found: dict[str, Any]) -> str:
-    """The table for people."""
-    lines = [] if not found["is_own"] else [f"The messages that the rules were written with: {OWN}", ""]
-    lines += [f"{'kind':20} {'right':>6} {'of':>4}"]
-    lines += [f"{kind:20} {hits:6} {total:4}" for kind, (hits, total) in found["kinds"].items()]
+def report(found: dict[str, Any]) -> None:
+    print(f"The messages that the rules were written with: {OWN}\n" if found["is_own"] else "")
+    print_table([("kind", "right", "of"), *((kind, *counts) for kind, counts in found["kinds"].items())])
     low, high = found["false_oom_interval"]
-    lines += [
-        "",
-        f"false 'out of memory': {found['false_oom'][0]} of {found['false_oom'][1]} (95 %: {low:.1%} to {high:.1%})",
-        f"phase 'unknown' where the label knows none: {found['phase_unknown'][0]} of {found['phase_unknown'][1]}",
-        f"ambiguous, label or 'killed, sender unknown': {found['ambiguous'][0]} of {found['ambiguous'][1]}",
-        f"five substrings: out of memory or not right in {found['substrings'][0]} of {found['substrings'][1]},"
-        f" false 'out of memory' {found['substrings_false_oom'][0]} of {found['substrings_false_oom'][1]}",
-    ]
+    print(f"\nfalse 'out of memory', 95 %: {low:.1%} to {high:.1%}")
+    texts = {
+        "phase_unknown": "phase 'unknown' where the label knows none",
+        "ambiguous": "ambiguous, label or 'killed, sender unknown'",
+        "substrings": "five substrings: out of memory or not right",
+        "substrings_false_oom": "five substrings: false 'out of memory'",
+    }
+    for name, text in texts.items():
+        print("{}: {} of {}".format(text, *found[name]))
     if "stream" in found:
-        lines.append(
-            "large log: {gb} GB in {seconds} s, peak {peak_mib:.0f} MiB, found {kind}".format(**found["stream"])
-        )
+        print("large log: {gb} GB in {seconds} s, peak {peak_mib:.0f} MiB, found {kind}".format(**found["stream"]))
     if found["wrong"]:
-        lines.append(f"not all right: {', '.join(found['wrong'])}")
-    return "\n".join([*lines, "", *(f"{'met   ' if met else 'MISSED'} {text}" for text, met in verdicts(found))])
+        print(f"not all right: {', '.join(found['wrong'])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 0 when everything asked is met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--corpus", type=Path, default=OWN, help="labelled logs; by default the rules' own messages")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--stream-gb", type=float, default=0.0)
-    parser.add_argument("--scratch", type=Path, default=None, help="folder for the large log")
-    options = parser.parse_args(argv)
-    found: dict[str, Any] = {"is_own": options.corpus == OWN}
-    if options.stream_gb > 0:  # first, so that the peak is its own
-        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-            found["stream"] = stream(options.stream_gb, Path(folder))
-    excerpts = [json.loads(line) for line in options.corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
+    options = parser(__doc__)
+    options.add_argument("--corpus", type=Path, default=OWN, help="labelled logs; by default the rules' own messages")
+    options.add_argument("--stream-gb", type=float, default=0.0)
+    options.add_argument("--scratch", type=Path, default=None, help="folder for the large log")
+    args = options.parse_args(argv)
+    found: dict[str, Any] = {"is_own": args.corpus == OWN}
+    if args.stream_gb > 0:  # first, so that the peak is its own
+        with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+            found["stream"] = stream(args.stream_gb, Path(folder))
+    excerpts = [json.loads(line) for line in args.corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
     found |= summarize([score(excerpt) for excerpt in excerpts])
-    print(json.dumps(found, indent=1) if options.json else report(found))
-    return 0 if all(met for _, met in verdicts(found)) else 1
+    report(found)
+    write_json(args.json, found)
+    asked = [told(is_met, text) for is_met, text in verdicts(found)]
+    return 0 if all(asked) else 1
 
 
 if __name__ == "__main__":

@@ -30,36 +30,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.estimation import Setup, estimate_formula, find_gpu
-from memfit.units import GIB, MIB
+from harness import parser, print_table, told, write_json
+from memfit.estimation import Setup, estimate_config, estimate_formula, find_gpu
+from memfit.units import GIB
 
 T5_XL = {
-    "architectures": ["T5ForConditionalGeneration"],
-    "model_type": "t5",
-    "d_model": 2048,
-    "d_kv": 64,
-    "d_ff": 5120,
-    "num_heads": 32,
-    "num_layers": 24,
-    "num_decoder_layers": 24,
-    "vocab_size": 32128,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-    "is_encoder_decoder": True,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-}
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 2048, "d_kv": 64, "d_ff": 5120,
+    "num_heads": 32, "num_layers": 24, "num_decoder_layers": 24, "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "is_encoder_decoder": True,
+    "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 MOST_SECONDS, MOST_BYTES = 60, 2 * GIB
 BASE = Setup(batch=8, seq_len=512, target_len=128, foreach=False)
 GPUS = ("RTX 4090", "RTX 5090", "A100-80GB")
@@ -80,14 +65,6 @@ STATES = (
     ("bf16 with fp32 moments", replace(BASE, state_dtype="fp32"), 31.8, 31.9),
     ("fp32 masters", replace(BASE, master_weights=True), 42.0, 48.0),
 )
-
-
-def trace_here(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The traced estimate of a request, in this process."""
-    from memfit.estimation import estimate_config
-
-    gpu = None if request["gpu"] is None else find_gpu(request["gpu"])
-    return estimate_config(request["config"], Setup(**request["setup"]), gpu=gpu).to_dict()
 
 
 def trace_apart(config: Mapping[str, Any], setup: Setup, gpu: str | None) -> dict[str, Any]:
@@ -119,28 +96,15 @@ def figure(interval: Mapping[str, int]) -> str:
     return f"{interval['value'] / GIB:6.1f} <= {interval['upper'] / GIB:6.1f}"
 
 
-def target(text: str, *, met: bool) -> bool:
-    print(f"{'met   ' if met else 'MISSED'} {text}")
-    return met
-
-
 def check_speed(models: Mapping[str, tuple[dict[str, Any], Setup]], rows: list[dict[str, Any]]) -> Iterator[bool]:
-    print("\ntraced                              wall s   CPU s      RSS  allocated GiB     device GiB")
     for name, (config, setup) in models.items():
         found = trace_apart(config, setup, None)
         rows.append({"name": name, **found})
-        device = found["device"]
-        print(
-            f"{name:34} {found['wall_seconds']:7.1f} {found['cpu_seconds']:7.1f} {found['rss_bytes'] / MIB:6.0f} M "
-            f"{figure(device['allocated_bytes'])} {figure(device['device_bytes'])}"
-        )
-        yield target(
-            f"{name}: {found['wall_seconds']:.0f} s of at most {MOST_SECONDS}, "
-            f"{found['rss_bytes'] / GIB:.2f} GiB of at most {MOST_BYTES / GIB:.0f}, {found['method']}",
-            met=found["wall_seconds"] <= MOST_SECONDS
-            and found["rss_bytes"] < MOST_BYTES
-            and found["method"] == "traced",
-        )
+        device, seconds, size = found["device"], found["wall_seconds"], found["rss_bytes"]
+        text = f"allocated {figure(device['allocated_bytes'])}, device {figure(device['device_bytes'])} GiB"
+        text = f"{name}: {seconds:.0f} s of at most {MOST_SECONDS} ({found['cpu_seconds']:.0f} of CPU), {text}"
+        is_met = seconds <= MOST_SECONDS and size < MOST_BYTES and found["method"] == "traced"
+        yield told(is_met, f"{text}; {size / GIB:.2f} GiB of at most {MOST_BYTES / GIB:.0f}, {found['method']}")
 
 
 def check_states(config: dict[str, Any]) -> Iterator[bool]:
@@ -148,63 +112,53 @@ def check_states(config: dict[str, Any]) -> Iterator[bool]:
     for name, setup, low, high in STATES:
         parts = estimate_formula(config, replace(setup, num_microbatches=2)).to_dict()["parts"]
         size = sum(parts[part]["value"] for part in ("weights", "gradients", "optimizer")) / GIB
-        yield target(f"{name}: {size:.1f} GiB, in {low} to {high}", met=low <= round(size, 1) <= high)
+        yield told(low <= round(size, 1) <= high, f"{name}: {size:.1f} GiB, in {low} to {high}")
 
 
 def check_grid(config: dict[str, Any], rows: list[dict[str, Any]], *, traced: bool) -> Iterator[bool]:
-    print(f"\n{'device':12}{'form':14}{'checkpointing':15}{'optimizer':12}{'formula, GiB':19}verdict")
-    for gpu, form, blocks, optimizer in itertools.product(GPUS, FORMS, ("none", "full"), ("adamw", "adamw8bit")):
+    keys, lines = ("gpu", "form", "checkpointing", "optimizer"), list[tuple[object, ...]]()
+    lines.append(("device", *keys[1:], "formula, GiB", "verdict", "traced"))
+    for chosen in itertools.product(GPUS, FORMS, ("none", "full"), ("adamw", "adamw8bit")):
+        gpu, form, blocks, optimizer = chosen
         setup = Setup(**asdict(FORMS[form]) | {"gradient_checkpointing": blocks, "optimizer": optimizer})
         quick = estimate_formula(config, setup, gpu=find_gpu(gpu)).to_dict()
-        row: dict[str, Any] = {
-            "gpu": gpu,
-            "form": form,
-            "checkpointing": blocks,
-            "optimizer": optimizer,
-            "formula": quick,
-        }
-        text = f"{gpu:12}{form:14}{blocks:15}{optimizer:12}{figure(quick['device']['device_bytes'])}   "
-        text += f"{quick['verdict']:14}"
-        if traced and (gpu, form, blocks, optimizer) in TRACED:
+        row: dict[str, Any] = dict(zip(keys, chosen, strict=True)) | {"formula": quick}
+        text = ""
+        if traced and chosen in TRACED:
             found = row["traced"] = trace_apart(config, setup, gpu)
-            text += f"traced: {figure(found['device']['device_bytes'])} {found['verdict']}"
+            text = f"{figure(found['device']['device_bytes'])} {found['verdict']}"
         rows.append(row)
-        print(text)
+        lines.append((*chosen, figure(quick["device"]["device_bytes"]), quick["verdict"], text))
+    print_table(lines)
     for row in [row for row in rows if "traced" in row]:
-        values = [row[how]["device"]["allocated_bytes"] for how in ("formula", "traced")]
-        yield target(
-            f"{row['gpu']}, {row['form']}, {row['checkpointing']}, {row['optimizer']}: the formula's bound holds for "
-            f"what was traced ({values[1]['value'] / GIB:.1f} <= {values[0]['upper'] / GIB:.1f} GiB allocated)",
-            met=values[1]["value"] <= values[0]["upper"],
-        )
+        bound, value = row["formula"]["device"]["allocated_bytes"], row["traced"]["device"]["allocated_bytes"]["value"]
+        name = ", ".join(row[key] for key in keys)
+        text = f"the formula's bound holds for what was traced ({value / GIB:.1f} <= {bound['upper'] / GIB:.1f} GiB)"
+        yield told(value <= bound["upper"], f"{name}: {text}")
 
 
 def main() -> int:
-    """Print all tables; the exit status is the module's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, help="so many blocks in place of all, to try it out")
-    parser.add_argument("--skip-traced", action="store_true", help="only what the formula says")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--request", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, help="so many blocks in place of all, to try it out")
+    options.add_argument("--skip-traced", action="store_true", help="only what the formula says")
+    options.add_argument("--request", type=Path, help=argparse.SUPPRESS)
+    chosen = options.parse_args()
     if chosen.request is not None:
-        print(json.dumps(trace_here(json.loads(chosen.request.read_text()))))
+        asked = json.loads(chosen.request.read_text())
+        gpu = None if asked["gpu"] is None else find_gpu(asked["gpu"])
+        print(json.dumps(estimate_config(asked["config"], Setup(**asked["setup"]), gpu=gpu).to_dict()))
         return 0
     t5, llama = dict(T5_XL), dict(LLAMA_8B)
     if chosen.layers:
         t5 |= {"num_layers": chosen.layers, "num_decoder_layers": chosen.layers}
         llama |= {"num_hidden_layers": chosen.layers}
-    speed: list[dict[str, Any]] = []
-    grid: list[dict[str, Any]] = []
-    models = {
-        "T5 3B, 8 x 512 to 128": (t5, BASE),
-        "Llama 8B, 1 x 4096": (llama, Setup(batch=1, seq_len=4096, foreach=False)),
-    }
+    speed, grid = list[dict[str, Any]](), list[dict[str, Any]]()
+    llama_setup = Setup(batch=1, seq_len=4096, foreach=False)
+    models = {"T5 3B, 8 x 512 to 128": (t5, BASE), "Llama 8B, 1 x 4096": (llama, llama_setup)}
     met = [] if chosen.skip_traced else list(check_speed(models, speed))
     met += check_states(t5)
     met += check_grid(t5, grid, traced=not chosen.skip_traced)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"speed": speed, "grid": grid}, indent=1))
+    write_json(chosen.json, {"speed": speed, "grid": grid})
     return 0 if all(met) else 1
 
 

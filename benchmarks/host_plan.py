@@ -1,22 +1,20 @@
 """Forecast and measured host memory of 24 trainings, beside each other.
 
-    python benchmarks/host_plan.py [--row NUMBER] [--again] [--json FILE]
+    python benchmarks/host_plan.py [--row NUMBER] [--again] [--results FILE] [--json FILE]
 
 The rows below were fixed before anything was measured: the first 16 cover each pair of the settings (a start method
 only with workers), the others are combinations where memory is copied most. Each is a training of two epochs on the
-CPU, real processes of gloo where it has ranks, by a plain loop, transformers' Trainer or Lightning
-(host_plan_training.py). It runs in a control group, whose anonymous and shared memory is read every 20 ms: each page
-once, as in the sum of PSS, and batches that are on their way too. Pages of mapped files are added each once, as
-/proc/<pid>/pagemap has them, so that other programs that map the same libraries change nothing. The plain sum of PSS
-stands beside it. The forecast is made in processes of its own, from the same loaders, by memfit.data.host_footprint.
-It needs root and a memory cgroup of v1. ``--again`` forecasts anew for the measurements in FILE.
-Exit status: 0 if the median error is at most 10 %, the worst 20 %, and no bound (forecast with margin) was broken.
+CPU, real processes of gloo where it has ranks, by a plain loop, transformers' Trainer or Lightning. It runs in a
+control group, whose anonymous and shared memory is read every 20 ms: each page once, as in the sum of PSS, and batches
+that are on their way too. Pages of mapped files are added each once, as /proc/<pid>/pagemap has them, so that other
+programs that map the same libraries change nothing. The forecast is made in processes of its own, from the same
+loaders, by memfit.data.host_footprint. It needs root and a memory cgroup of v1. ``--results`` keeps what was measured,
+and ``--again`` forecasts anew for it. Exit status: 0 if the median error is at most 10 %, the worst 20 %, and no bound
+(forecast with margin) was broken.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import os
 import socket
@@ -33,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from limited import Limited
-from memfit.memory import ProcReader
-from memfit.units import format_count
+from harness import Limited, parser, print_table, told, write_json
+from memfit.units import MIB, format_count
 
 FACTORS = ("workers", "data", "start", "validation", "ranks", "loop", "persistent")
 ROWS: tuple[tuple[Any, ...], ...] = (
@@ -67,26 +64,13 @@ ROWS: tuple[tuple[Any, ...], ...] = (
 TRAIN_MIB, VALID_MIB = 96, 64
 #: The asked errors, and the margin that a node's bound has above the forecast.
 MEDIAN, WORST, MARGIN = 0.10, 0.20, 0.10
-_MIB, _PAGE = 1 << 20, 4096
+_PAGE = 4096
 _LIMIT, _SECONDS, _EVERY, _SWEEP_EVERY = 12 << 30, 400, 0.02, 0.5
-_SCRIPT = Path(__file__).with_name("host_plan_training.py")
+_SCRIPT = Path(__file__).with_name("_host_plan_training.py")
 
 
 def row_of(values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(FACTORS, values, strict=True)) | {"train_mib": TRAIN_MIB, "valid_mib": VALID_MIB}
-
-
-def pairs(values: Sequence[Any]) -> set[tuple[Any, ...]]:
-    """Return the pairs of settings in a row; without workers there is no start method, and none lives on."""
-    named = list(zip(FACTORS, values, strict=True))
-    if not values[0]:
-        named = [one for one in named if one[0] not in ("start", "persistent")]
-    return set(itertools.combinations(named, 2))
-
-
-def missing_pairs() -> set[tuple[Any, ...]]:
-    levels = [sorted(set(column), key=str) for column in zip(*ROWS, strict=True)]
-    return set().union(*map(pairs, itertools.product(*levels))) - set().union(*map(pairs, ROWS))
 
 
 class Sampler(threading.Thread):
@@ -96,34 +80,21 @@ class Sampler(threading.Thread):
         super().__init__(daemon=True)
         self.group, self.folder, self.over = group, folder, threading.Event()
         self.peaks: dict[str, int] = {}
-        self.pss: dict[str, int] = {}
-        self.files = self.longest_gap = 0
-        self._reader = ProcReader()
+        self.files = 0
 
     def run(self) -> None:
-        last = swept = time.monotonic()
+        swept = time.monotonic()
         while not self.over.wait(_EVERY):
-            now = time.monotonic()
-            self.longest_gap, last = max(self.longest_gap, round((now - last) * 1e3)), now
-            if not (phase := self._phase()):
+            phases = {path.read_text() for path in self.folder.glob("phase.*")}
+            if not (phase := "validate" if "validate" in phases else "train" if "train" in phases else ""):
                 continue
             text = (self.group / "memory.stat").read_text()
             sizes = {name: int(size) for name, size in map(str.split, text.splitlines())}
             taken = sizes["total_rss"] + sizes["total_shmem"] + sizes.get("total_swap", 0)
             self.peaks[phase] = max(self.peaks.get(phase, 0), taken + self.files)
-            if now - swept > _SWEEP_EVERY:
-                self._sweep(phase)
-                swept = last = time.monotonic()
-
-    def _phase(self) -> str:
-        found = {path.read_text() for path in self.folder.glob("phase.*")}
-        return "validate" if "validate" in found else "train" if "train" in found else ""
-
-    def _sweep(self, phase: str) -> None:
-        pids = [int(word) for word in (self.group / "cgroup.procs").read_text().split()]
-        rollups = [self._reader.rollup(pid) for pid in pids]
-        self.pss[phase] = max(self.pss.get(phase, 0), sum(one.pss for one in rollups if one))
-        self.files = max(self.files, _file_bytes(pids))
+            if time.monotonic() - swept > _SWEEP_EVERY:
+                pids = [int(word) for word in (self.group / "cgroup.procs").read_text().split()]
+                self.files, swept = max(self.files, _file_bytes(pids)), time.monotonic()
 
 
 def _file_bytes(pids: Sequence[int]) -> int:
@@ -153,8 +124,7 @@ def environment(row: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return {**os.environ, **variables, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def measure(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Run a training; return the peaks by phase."""
+def measure(row: Mapping[str, Any], folder: Path) -> dict[str, int]:
     for path in folder.glob("phase.*"):
         path.unlink()
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(row["ranks"])}
@@ -162,29 +132,20 @@ def measure(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     with Limited(Path("/sys/fs/cgroup/memory"), _LIMIT) as limited:
         sampler = Sampler(limited.path, folder)
         sampler.start()
-        began, ranks = time.monotonic(), []
+        ranks = []
         try:
             for rank in range(row["ranks"]):
                 own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if row["ranks"] > 1 else {}
-                variables = environment(row, folder) | own
                 with open(folder / f"log.{rank}", "w") as log:
-                    command = [sys.executable, str(_SCRIPT)]
+                    command, variables = [sys.executable, str(_SCRIPT)], environment(row, folder) | own
                     ranks.append(limited.start(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
             codes = [one.wait(timeout=_SECONDS) for one in ranks]
         finally:
-            for one in ranks:
-                one.kill()
             sampler.over.set()
             sampler.join()
-            for word in (limited.path / "cgroup.procs").read_text().split():
-                with suppress(OSError):
-                    os.kill(int(word), 9)
     if any(codes):
         raise SystemExit(f"{row}: {codes}\n" + (folder / "log.0").read_text()[-3000:])
-    return {
-        "peaks": sampler.peaks, "pss": sampler.pss, "files": sampler.files, "gap_ms": sampler.longest_gap,
-        "seconds": round(time.monotonic() - began),
-    }  # fmt: skip
+    return sampler.peaks
 
 
 def forecasts(rows: Mapping[int, Mapping[str, Any]], folders: Mapping[int, Path]) -> Iterator[tuple[int, Any]]:
@@ -209,46 +170,43 @@ def make_files(row: Mapping[str, Any], folder: Path) -> None:
         subprocess.run([sys.executable, str(_SCRIPT), "files"], env=environment(row, folder), check=True)
 
 
-def report(results: Mapping[int, Mapping[str, Any]]) -> int:
-    print("| row | training | forecast | measured | ratio | sum of PSS |\n|---|---|---|---|---|---|")
+def report(results: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Print the table; whether the errors are as asked."""
+    lines: list[tuple[object, ...]] = [("row", "training", "forecast, MiB", "measured, MiB", "ratio")]
     errors, broken = {}, []
     for number, found in sorted(results.items()):
-        row, told = found["row"], found["forecast"]
-        expected = {name: (p["private_bytes"] + p["shared_bytes"]) / _MIB for name, p in told["phases"].items()}
-        measured = {name: size / _MIB for name, size in found["measured"]["peaks"].items()}
-        whole = max(measured.values())
-        ratio = max(expected.values()) / whole
+        row, phases = found["row"], found["forecast"]["phases"]
+        expected = {name: (one["private_bytes"] + one["shared_bytes"]) / MIB for name, one in phases.items()}
+        measured = {name: size / MIB for name, size in found["measured"].items()}
+        ratio = max(expected.values()) / max(measured.values())
         errors[number] = abs(ratio - 1)
-        broken += [number] if max(expected.values()) * (1 + MARGIN) < whole else []
+        broken += [number] if ratio * (1 + MARGIN) < 1 else []
         words = f"{row['workers']} workers, {row['data']}, {row['start']}, {format_count(row['ranks'], 'rank')}, "
         words += row["loop"] + ", persistent" * row["persistent"]
-
-        def by_phase(sizes: Mapping[str, float]) -> str:
-            return " / ".join(f"{sizes[name]:,.0f}" for name in ("train", "validate") if name in sizes)
-
-        pss = max(found["measured"]["pss"].values(), default=0) / _MIB
-        print(f"| {number} | {words} | {by_phase(expected)} | {by_phase(measured)} | {ratio:.2f} | {pss:,.0f} |")
+        texts = [
+            " / ".join(f"{sizes[name]:,.0f}" for name in ("train", "validate") if name in sizes)
+            for sizes in (expected, measured)
+        ]
+        lines.append((number, words, *texts, f"{ratio:.2f}"))
+    print_table(lines)
     median, worst = statistics.median(errors.values()), max(errors.values())
-    gap = max(found["measured"]["gap_ms"] for found in results.values())
-    print(f"\nMiB, training / validation. {len(results)} trainings; the longest time between two samples: {gap} ms.")
-    print(f"Median error {median:.1%} (asked {MEDIAN:.0%}), worst {worst:.1%} (asked {WORST:.0%}).")
-    print(f"Above the forecast with a margin of {MARGIN:.0%}: {len(broken)} {broken or ''}")
-    print(f"Off by more than {WORST:.0%}: {[number for number, error in errors.items() if error > WORST]}")
-    return int(median > MEDIAN or worst > WORST or bool(broken))
+    asked = [
+        told(median <= MEDIAN, f"median error {median:.1%} of {len(errors)} ({MEDIAN:.0%})"),
+        told(worst <= WORST, f"worst {worst:.1%} ({WORST:.0%})"),
+        told(not broken, f"above the forecast with a margin of {MARGIN:.0%}: {broken or 'none'}"),
+    ]
+    return all(asked)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--row", type=int, action="append", help="only this row, from 1")
-    parser.add_argument("--again", action="store_true", help="forecast anew for the measurements in --json")
-    parser.add_argument("--json", type=Path, help="where the results go; rows that lie there are not measured again")
-    args = parser.parse_args()
-    if left := missing_pairs():
-        raise SystemExit(f"the rows do not cover {sorted(map(str, left))}")
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    options = parser(__doc__)
+    options.add_argument("--row", type=int, action="append", help="only this row, from 1")
+    options.add_argument("--again", action="store_true", help="forecast anew for the measurements in --results")
+    options.add_argument("--results", type=Path, help="what was measured; rows that lie there are not measured again")
+    args = options.parse_args()
+    known = json.loads(args.results.read_text()) if args.results and args.results.exists() else {}
     results: dict[int, Any] = {int(number): found for number, found in known.items()}
-    numbers = args.row or range(1, len(ROWS) + 1)
-    rows = {number: row_of(ROWS[number - 1]) for number in numbers}
+    rows = {number: row_of(ROWS[number - 1]) for number in args.row or range(1, len(ROWS) + 1)}
     with tempfile.TemporaryDirectory(prefix="host-plan-", dir=os.environ.get("TMPDIR")) as root:
         folders = {number: Path(root, row["data"]) for number, row in rows.items()}
         for number, row in rows.items():
@@ -260,10 +218,11 @@ def main() -> int:
             if "measured" not in results[number]:
                 results[number]["measured"] = measure(row, folders[number])
                 print(number, results[number]["measured"], file=sys.stderr, flush=True)
-            if args.json:
-                done = {one: found for one, found in results.items() if "measured" in found}
-                args.json.write_text(json.dumps(done))
-    return report({number: results[number] for number in rows})
+            if args.results:
+                args.results.write_text(json.dumps({one: x for one, x in results.items() if "measured" in x}))
+    chosen = {number: results[number] for number in rows}
+    write_json(args.json, chosen)
+    return 0 if report(chosen) else 1
 
 
 if __name__ == "__main__":

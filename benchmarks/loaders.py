@@ -1,27 +1,20 @@
-"""Day windows by memfit's loader, beside PyTorch's DataLoader over pandas, polars, HF datasets and LitData.
+"""memfit's loaders beside what is usual: day windows beside pandas and Parquet, token batches beside PyTorch's loader.
 
-    python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,1,2] [--json FILE]
-    python benchmarks/loaders.py --ahead [--seconds 8]
+    python benchmarks/loaders.py [--part days] [--part ahead] [--part tokens] [--seconds 8] [--json FILE]
 
-``--ahead`` compares memfit with itself: no batches ahead and two, at 1 to 70 MiB a batch, beside np.copyto of as
-many bytes and beside one line of numpy, in turns of a quarter of a second in one process. Every byte of a batch is read
-once, by the thread that asks for it. A *step* is a sleep of as long as a batch takes: a device that computes; *compute*
-is a step on the CPU instead, products of matrices in one thread. The ratios are medians over the turns. Exit status 1:
-a target is missed.
+All is measured in turns, and every byte of a batch is read once, by the thread that asks for it. The batches of all are
+the same: they are compared.
 
-Without it, everything is measured in this one run, on a generated panel of 4484 assets x 112 float32 features with
-listings and delistings and look-back 20, each contestant in a process of its own. The batches of all are the same:
-digests of the first ones are compared. *Cold* is from nothing to the 8th batch, opening included, its files dropped
-from the page cache; what share was still there is measured by mincore and printed. *Warm* are quarters of a second, and
-between any two of them some of np.copyto of as many bytes out of the panel, so that a busy spell of the machine meets
-both. The time of a batch, copied or loaded, holds one read of every byte handed out, by the thread that asks for it.
+- *days*: windows of 20 dates of all assets, from a generated store of ``--gib``: memfit's `Loader` without workers and
+  with two, a pandas frame in memory, and the row groups of the Parquet file; *of memcpy* is the ratio to np.copyto of
+  as many bytes.
+- *ahead*: memfit with itself: no batches ahead and two, at 1 to 70 MiB a batch, beside np.copyto and one line of numpy.
+  A *step* is a sleep of as long as a batch takes: a device that computes; *compute* is a step on the CPU instead.
+- *tokens*: pairs of generated texts, as for fine-tuning a T5, padded: `SequenceLoader` over ids that were tokenised
+  once, and PyTorch's DataLoader over a list of dicts, tokenised before or in ``__getitem__``. *Fit* is what so many
+  epochs cost with all that comes before them: tokenising once where that is done, and the start of the workers.
 
-"of memcpy" is the median of the ratios to as many threads that copy at once as there are workers, one without any;
-"of one" is that to one thread. "by CPU" is the ratio of bytes per second of CPU time, all processes and threads
-together, to one thread's: what a busy machine changes least. memfit's workers are threads, the peers' processes.
-
-Peers that are not installed are named and left out: pip install 'memfit[bench]', and then pip uninstall torchvision,
-which LitData pulls in and does not need. Exit status: 0 all targets met, 1 one missed, or batches differ.
+Exit status: 0 all targets met, 1 one missed, or batches differ.
 """
 
 from __future__ import annotations
@@ -30,363 +23,356 @@ import argparse
 import hashlib
 import importlib.util
 import itertools
-import json
 import os
+import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
+import pyarrow.parquet as pq
 
-import loader_peers
-from loader_peers import LOOKBACK, NUM_FEATURES
-from memfit.data import Loader, Panel
+from harness import in_turns, parser, print_table, ratio, told, write_json
+from memfit.data import Loader, Padding, Panel, SequenceLoader, pack
 from memfit.units import GIB, MIB
-from pages import cached_share, drop_pages, warm_pages
+from memfit_workloads.finance.generated import Market, write_market
 
-NUM_ASSETS = 4484
-NUM_COMPARED, NUM_COLD = 4, 8
+PROVES = ("S2-10", "S4-07")
+NUM_FEATURES, LOOKBACK = 112, 20
 SEGMENT_SECONDS = 0.25
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
 AHEAD_MIB, AHEAD_PANEL_BYTES = (1, 2, 5, 20, 70), 256 * MIB
-MATRIX = np.ones((64, 64), np.float32)
 LEAST_OF_NUMPY, LEAST_OF_NONE_AHEAD = 1.0, 0.95
+MATRIX = np.ones((64, 64), np.float32)
+Arrays = Iterator[npt.NDArray[Any]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the panel's values in GiB (default: 1)")
-    parser.add_argument("--assets", type=int, default=NUM_ASSETS, help=f"assets (default: {NUM_ASSETS})")
-    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each warm measurement (default: 8)")
-    parser.add_argument("--num-workers", default="0,1,2", help="worker counts of every contestant (default: 0,1,2)")
-    parser.add_argument("--ahead", action="store_true", help="compare memfit with itself: none ahead and two")
-    parser.add_argument("--directory", type=Path, default=None, help="where to write; default: the temporary folder")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
-    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child is not None:
-        return child(**json.loads(options.child))
-    with tempfile.TemporaryDirectory(prefix="memfit-loaders-", dir=options.directory) as name:
-        if options.ahead:
-            return 0 if compare_ahead(Path(name), options) else 1
-        return benchmark(Path(name), options)
+# --- day windows
 
 
-def benchmark(folder: Path, options: argparse.Namespace) -> int:
-    num_dates = max(3 * LOOKBACK, round(options.gib * GIB / (options.assets * NUM_FEATURES * 4)))
-    in_child(folder, "data", num_dates=num_dates, num_assets=options.assets)
-    panel = open_panel(folder)  # never read here: pages that a process maps cannot be dropped
-    print(f"{panel}, look-back {LOOKBACK}, {len(os.sched_getaffinity(0))} cores")
-    names = ["memfit", *peers_here(folder)]
-    counts = [int(count) for count in options.num_workers.split(",")]
-    print(f"\n{'':12}{'workers':>8}{'open s':>8}{'cold GB/s':>11}{'cached':>8}{'warm GB/s':>11}{'memcpy GB/s':>13}"
-          f"{'of memcpy':>11}{'of one':>8}{'by CPU':>8}{'batches/s':>11}")  # fmt: skip
-    rows = []
-    for name in names:
-        for count in counts:
-            row = in_child(folder, "pace", name=name, num_workers=count, seconds=options.seconds)
-            rows.append(row)
-            print(f"{name:12}{count:8}{row['open_seconds']:8.2f}{row['cold_rate']:11.3f}{row['cached_share']:8.0%}"
-                  f"{row['warm_rate']:11.3f}{row['memcpy_rate']:13.2f}{row['of_memcpy']:11.1%}{row['of_one']:8.1%}"
-                  f"{row['of_one_by_cpu']:8.1%}{row['batches_per_second']:11.1f}", flush=True)  # fmt: skip
-    print()
-    is_same = len({row["digest"] for row in rows}) == 1
-    met = [told(is_same, "batches are the same for all"), compare(rows)]
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0 if all(met) else 1
+def write_store(folder: Path, num_dates: int, num_assets: int) -> tuple[Path, Panel]:
+    """The source as a Parquet file with a row group for each date, and its panel."""
+    market = Market(max(num_dates, 3 * LOOKBACK), num_assets, NUM_FEATURES, horizons=(1,), turnover=0.0)
+    source = folder / "source.parquet"
+    write_market(source, market, rows_per_group=num_assets)
+    names, labels = market.feature_names, market.label_names
+    return source, Panel.build(source, folder / "panels", features=names, targets=labels)
 
 
-def told(holds: bool, text: str) -> bool:
-    print(f"{'met   ' if holds else 'MISSED'} {text}", flush=True)
-    return holds
+def endless(loader: Any) -> Iterator[Any]:
+    for epoch in itertools.count(1):
+        if (set_epoch := getattr(loader, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        yield from loader
 
 
-def compare(rows: Sequence[dict[str, Any]]) -> bool:
-    """memfit beside memcpy by as many threads and beside the best peer, each with its best count of workers."""
-    memfit = [row for row in rows if row["name"] == "memfit"]
-    ours = max(memfit, key=lambda row: row["of_memcpy"])
-    best = max((row for row in rows if row["name"] != "memfit"), key=lambda row: row["of_one"], default=None)
-    text = f"{ours['num_workers']} workers deliver {ours['of_memcpy']:.2f} of memcpy ({LEAST_OF_MEMCPY})"
-    times = 0.0
-    if best is not None:
-        times = max(row["of_one"] for row in memfit) / best["of_one"]
-        text += f"; {times:.1f} x the best peer, {best['name']} ({LEAST_TIMES_BEST_PEER:g} x); one of both is enough"
-    return told(times >= LEAST_TIMES_BEST_PEER or ours["of_memcpy"] >= LEAST_OF_MEMCPY, f"warm: {text}")
+def memcpy(panel: Panel, num_bytes: int) -> Arrays:
+    """np.copyto of a batch's bytes out of a panel's values, place after place."""
+    source = panel.values.reshape(-1)
+    target = np.zeros(min(num_bytes // 4, source.size // 2), source.dtype)
+    for place in itertools.cycle(range(0, source.size - target.size, target.size)):
+        np.copyto(target, source[place : place + target.size])
+        yield target
 
 
-class ChildFailedError(Exception):
-    """A child's exit status and last words."""
+class Days:
+    """The windows of each date by something that gives the rows of the source: (num_dates, assets, lookback, ...)."""
+
+    def __init__(self, dates: Sequence[int], rows: Callable[[int, int], npt.NDArray[Any]], num_assets: int) -> None:
+        self.dates, self.rows, self.num_assets = dates, rows, num_assets
+
+    def __iter__(self) -> Arrays:
+        for date in self.dates:
+            rows = self.rows(date + 1 - LOOKBACK, date + 1)
+            windows = rows.reshape(LOOKBACK, self.num_assets, NUM_FEATURES).swapaxes(0, 1)
+            yield np.ascontiguousarray(windows)
 
 
-def in_child(folder: Path, what: str, **arguments: Any) -> dict[str, Any]:
-    """What a child found, the last line that it wrote."""
-    order = json.dumps({"what": what, "folder": str(folder), **arguments})
-    done = subprocess.run([sys.executable, __file__, "--child", order], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ChildFailedError(f"{what} {arguments} ended with {done.returncode}\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def peers(source: Path, names: Sequence[str], num_assets: int, dates: Sequence[int]) -> dict[str, Days]:
+    file, found = pq.ParquetFile(source), {}
+
+    def from_groups(first: int, last: int) -> npt.NDArray[Any]:
+        table = file.read_row_groups(list(range(first, last)), columns=list(names), use_threads=False)
+        return np.stack([table.column(name).to_numpy() for name in names], axis=-1)
+
+    if importlib.util.find_spec("pandas") is None:
+        print("pandas: not installed, left out")
+    else:
+        import pandas as pd
+
+        frame = pd.read_parquet(source, columns=list(names))
+        found["pandas frame"] = Days(
+            dates, lambda first, last: frame.iloc[first * num_assets : last * num_assets].to_numpy(), num_assets
+        )
+    return found | {"Parquet row groups": Days(dates, from_groups, num_assets)}
 
 
-def child(what: str, folder: str, **arguments: Any) -> int:
-    work = {"data": loader_peers.write_data, "write": write_files, "pace": pace, "ahead": ahead}[what]
-    print(json.dumps(work(Path(folder), **arguments)))  # type: ignore[operator]
-    return 0
+def read_every_byte(array: npt.NDArray[Any]) -> None:
+    np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def peers_here(folder: Path) -> list[str]:
-    """The peers that are installed, their files written."""
-    found = []
-    for name, (package, _, write, _) in loader_peers.PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            print(f"{name}: {package} is not installed, left out")
-            continue
-        try:
-            seconds = 0.0 if write is None else in_child(folder, "write", name=name)["seconds"]
-        except ChildFailedError as error:
-            print(f"{name}: left out, its files cannot be written: {error}")
-            continue
-        if write is not None:
-            print(f"{name}: its files written in {seconds:.1f} s")
-        found.append(name)
-    return found
-
-
-def write_files(folder: Path, name: str) -> dict[str, float]:
-    write = loader_peers.PEERS[name][2]
-    assert write is not None
-    start = time.perf_counter()
-    write(folder)
-    return {"seconds": time.perf_counter() - start}
-
-
-def make(folder: Path, name: str, num_workers: int) -> Iterable[Any]:
-    dates = np.load(folder / "dates.npy")
-    if name != "memfit":
-        return loader_peers.make_peer(name, folder, dates.tolist(), num_workers)  # type: ignore[no-any-return]
-    return Loader(open_panel(folder), dates, lookback=LOOKBACK, target="ret", num_workers=num_workers)
-
-
-def open_panel(folder: Path) -> Panel:
-    return Panel.open(next((folder / "panels").glob("*/manifest.json")).parent)
-
-
-def files_of(folder: Path, name: str) -> list[Path]:
-    part = {"memfit": "panels", "HF datasets": "datasets", "LitData": "litdata"}.get(name, "source.parquet")
-    path = folder / part
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-
-
-def arrays_of(batch: Any) -> tuple[npt.NDArray[np.float32], ...]:
-    if isinstance(batch, np.ndarray):
-        return (batch,)
-    if isinstance(batch, dict):
-        return batch["windows"].numpy(), batch["targets"].numpy()
-    return np.asarray(batch.windows), np.asarray(batch.targets)
-
-
-def read_every_byte(arrays: Iterable[npt.NDArray[Any]]) -> None:
-    for array in arrays:
-        np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def pace(folder: Path, name: str, num_workers: int, seconds: float) -> dict[str, Any]:
-    """One contestant, cold and then warm, every byte of each batch read."""
-    files = files_of(folder, name)
-    os.sync()  # what is not yet written cannot be dropped
-    drop_pages(files)
-    share = cached_share(files)
-    start = time.perf_counter()
-    batches = iter(endless(make(folder, name, num_workers)))
-    digest = hashlib.sha256()
-    cold_bytes, cold_seconds, open_seconds = 0, 0.0, 0.0
-    for number in range(NUM_COLD):
-        arrays = arrays_of(next(batches))
-        read_every_byte(arrays)
+def bytes_per_second(batches: Arrays, *, step_seconds: float = 0.0, num_products: int = 0, skip: int = 4) -> float:
+    """Over a quarter of a second or two batches, whichever takes longer; what had been made ahead is not counted."""
+    for _ in range(skip):
+        read_every_byte(next(batches))
+    num_batches = num_bytes = 0
+    start = now = time.perf_counter()
+    while now - start < SEGMENT_SECONDS or num_batches < 2:
+        array = next(batches)
+        read_every_byte(array)
+        time.sleep(step_seconds)
+        for _ in range(num_products):
+            MATRIX @ MATRIX
+        num_batches, num_bytes = num_batches + 1, num_bytes + array.nbytes
         now = time.perf_counter()
-        cold_seconds += now - start
-        open_seconds = open_seconds or now - start
-        cold_bytes += sum(array.nbytes for array in arrays)
-        for array in arrays if number < NUM_COMPARED else ():
-            digest.update(array.tobytes())
-        start = time.perf_counter()
-    warm_pages(files, most_seconds=60)
-    values = open_panel(folder).values
-    memcpy, one = (iter(loader_peers.Memcpy(values, num_threads)) for num_threads in (max(1, num_workers), 1))
-    turns = Turns(batches, memcpy, one, num_workers)
-    rates = turns.run(seconds)
-    batch_bytes = sum(array.nbytes for array in arrays)
-    return {
-        "name": name,
-        "num_workers": num_workers,
-        "open_seconds": open_seconds,
-        "cold_rate": cold_bytes / cold_seconds / 1e9,
-        "cached_share": share,
-        "warm_rate": statistics.median(rate for rate, _, _ in rates) / 1e9,
-        "memcpy_rate": statistics.median(memcpy for _, memcpy, _ in rates) / 1e9,
-        "of_memcpy": statistics.median(rate / memcpy for rate, memcpy, _ in rates),
-        "of_one": statistics.median(rate / one for rate, _, one in rates),
-        "of_one_by_cpu": turns.loader.rate / turns.one.rate,
-        "batches_per_second": statistics.median(rate for rate, _, _ in rates) / batch_bytes,
-        "digest": digest.hexdigest(),
+    return num_bytes / (now - start)
+
+
+def part_days(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]]:
+    num_dates = round(args.gib * GIB / (args.assets * NUM_FEATURES * 4))
+    source, panel = write_store(folder, num_dates, args.assets)
+    dates = np.random.default_rng(1).permutation(np.arange(LOOKBACK - 1, len(panel.dates))).tolist()
+    print(f"{panel}, look-back {LOOKBACK}, {len(os.sched_getaffinity(0))} cores")
+
+    def loader(count: int) -> Loader:
+        return Loader(panel, np.array(dates), lookback=LOOKBACK, target=None, num_workers=count)
+
+    others = peers(source, panel.feature_names, args.assets, dates)
+    ways: dict[str, Callable[[], Iterable[Any]]] = {
+        f"memfit, {count} workers": partial(loader, count) for count in (0, 2)
     }
+    ways |= {name: lambda one=one: one for name, one in others.items()}  # type: ignore[misc]
+    firsts = [
+        [np.asarray(getattr(one, "windows", one)) for one in itertools.islice(make(), 3)] for make in ways.values()
+    ]
+    is_same = all(np.array_equal(*pair) for one in firsts for pair in zip(one, firsts[0], strict=True))
+    batch_bytes = firsts[0][0].nbytes
+    batches: dict[str, Arrays] = {
+        name: (getattr(one, "windows", one) for one in endless(make())) for name, make in ways.items()
+    }
+    batches["memcpy"] = memcpy(panel, batch_bytes)
+    rounds = max(2, round(args.seconds / SEGMENT_SECONDS / 2))
+    rates = in_turns({name: partial(bytes_per_second, one) for name, one in batches.items()}, rounds, warm=1)
+    lines: list[tuple[object, ...]] = [("", "GB/s", "of memcpy")]
+    found = {}
+    for name, own in rates.items():
+        found[name] = ratio(own, rates["memcpy"])[0]
+        lines.append((name, f"{statistics.median(own) / 1e9:.3f}", f"{found[name]:.2f}"))
+    print_table(lines)
+    ours = max(value for name, value in found.items() if name.startswith("memfit"))
+    times = ours / max(found[name] for name in others)
+    text = f"days: {ours:.2f} of memcpy ({LEAST_OF_MEMCPY}); {times:.1f} x the best peer ({LEAST_TIMES_BEST_PEER:g} x)"
+    is_fast = ours >= LEAST_OF_MEMCPY or times >= LEAST_TIMES_BEST_PEER
+    return found, [told(is_same, "days: batches are the same for all"), told(is_fast, f"{text}; one of both is enough")]
 
 
-class Spent:
-    """Bytes, and the CPU time that they took, of this process and of what it had started by then."""
-
-    def __init__(self) -> None:
-        here = psutil.Process()
-        self.processes = [here, *here.children(recursive=True)]
-        self.num_bytes, self.seconds = 0, 0.0
-
-    def cpu_seconds(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
-
-    @property
-    def rate(self) -> float:
-        return self.num_bytes / self.seconds
+# --- batches ahead
 
 
-class Turns:
-    """A loader, memcpy by as many threads and memcpy by one, in turns."""
+def _ahead(folder: Path, mib: float, seconds: float) -> dict[str, float]:
+    """memfit without and with batches ahead, memcpy and a line of numpy, in turns: the ratios of their rates."""
+    num_assets = round(mib * MIB / (LOOKBACK * NUM_FEATURES * 4))
+    _, panel = write_store(folder, round(AHEAD_PANEL_BYTES / (num_assets * NUM_FEATURES * 4)), num_assets)
+    dates = np.arange(LOOKBACK - 1, len(panel.dates))
 
-    def __init__(self, batches: Iterator[Any], memcpy: Iterator[Any], one: Iterator[Any], num_workers: int) -> None:
-        self.batches, self.memcpy, self.single = batches, memcpy, one
-        self.num_workers = num_workers
-        self.loader, self.one = Spent(), Spent()
+    def line() -> Arrays:
+        for date in itertools.cycle(np.random.default_rng(0).permutation(dates)):  # as in a training
+            yield np.ascontiguousarray(panel.values[date + 1 - LOOKBACK : date + 1].transpose(1, 0, 2))
 
-    def run(self, seconds: float) -> list[tuple[float, float, float]]:
-        """Bytes per second of the loader, and of both memcpys before and after it, several times."""
-        end, found = time.perf_counter() + seconds, list[tuple[float, float, float]]()
-        self.copies()  # maps the pages of the panel
-        before = self.copies()
-        while time.perf_counter() < end or len(found) < 3:
-            start = self.loader.cpu_seconds()
-            ahead = sum(a.nbytes for _ in range(2 * self.num_workers + 2) for a in arrays_of(next(self.batches)))
-            rate, num_bytes = bytes_per_second(self.batches)  # what had been made ahead is not counted
-            if self.num_workers:
-                time.sleep(1.2 * ahead / rate)  # until the workers have made ahead what they may, and rest
-            self.loader.seconds += self.loader.cpu_seconds() - start
-            self.loader.num_bytes += ahead + num_bytes
-            after = self.copies()
-            found.append((rate, (before[0] + after[0]) / 2, (before[1] + after[1]) / 2))
-            before = after
-        return found
+    def loader(name: str) -> Arrays:
+        made = Loader(panel, dates, lookback=LOOKBACK, target=None, shuffle=0, num_workers=int(name))
+        return (batch.windows for batch in endless(made))
 
-    def copies(self) -> tuple[float, float]:
-        start = self.one.cpu_seconds()
-        one, num_bytes = bytes_per_second(self.single)
-        self.one.seconds += self.one.cpu_seconds() - start
-        self.one.num_bytes += num_bytes
-        return (bytes_per_second(self.memcpy)[0] if self.num_workers > 1 else one), one
-
-
-def seconds_of_product() -> float:
-    """Of one product of two small matrices, the median of many."""
     times = []
     for _ in range(500):
         start = time.perf_counter()
         MATRIX @ MATRIX
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    batches = {"memcpy": memcpy(panel, round(mib * MIB)), "numpy": line(), "0": loader("0"), "2": loader("2")}
+    step = mib * MIB / statistics.median(bytes_per_second(batches["0"]) for _ in range(3))
+    products = round(step / statistics.median(times))
+    ways = {name: partial(bytes_per_second, made) for name, made in batches.items()}
+    for name in ("0", "2"):  # what a loader made ahead in one way of asking is not counted in another: each has its own
+        ways[f"{name} step"] = partial(bytes_per_second, loader(name), step_seconds=step)
+        ways[f"{name} compute"] = partial(bytes_per_second, loader(name), num_products=products)
+    rates = in_turns(ways, max(2, round(seconds / SEGMENT_SECONDS / 4)))
+    pairs = {"0 of memcpy": ("0", "memcpy"), "2 of memcpy": ("2", "memcpy"), "0 of numpy": ("0", "numpy")}
+    pairs |= {"2 to 0": ("2", "0"), "with a step": ("2 step", "0 step"), "with compute": ("2 compute", "0 compute")}
+    return {name: ratio(rates[one], rates[other])[0] for name, (one, other) in pairs.items()}
 
 
-def bytes_per_second(batches: Iterator[Any], step_seconds: float = 0.0, num_products: int = 0) -> tuple[float, int]:
-    """Over a quarter of a second or two batches, whichever takes longer, and the bytes; each of them is read."""
-    num_batches = num_bytes = 0
-    start = now = time.perf_counter()
-    while now - start < SEGMENT_SECONDS or num_batches < 2:
-        arrays = arrays_of(next(batches))
-        read_every_byte(arrays)
-        if step_seconds:
-            time.sleep(step_seconds)
-        for _ in range(num_products):
-            MATRIX @ MATRIX
-        num_batches, num_bytes = num_batches + 1, num_bytes + sum(array.nbytes for array in arrays)
-        now = time.perf_counter()
-    return num_bytes / (now - start), num_bytes
-
-
-def endless(loader: Any) -> Generator[Any, None, None]:
-    epoch = 1
-    while True:
-        if (set_epoch := getattr(loader, "set_epoch", None)) is not None:
-            set_epoch(epoch)
-        yield from loader
-        epoch += 1
-
-
-def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
-    """memfit without and with batches ahead, memcpy and a line of numpy, in turns: bytes per second of each turn."""
-    num_assets = round(mib * MIB / (LOOKBACK * NUM_FEATURES * 4))
-    num_dates = max(2 * LOOKBACK, round(AHEAD_PANEL_BYTES / (num_assets * NUM_FEATURES * 4)))
-    loader_peers.write_data(folder, num_dates, num_assets, listed_all=True)
-    panel, dates = open_panel(folder), np.load(folder / "dates.npy")
-
-    def line() -> Iterator[npt.NDArray[np.float32]]:
-        for date in itertools.cycle(np.random.default_rng(0).permutation(dates)):  # as in a training
-            yield np.ascontiguousarray(panel.values[date + 1 - LOOKBACK : date + 1].transpose(1, 0, 2))
-
-    def loader(num_workers: int) -> Iterator[Any]:
-        made = Loader(panel, dates, lookback=LOOKBACK, target=None, shuffle=0, num_workers=num_workers)
-        return (batch.windows for batch in endless(made))
-
-    batches = {"memcpy": iter(loader_peers.Memcpy(panel.values, 1)), "numpy": line(), "0": loader(0), "2": loader(2)}
-    # What a loader made ahead in one way of asking is not counted in another: each has its own.
-    beside = {(name, way): loader(int(name)) for name in ("0", "2") for way in ("step", "products")}
-    rates: dict[str, list[float]] = {}
-    sleep, product = 0.0, seconds_of_product()
-    end = time.perf_counter() + 2 * seconds
-    for turn in itertools.count():
-        for name, made in batches.items():
-            for _ in range(4):  # what had been made ahead is not counted
-                read_every_byte(next(made))
-            rates.setdefault(name, []).append(bytes_per_second(made)[0])
-        sleep = mib * MIB / statistics.median(rates["0"])
-        for name in ("0", "2"):
-            rates.setdefault(f"{name} beside a step", []).append(bytes_per_second(beside[name, "step"], sleep)[0])
-            rates.setdefault(f"{name} beside products", []).append(
-                bytes_per_second(beside[name, "products"], num_products=round(sleep / product))[0]
-            )
-        if turn and time.perf_counter() > end:
-            break
-    ratios = {
-        "of memcpy, 0": ("0", "memcpy"),
-        "of memcpy, 2": ("2", "memcpy"),
-        "of numpy, 0": ("0", "numpy"),
-        "2 to 0": ("2", "0"),
-        "2 to 0, beside a step": ("2 beside a step", "0 beside a step"),
-        "2 to 0, beside products": ("2 beside products", "0 beside products"),
-    }
-    found = {
-        text: statistics.median(x / y for x, y in zip(rates[one], rates[other], strict=True))
-        for text, (one, other) in ratios.items()
-    }
-    return {"mib": mib, "turns": len(rates["0"]), "memcpy": statistics.median(rates["memcpy"]), **found}
-
-
-def compare_ahead(folder: Path, options: argparse.Namespace) -> bool:
-    print(f"{'MiB':>5}{'turns':>7}{'memcpy GB/s':>13}{'0 of memcpy':>13}{'2 of memcpy':>13}{'0 of numpy':>12}"
-          f"{'2 to 0':>8}{'with a step':>13}{'with compute':>14}")  # fmt: skip
-    met = []
+def part_ahead(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]]:
+    found = {}
     for mib in AHEAD_MIB:
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            row = in_child(Path(name), "ahead", mib=mib, seconds=options.seconds)
-        ratios = [row[text] for text in list(row)[3:]]
-        print(f"{mib:5g}{row['turns']:7}{row['memcpy'] / 1e9:13.2f}{ratios[0]:13.2f}{ratios[1]:13.2f}{ratios[2]:12.2f}"
-              f"{ratios[3]:8.2f}{ratios[4]:13.2f}{ratios[5]:14.2f}", flush=True)  # fmt: skip
-        met += [ratios[2] >= LEAST_OF_NUMPY, min(ratios[3:]) >= LEAST_OF_NONE_AHEAD]
-    return told(all(met), f"as fast as a line of numpy ({LEAST_OF_NUMPY:g}), and two ahead as none "
-                f"({LEAST_OF_NONE_AHEAD:g}: 5 % of noise)")  # fmt: skip
+            found[mib] = _ahead(Path(name), mib, args.seconds)
+    print_table(
+        [("MiB", *found[AHEAD_MIB[0]]), *((mib, *(f"{x:.2f}" for x in one.values())) for mib, one in found.items())]
+    )
+    is_met = all(one["0 of numpy"] >= LEAST_OF_NUMPY for one in found.values())
+    is_met &= all(min(list(one.values())[3:]) >= LEAST_OF_NONE_AHEAD for one in found.values())
+    text = f"as fast as a line of numpy ({LEAST_OF_NUMPY:g}), two ahead as none ({LEAST_OF_NONE_AHEAD:g}: 5 % of noise)"
+    return found, [told(is_met, f"ahead: {text}")]
+
+
+# --- token batches
+
+BATCH, PAD = 32, Padding(pad_id=0, multiple_of=8)
+FIELDS = {"source": "input_ids", "target": "labels"}
+
+
+def texts(number: int) -> list[dict[str, str]]:
+    draw = random.Random(0)
+    stems = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(2, 9))) for _ in range(4000)]
+
+    def text(least: int, most: int) -> str:
+        return " ".join(stems[min(int(draw.expovariate(0.004)), 3999)] for _ in range(draw.randint(least, most)))
+
+    return [{"source": text(5, 120), "target": text(3, 20)} for _ in range(number)]
+
+
+def make_tokenizer(rows: Sequence[dict[str, str]]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    found = Tokenizer(models.BPE(unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<pad>", "<unk>"], show_progress=False)
+    found.train_from_iterator((row["source"] for row in rows[:2000]), trainer)
+    return found
+
+
+class Rows:
+    """What is usual: a list of dicts, tokenised when an item is asked for, if there is a tokenizer."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], tokenizer: Any = None) -> None:
+        self.rows, self.tokenizer = rows, tokenizer
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self.rows[index]
+        return row if self.tokenizer is None else {FIELDS[one]: self.tokenizer.encode(row[one]).ids for one in FIELDS}
+
+
+def tokenise(rows: Sequence[dict[str, str]], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the ids of each row, 256 rows in a call."""
+    for start in range(0, len(rows), 256):
+        some = rows[start : start + 256]
+        found = iter(tokenizer.encode_batch_fast([row[field] for row in some for field in FIELDS]))
+        for _ in some:
+            yield {name: np.asarray(next(found).ids, np.int32) for name in FIELDS.values()}
+
+
+def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    import torch
+
+    batch = {}
+    for name, fill in (("input_ids", PAD.pad_id), ("labels", PAD.label_pad)):
+        width = -(-max(len(row[name]) for row in rows) // PAD.multiple_of) * PAD.multiple_of
+        batch[name] = torch.tensor([row[name] + [fill] * (width - len(row[name])) for row in rows])
+    longest = batch["input_ids"].shape[1]
+    mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
+    return {"input_ids": batch["input_ids"], "attention_mask": torch.tensor(mask), "labels": batch["labels"]}
+
+
+def digest(loader: Iterable[Any]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for batch in loader:
+        for name in ("input_ids", "attention_mask", "labels"):
+            array = np.asarray(batch[name])
+            found.update(str(array.shape).encode() + array.tobytes())
+    return found.hexdigest()
+
+
+def seconds_of(loader: Iterable[Any]) -> float:
+    began = time.perf_counter()
+    for batch in loader:
+        batch["input_ids"].sum()
+    return time.perf_counter() - began
+
+
+def part_tokens(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]]:
+    import torch
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # what forks after it was used would say so once a worker
+    torch.set_num_threads(1)
+    rows = texts(args.examples)
+    tokenizer = make_tokenizer(rows)
+    lengths = [max(map(len, row.values())) for row in tokenise(rows, tokenizer)]
+    ours = partial(SequenceLoader, padding=PAD, batch=BATCH, shuffle=0, lengths=lengths)
+    plan = [indices.tolist() for indices in ours(list(tokenise(rows, tokenizer))).indices]
+
+    def usual(data: Any, count: int) -> Any:
+        make: Any = partial(torch.utils.data.DataLoader, batch_sampler=plan, collate_fn=collate)
+        return make(data, num_workers=count, persistent_workers=count > 0)
+
+    def memfit(data: Any, count: int) -> Any:
+        return ours(data, num_workers=count)
+
+    prepare: dict[str, tuple[Callable[[], Any], Any]] = {
+        "DataLoader, tokenise": (lambda: Rows(rows, tokenizer), usual),
+        "DataLoader, ids": (lambda: Rows([Rows(rows, tokenizer)[number] for number in range(len(rows))]), usual),
+        "memfit, ids": (lambda: pack(tokenise(rows, tokenizer)), memfit),
+    }
+    data, prepared, found, met = {}, {}, {}, []
+    for name, (make, _) in prepare.items():
+        began = time.perf_counter()
+        data[name] = make()
+        prepared[name] = time.perf_counter() - began
+    lines: list[tuple[object, ...]] = [("seconds of", "workers", "prepare", "start", "epoch", f"{args.epochs} epochs")]
+    for count in (0, 2):
+        loaders, starts, digests = {}, {}, set()
+        for name, (_, way) in prepare.items():
+            began = time.perf_counter()
+            loaders[name] = loader = way(data[name], count)
+            next(iter(loader))  # the workers are there
+            starts[name] = time.perf_counter() - began
+            getattr(loader, "set_epoch", int)(0)
+            digests.add(digest(loader))
+        turns = in_turns({name: partial(seconds_of, one) for name, one in loaders.items()}, args.rounds)
+        best = {name: min(seconds) for name, seconds in turns.items()}
+        fits = {name: prepared[name] + starts[name] + args.epochs * best[name] for name in best}
+        for name in best:
+            cells = (prepared[name], starts[name], best[name], fits[name])
+            lines.append((name, count, *(f"{one:.2f}" for one in cells)))
+        for loader in loaders.values():
+            getattr(loader, "close", lambda loader=loader: setattr(loader, "_iterator", None))()
+        epoch, fit = best["DataLoader, ids"] / best["memfit, ids"], fits["DataLoader, tokenise"] / fits["memfit, ids"]
+        found[count] = {"epoch": epoch, "fit": fit}
+        met.append(told(len(digests) == 1, f"tokens: batches are the same for all, {count} workers"))
+        text = f"{epoch:.2f} x, {args.epochs} epochs with tokenising {fit:.2f} x PyTorch's (1 x)"
+        met.append(told(min(epoch, fit) >= 1, f"tokens: an epoch of ids with {count} workers {text}"))
+    print_table(lines)
+    return found, met
+
+
+PARTS = {"days": part_days, "ahead": part_ahead, "tokens": part_tokens}
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--part", choices=[*PARTS], action="append")
+    options.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement of days and ahead (8)")
+    options.add_argument("--gib", type=float, default=1.0, help="days: size of the store's values in GiB (1)")
+    options.add_argument("--assets", type=int, default=4484, help="days: assets (4484)")
+    options.add_argument("--examples", type=int, default=20_000, help="tokens: examples (20000)")
+    options.add_argument("--epochs", type=int, default=3, help="tokens: epochs of a fit (3)")
+    options.add_argument("--rounds", type=int, default=3, help="tokens: epochs measured of each, in turns (3)")
+    args = options.parse_args()
+    found, met = {}, []
+    for name in args.part or PARTS:
+        with tempfile.TemporaryDirectory(prefix="memfit-loaders-") as folder:
+            found[name], asked = PARTS[name](args, Path(folder))
+        met += asked
+    write_json(args.json, found)
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

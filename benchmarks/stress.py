@@ -1,6 +1,6 @@
 """Hundreds of jobs that burst, leak, lie, fork, map files and fill /dev/shm under one real limit, run by memfit.
 
-    python benchmarks/stress.py [--jobs 300] [--seed 1] [--hold 4] [--limit 3GiB] [--reserve 512MiB]
+    python benchmarks/stress.py [--jobs 300] [--seed 1] [--hold 4] [--limit 3GiB] [--reserve 512MiB] [--runs 1]
 
 One control group with a hard limit holds `memfit run` with all its jobs, and beside it a neighbour that takes and gives
 back memory at up to 200 MiB/s within the reserve. The kernel's killer is on, as always. The benchmark watches from
@@ -14,6 +14,9 @@ outside, ten times a second, and says
   waiting, that is from the first start to the moment when the last job was started for the first time. The reserved
   bytes and the same with the tail are said beside it.
 
+With ``--runs 2`` the jobs are dealt out to several runs that start at the same moment. Nothing but memfit's own list
+tells one run of the other; asked are then kills and results alone.
+
 Exit status: 0 all targets met, 1 one was missed. Needs root and a writable memory hierarchy of cgroup v1 or, on v2, a
 group that hands the memory controller down, as the root does below systemd; --cgroup names another one. It makes a
 group and removes it, and stays within the limit.
@@ -21,26 +24,26 @@ group and removes it, and stays within the limit.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import os
 import random
-import shutil
+import shlex
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import stress_job
+import _stress_job
+from _stress_watch import PROGRAM, Sample, Trial, try_out
+from harness import Limited, find_parent, print_table, told, write_json
+from harness import parser as parser_of
 from memfit.units import MIB, format_bytes, format_duration, parse_bytes
-from stress_watch import PROGRAM, Arena, Sample, Trial, top_group, try_out
 
 #: How often each kind comes, of 20.
 KINDS = {"burst": 6, "leak": 4, "liar": 3, "fork": 2, "map": 2, "shm": 3}
@@ -66,7 +69,7 @@ class StressJob:
 
     @property
     def expected(self) -> str:
-        return stress_job.expected(self.kind, self.size_mib, self.seed, self.file_mib)
+        return _stress_job.expected(self.kind, self.size_mib, self.seed, self.file_mib)
 
     def row(self) -> dict[str, str]:
         """Its columns: the arguments of the program, and the declared size."""
@@ -89,7 +92,7 @@ def make_jobs(number: int, seed: int, largest_mib: int, hold: float = HOLD_SECON
 def _make_job(chance: random.Random, seed: int, largest_mib: int, hold: float) -> StressJob:
     kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
     size = round(SMALLEST_MIB * (largest_mib / SMALLEST_MIB) ** chance.random())
-    num_processes = stress_job.FORK_SHARES if kind == "fork" else 1
+    num_processes = _stress_job.FORK_SHARES if kind == "fork" else 1
     declared = round(size * 1.05) + OWN_MIB * num_processes
     if kind == "liar":  # ten times too small, or ten times too large
         too_small = chance.random() < 0.6
@@ -104,16 +107,13 @@ def _make_job(chance: random.Random, seed: int, largest_mib: int, hold: float) -
 
 def write_jobs(jobs: Sequence[StressJob], work: Path) -> Path:
     """The job file, and beside it the file that the ``map`` jobs read."""
-    with open(work / "jobs.csv", "w", newline="") as lines:
-        writer = csv.DictWriter(lines, list(jobs[0].row()))
-        writer.writeheader()
-        writer.writerows(job.row() for job in jobs)
+    (work / "jobs.json").write_text(json.dumps([job.row() for job in jobs]))
     with open(work / "file.bin", "wb") as content:
         for _ in range(max(job.file_mib for job in jobs)):
-            content.write(stress_job.block(0))
+            content.write(_stress_job.block(0))
         content.flush()
         os.fsync(content.fileno())
-    return work / "jobs.csv"
+    return work / "jobs.json"
 
 
 def template(work: Path, tag: str) -> list[str]:
@@ -185,15 +185,7 @@ def use_of(trial: Trial, budget_bytes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all trials share: the jobs and the limit under which they run.
-
-    Attributes:
-        jobs: The jobs.
-        limit_bytes: The hard limit of the group that holds everything.
-        reserve_bytes: What of it is left to the neighbour and to the framework itself.
-        cgroup: Where the group is made.
-        timeout: After so many seconds a trial is ended.
-    """
+    """What all trials share: the jobs, the hard limit, and what of it is left to the neighbour and to memfit itself."""
 
     jobs: Sequence[StressJob]
     limit_bytes: int
@@ -205,38 +197,48 @@ class Setting:
     def budget_bytes(self) -> int:
         return self.limit_bytes - self.reserve_bytes
 
-    def try_out(
-        self, command: Sequence[str], work: Path, tag: str, env: Mapping[str, str], *, as_container: bool = False
-    ) -> Trial:
-        """Run a command that runs the jobs in a fresh group, with a neighbour that stays within half of the reserve.
-
-        As in a container, the group stands at the top of what the command sees as the memory hierarchy.
-        """
+    def try_out(self, command: Sequence[str], work: Path, tag: str, env: Mapping[str, str]) -> Trial:
+        """Run a command that runs the jobs in a fresh group, with a neighbour that stays within half of the reserve."""
         half = self.reserve_bytes // 2 // MIB
-        with Arena(self.cgroup, self.limit_bytes) as arena:
-            if as_container:
-                mount = f'mount --bind {arena.path} {top_group()} && exec "$@"'
-                command = ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
-            return try_out(arena, command, work, neighbour_mib=half, tag=tag, env=env, timeout=self.timeout)
+        with Limited(self.cgroup, self.limit_bytes, ("run", "neighbour")) as group:
+            return try_out(group, command, work, neighbour_mib=half, tag=tag, env=env, timeout=self.timeout)
 
 
-def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
-    """The jobs under ``memfit run``; the figures."""
+def run_memfit(setting: Setting, work: Path, num_runs: int = 1) -> dict[str, Any]:
+    """The jobs under ``memfit run``, or dealt out to several runs at once; the figures."""
     tag = uuid.uuid4().hex[:8]
     rows = write_jobs(setting.jobs, work)
-    reserve = f"{setting.reserve_bytes // MIB}MiB"
     # Walls hold what a forecast misses, so that the slack on top of it is small here; the default is a tenth.
-    options = ["--param-file", str(rows), "--memory", "{memory}", "--reserve", reserve, "--retries", "2", "--json"]
-    options += ["--set", "memory.slack=0.02"]
-    command = [sys.executable, "-m", "memfit", "run", *options, "--", sys.executable, "-IS", *template(work, tag)]
+    command = memfit_command(setting, rows, ["memory.slack=0.02"], template(work, tag))
+    if num_runs > 1:
+        parts = [_share(setting, work, tag, number, num_runs) for number in range(num_runs)]
+        script = [f'{part} & pids="$pids $!"' for part in parts]
+        script.append("for pid in $pids; do wait $pid || code=$?; done; exit ${code:-0}")
+        command = ["sh", "-c", "\n".join(script)]
     # Runs of others on this host lend from the same list; this one keeps a list of its own, in its own folder.
     trial = setting.try_out(command, work, tag, {**os.environ, "MEMFIT_CLAIMS_DIR": str(work / "claims")})
     figures = figures_of(trial, setting.jobs, results_of(work.glob("runs/*/*/jobs/*/out.log")), setting.budget_bytes)
     return figures | told_by_memfit(work, figures["window"], setting.budget_bytes)
 
 
+def _share(setting: Setting, work: Path, tag: str, number: int, num_runs: int) -> str:
+    """The command of one of several runs: every ``num_runs``-th job."""
+    folder = work / f"run_{number}"
+    folder.mkdir()
+    rows = write_jobs(setting.jobs[number::num_runs], folder)
+    settings = [f"experiment=share_{number}", f"runs_dir={work / 'runs'}"]
+    words = shlex.join(memfit_command(setting, rows, settings, template(work, tag)))
+    return f"{words} >{shlex.quote(str(folder / 'out'))} 2>{shlex.quote(str(folder / 'err'))}"
+
+
+def memfit_command(setting: Setting, rows: Path, settings: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the command that runs the rows of a job file under memfit."""
+    own = ['memory.job_of="{memory}"', f"memory.reserve={setting.reserve_bytes // MIB}MiB", *settings]
+    driver = Path(__file__).with_name("_run_rows.py")
+    return [sys.executable, str(driver), str(rows), *own, "--", sys.executable, "-IS", *words]
+
+
 def results_of(logs: Iterable[Path]) -> dict[int, str]:
-    """What the jobs printed, by seed."""
     return parse_results(line for path in logs for line in path.read_text(errors="replace").splitlines())
 
 
@@ -290,98 +292,62 @@ def targets(figures: Mapping[str, Any]) -> list[tuple[str, bool]]:
     ]
 
 
-def report(figures: Mapping[str, Any], setting: Setting) -> bool:
+def report(figures: Mapping[str, Any], setting: Setting, num_runs: int) -> bool:
     """Print the figures; whether every target was met."""
     kills, lost = figures["kills"], figures["lost_by_end"]
-    print(f"one real limit        {format_bytes(setting.limit_bytes)}, reserve {format_bytes(setting.reserve_bytes)}")
-    print(
-        f"neighbour             {format_bytes(figures['mean_neighbour_bytes'])} on average, at most "
-        f"{format_bytes(figures['most_neighbour_bytes'])}; killed: {figures['neighbour_killed']}"
-    )
-    print(
-        f"kills                 {kills['total']}: counted below the limit {kills['groups']}, on the host "
-        f"{kills['host']}, of these elsewhere {kills['elsewhere']}; in memfit's outcomes {figures['memfit_oom_kills']}"
-    )
-    print(
-        f"results               {figures['num_jobs']} jobs, {figures['num_wrong']} wrong, "
-        f"{figures['num_missing']} missing {figures['missing'] or ''}"
-    )
-    print(f"jobs' states          {figures['states']}")
-    print(
-        f"restarts              {figures['restarts']:.2%}: {figures['num_lost_attempts']} attempts, "
-        f"{figures['lost_seconds']:.1f} of {figures['run_seconds']:.1f} s (failed {lost['fail']}, ended "
-        f"{lost['killed']}); memfit's events {figures['events']}"
-    )
-    for reason in figures["reasons"]:
-        print(f"                      - {reason}")
-    print(
-        f"use while jobs waited {figures['use_jobs']:.1%} used by jobs, {figures['use_all']:.1%} with memfit itself, "
-        f"{figures['reserved']:.1%} reserved; the first {format_duration(figures['waiting_seconds'])}"
-    )
-    print(f"use with the tail     {figures['use_jobs_with_tail']:.1%}, {figures['use_all_with_tail']:.1%} with memfit")
-    print(f"at once               {figures['mean_at_once']:.1f} on average, {figures['most_at_once']} at most")
-    print(f"makespan              {format_duration(figures['makespan'])}, all in all {figures['seconds']:.1f} s")
-    print(f"charged peak          {format_bytes(figures['charged_peak_bytes'])}")
-    print(f"left in /dev/shm      {figures['left_in_shm']} files")
-    for text, is_met in targets(figures):
-        print(f"{'met   ' if is_met else 'MISSED'} {text}")
-    return all(is_met for _, is_met in targets(figures))
-
-
-@contextmanager
-def working_folder(kept: Path | None) -> Iterator[Path]:
-    """A folder on a real disk; removed at the end unless it was named."""
-    work = (kept or Path(tempfile.mkdtemp(prefix="memfit-stress-"))).resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        yield work
-    finally:
-        if kept is None:
-            shutil.rmtree(work)
-
-
-def parser(text: str) -> argparse.ArgumentParser:
-    """The options that this benchmark and the one with peers share."""
-    options = argparse.ArgumentParser(description=text.partition("\n")[0])
-    options.add_argument("--jobs", type=int, default=300, help="how many jobs (default: 300)")
-    options.add_argument("--seed", type=int, default=1, help="which jobs (default: 1)")
-    options.add_argument("--hold", type=float, default=HOLD_SECONDS, help="seconds a job holds its peak (default: 4)")
-    options.add_argument("--limit", type=parse_bytes, default="3GiB", help="the hard limit (default: 3GiB)")
-    options.add_argument("--reserve", type=parse_bytes, default="512MiB", help="left to the neighbour (512MiB)")
-    options.add_argument("--cgroup", type=Path, default=top_group(), help=f"where to make the group ({top_group()})")
-    options.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a trial is ended")
-    options.add_argument("--work", type=Path, help="a new folder to work in; kept (default: a temporary one)")
-    options.add_argument("--json", type=Path, help="write the figures there too")
-    return options
-
-
-def setting_of(options: argparse.Namespace) -> Setting:
-    """The jobs and the limit; the largest job takes a sixth of the budget.
-
-    Raises:
-        SystemExit: If no group can be made here.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not os.access(options.cgroup, os.W_OK):
-        raise SystemExit(f"{options.cgroup} cannot be written: this needs root, or a group that is yours by --cgroup")
-    largest_mib = (options.limit - options.reserve) // 6 // MIB
-    jobs = make_jobs(options.jobs, options.seed, largest_mib, options.hold)
-    return Setting(jobs, options.limit, options.reserve, options.cgroup, options.timeout)
+    sizes = {name: format_bytes(figures[name]) for name in figures if name.endswith("_bytes")}
+    shares = {name: f"{figures[name]:.1%}" for name in ("use_jobs", "use_all", "reserved", "use_jobs_with_tail")}
+    lines = [
+        ("limit, reserve", f"{format_bytes(setting.limit_bytes)}, {format_bytes(setting.reserve_bytes)}; charged peak "
+         f"{sizes['charged_peak_bytes']}; left in /dev/shm: {figures['left_in_shm']} files"),
+        ("neighbour", f"{sizes['mean_neighbour_bytes']} on average, at most {sizes['most_neighbour_bytes']}; "
+         f"killed: {figures['neighbour_killed']}"),
+        ("kills", f"{kills}; in memfit's outcomes {figures['memfit_oom_kills']}"),
+        ("results", f"{figures['num_wrong']} wrong, missing {figures['missing']}; states {figures['states']}"),
+        ("restarts", f"{figures['num_lost_attempts']} attempts, {figures['lost_seconds']:.1f} of "
+         f"{figures['run_seconds']:.1f} s ({lost}); memfit's events {figures['events']}"),
+        *(("", f"- {reason}") for reason in figures["reasons"]),
+        ("use while jobs waited", f"{shares['use_jobs']}, {shares['use_all']} with memfit itself, {shares['reserved']} "
+         f"reserved; with the tail {shares['use_jobs_with_tail']}"),
+        ("at once", f"{figures['mean_at_once']:.1f} on average, {figures['most_at_once']} at most"),
+        ("makespan", f"{format_duration(figures['makespan'])}, all in all {figures['seconds']:.1f} s"),
+    ]  # fmt: skip
+    print_table(lines)
+    asked = [told(is_met, text) for text, is_met in targets(figures)[: None if num_runs == 1 else 2]]
+    return all(asked)
 
 
 def main() -> int:
-    options = parser(__doc__ or "").parse_args()
-    setting = setting_of(options)
+    parser = parser_of(__doc__)
+    parser.add_argument("--jobs", type=int, default=300, help="how many jobs (default: 300)")
+    parser.add_argument("--runs", type=int, default=1, help="how many runs at once share them (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="which jobs (default: 1)")
+    parser.add_argument("--hold", type=float, default=HOLD_SECONDS, help="seconds a job holds its peak (default: 4)")
+    parser.add_argument("--limit", type=parse_bytes, default="3GiB", help="the hard limit (default: 3GiB)")
+    parser.add_argument("--reserve", type=parse_bytes, default="512MiB", help="left to the neighbour (512MiB)")
+    parser.add_argument("--cgroup", type=Path, default=find_parent(), help="where to make the group")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a trial is ended")
+    parser.add_argument("--work", type=Path, help="a new folder to work in; kept (default: a temporary one)")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if options.cgroup is None:
+        raise SystemExit("no group can be made here: this needs root, or a group that is yours by --cgroup")
+    largest_mib = (options.limit - options.reserve) // 6 // MIB
+    jobs = make_jobs(options.jobs, options.seed, largest_mib, options.hold)
+    setting = Setting(jobs, options.limit, options.reserve, options.cgroup, options.timeout)
     kinds = ", ".join(f"{sum(job.kind == kind for job in setting.jobs)} {kind}" for kind in KINDS)
     print(f"{len(setting.jobs)} jobs of seed {options.seed}: {kinds}", flush=True)
-    with working_folder(options.work) as work:
-        figures = run_memfit(setting, work)
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.TemporaryDirectory(prefix="memfit-stress-")
+    with nullcontext(options.work) if options.work else temporary as name:
+        work = Path(name).resolve()
+        figures = run_memfit(setting, work, options.runs)
         if not figures["makespan"]:
             print((work / "err.log").read_text(), file=sys.stderr)
             raise SystemExit("memfit started no job")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0 if report(figures, setting) else 1
+    write_json(options.json, figures)
+    return 0 if report(figures, setting, options.runs) else 1
 
 
 if __name__ == "__main__":

@@ -2,12 +2,9 @@
 
 import functools
 import gc
-import importlib
-import itertools
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -17,6 +14,26 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+from fixtures import (
+    _alone_on_the_host,
+    _no_settings_from_outside,
+    dynamo,
+    memfit,
+    memory_group,
+    one_thread,
+    pytest_ignore_collect,
+)
+
+__all__ = [
+    "_alone_on_the_host",
+    "_no_settings_from_outside",
+    "dynamo",
+    "memfit",
+    "memory_group",
+    "one_thread",
+    "pytest_ignore_collect",
+]
 
 # In the background of a shell Ctrl-C is ignored, and so it would be in all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,16 +63,16 @@ def pytest_collection_modifyitems(items):
     """Begin with what takes longest, so that no worker works alone at the end: a cluster's tests above all, which wait."""
 
     def rank(item):
-        marks = (item.get_closest_marker(name) is None for name in ("slurm", "long", "slow"))
+        marks = (item.get_closest_marker(name) is None for name in ("slurm", "long", "slow", "core"))
         return *marks, _group_of(item.nodeid) == item.nodeid
 
     items.sort(key=rank)
+    for item in items:  # a report goes from a worker to the session with these, and not with its marks
+        item.user_properties += [("proves", name) for mark in item.iter_markers("proves") for name in mark.args]
 
 
 def pytest_collection_finish():
     """Take what the collection imported out of every later garbage collection: with torch that is 0.4 s each."""
-    if "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # the first optimizer imports it
     gc.collect()
     gc.freeze()
 
@@ -63,8 +80,8 @@ def pytest_collection_finish():
 #: Files whose tests share what a session makes once.
 _TOGETHER = {
     "tests/slurm/": "slurm",
-    "tests/finance/test_stages.py": "finance",
-    "tests/finance/test_verb.py": "finance",
+    "systems/tests/finance/test_stages.py": "finance",
+    "systems/tests/finance/test_verb.py": "finance",
 }
 
 
@@ -111,6 +128,21 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr.startswith("proves") and not config.option.collectonly:
+        import ledger  # a copy of this file elsewhere has no pages
+
+        stats = terminalreporter.stats
+        passed, failed = (
+            {
+                name
+                for kind in kinds
+                for report in stats.get(kind, [])
+                for key, name in report.user_properties
+                if key == "proves"
+            }
+            for kinds in (("passed",), ("failed", "error"))
+        )
+        terminalreporter.write_line(ledger.summary(passed, failed))
     if lines := config.stash.get(_LEFT, []):
         terminalreporter.section("processes that tests left behind (ended now)", red=True)
         terminalreporter.write_line("\n".join(lines))
@@ -134,64 +166,3 @@ def _started_here():
                 test = environ.get("PYTEST_CURRENT_TEST", "unknown test")
                 found.append((process, f"{test}: process {process.pid}: {' '.join(command)[:200]}"))
     return found
-
-
-_V1_MEMORY = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.fixture
-def memory_group():
-    """Makes real cgroup v1 memory groups with a limit, and removes them afterwards."""
-    if os.geteuid() != 0 or not (_V1_MEMORY / "memory.limit_in_bytes").exists():
-        pytest.skip("needs root and a cgroup v1 memory hierarchy at /sys/fs/cgroup/memory")
-    made = []
-
-    def make(limit_bytes: int, parent: Path = _V1_MEMORY) -> Path:
-        group = parent / f"memfit-test-{uuid.uuid4().hex[:8]}"
-        group.mkdir()
-        made.append(group)
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        return group
-
-    yield make
-    for group in reversed(made):
-        for _ in range(100):
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.05)
-        else:
-            pytest.fail(f"{group} still holds processes: {(group / 'cgroup.procs').read_text().split()}")
-
-
-_NUMBERS = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def _alone_on_the_host(tmp_path_factory, monkeypatch, _no_settings_from_outside):
-    """Each test has a folder for temporary files, a list of runs and records of comparisons of its own."""
-    folder = tmp_path_factory.getbasetemp() / "tmp" / str(next(_NUMBERS))  # mktemp would look at all that are there
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-
-@pytest.fixture
-def one_thread():
-    """Torch computes in one thread, as in a job."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch):
-    """Tests see no MEMFIT_ variables of whoever starts them."""
-    for name in [name for name in os.environ if name.startswith("MEMFIT_")]:
-        monkeypatch.delenv(name)

@@ -154,7 +154,7 @@ class Here:
         with _as_if_new(self._env, Path.cwd()):
             return json.loads(json.dumps(load_target(target)(**arguments)))
 
-    def start_shim(self, job_dir: Path, lock: int, *, forks: bool) -> int:
+    def start_shim(self, job_dir: Path, lock: int) -> int:
         """Run the job of a folder to its end, and write its outcome; return the number of no process."""
         job, started = json.loads((job_dir / "job.json").read_text()), time.time()
         for name in ("result.json", "error.json"):

@@ -54,6 +54,7 @@ def test_an_amount_says_what_it_is_of_and_is_scaled_up_to_a_byte():
     assert Amount(10, "cpu").scaled(1.25) == Amount(13, "cpu")
 
 
+@pytest.mark.proves("S3-03")
 @pytest.mark.parametrize("do", [operator.add, operator.sub, operator.lt, operator.le, operator.gt, operator.ge, max])
 @pytest.mark.parametrize(
     "other", [Amount(1, "node"), Amount(1, "process"), Amount(1, "task", "device"), Amount(1, "job")]

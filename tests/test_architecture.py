@@ -14,7 +14,7 @@ def test_every_package_of_the_library_has_a_line():
 
 
 def test_every_file_that_is_named_exists():
-    named = set(re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+)`", TEXT))
+    named = set(re.findall(r"`((?:src|systems|tests|docs|benchmarks)/[\w/.-]+)`", TEXT))
     assert len(named) > 40
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -27,18 +27,16 @@ PATCHED = {
     "tests/data/test_build.py": {"memfit.data._build", "memfit.data._publish"},
     "tests/data/test_loader.py": {"memfit.data._position"},
     "tests/data/test_manifest.py": {"memfit.data._manifest"},
-    "tests/data/test_measure.py": {"memfit.data._measure"},
     "tests/data/test_pickles.py": {"memfit.data._pickles"},
     "tests/data/test_sequences.py": {"memfit.data._position"},
     "tests/data/test_source.py": {"memfit.data._source"},
     "tests/data/validation_child.py": {"memfit.training._validation"},
-    "tests/diagnosis/test_checkpoints.py": {"memfit.diagnosis._checkpoints"},
-    "tests/diagnosis/test_opener.py": {"memfit.diagnosis._runs"},
-    "tests/finance/conftest.py": {"memfit_workloads.finance._report", "memfit_workloads.finance._verb"},
-    "tests/finance/test_report.py": {"memfit_workloads.finance._report"},
+    "systems/tests/finance/conftest.py": {"memfit_workloads.finance._report", "memfit_workloads.finance._verb"},
+    "systems/tests/finance/test_report.py": {"memfit_workloads.finance._report"},
     "tests/integrations/test_notify.py": {"memfit.integrations._notify"},
     "tests/integrations/test_track.py": {"memfit.integrations._track"},
-    "tests/jobs/test_other_hosts.py": {"memfit.memory._locks"},
+    "tests/jobs/test_local.py": {"memfit.jobs._local"},
+    "tests/jobs/test_other_hosts.py": {"memfit.jobs._local", "memfit.memory._locks"},
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
     "tests/jobs/test_warm.py": {"memfit.jobs._fork"},
     "tests/pipeline/test_canary.py": {"memfit.pipeline._canary"},
@@ -47,20 +45,20 @@ PATCHED = {
     "tests/training/stop_driver.py": {"memfit.training._journal"},
     "tests/training/test_flight.py": {"memfit.training._flight"},
     "tests/training/test_journal.py": {"memfit.training._journal"},
+    "tests/planning/test_launch.py": {"memfit.pipeline._plan_run"},
     "tests/training/test_workers.py": {"memfit.training._workers"},
     "tests/tuning/test_study.py": {"memfit.tuning._sweep"},
     "tests/vm/guest/check_walls.py": {"memfit.memory._jobgroup"},
-    "tests/workloads/test_recipes.py": {"memfit.pipeline._plan_run"},
+    "systems/tests/workloads/test_recipes.py": {"memfit.pipeline._plan_run"},
 }
 
 
 def test_tests_import_packages_and_name_a_private_module_only_to_patch_it():
     found = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "systems/tests").rglob("*.py")]):
         text = path.read_text()
-        assert re.search(r"from memfit(_workloads)?\b[\w.]*\._\w+ import", text) is None, (
-            f"{path} imports a private module's names"
-        )
+        private = re.search(r"from memfit(_workloads)?\b[\w.]*\._\w+ import", text)
+        assert private is None, f"{path} imports a private module's names"
         words = [f"{package}.{name}" for package, names in _IMPORTS.findall(text) for name in _PRIVATE.findall(names)]
         words += re.findall(r"\(\"(memfit[\w.]*?\._[a-z_]+)", text)
         if words:

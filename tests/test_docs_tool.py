@@ -52,6 +52,7 @@ def test_a_block_that_is_a_file_is_written_and_not_run(tmp_path: Path) -> None:
     assert "'../a.py' is no name of a file" in check(tmp_path, file.replace("half.py", "../a.py")).stdout
 
 
+@pytest.mark.proves("S0-47", "C-34")
 @pytest.mark.parametrize(
     ("lines", "told"),
     [

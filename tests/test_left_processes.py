@@ -39,6 +39,7 @@ def session(folder, *arguments):
     conftest = Path(__file__).with_name("conftest.py").read_text()
     assert "_GRACE = 10.0" in conftest
     folder.joinpath("conftest.py").write_text(conftest.replace("_GRACE = 10.0", "_GRACE = 0.0"))
+    folder.joinpath("fixtures.py").write_text(Path(__file__).with_name("fixtures.py").read_text())
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
     return done.returncode, re.findall(r"test_it.py::(\w+) .call.: process (\d+): (.*)", done.stdout)

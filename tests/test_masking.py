@@ -28,6 +28,7 @@ def test_a_secret_is_known_by_its_name_or_its_form(text):
         assert mask(f"x {known}") == "x ***"
 
 
+@pytest.mark.proves("S4-23")
 @pytest.mark.parametrize(
     "word",
     ["PGPASSWORD=abc", "--mytoken=abc", "MYSQL_PWD=abc", "--api-keys=abc", "AccountKey=abc", "https://me:a@abc@host/",
@@ -93,3 +94,82 @@ def test_a_path_under_the_name_of_a_secret_is_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
     monkeypatch.setenv("LONG_TOKEN", "x9" * 4000)  # longer than a name of a file
     assert mask(f"reads {tmp_path}/key.json {'x9' * 4000}") == f"reads {tmp_path}/key.json ***"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--password=correct horse"],
+        ["--password", "correct horse"],
+        ["--password=a&b;horse"],
+        ["--password=a'horse"],
+        ['--password=a"horse b'],
+        ["--key", "horse"],
+        ["--key=horse"],
+        ["--pass", "horse"],
+        ["--pwd=horse b"],
+        ["--auth", "me:horse"],
+        ["--azure-storage-key", "horse"],
+        ["--env=MY_PASSWORD=horse"],
+        ["--env", "MY_PASSWORD=a horse"],
+        ["--header=Authorization: token horse"],
+        ["-H", "X-Api-Key: horse"],
+        ["--sas-token=sv=1&sig=horse"],
+        ["--cookie", "session=horse"],
+        ["sh", "-c", "run --password='a horse' --lr 1"],
+        ["sh", "-c", r"run --password=a\ horse --lr 1"],
+        ["sh", "-c", "run '--password=a horse' --lr 1"],
+        ["sh", "-c", "docker run --env=MY_PASSWORD=horse image"],
+        ["sh", "-c", "curl -H 'Authorization: token horse' host"],
+        ['{"a": {"password": "b \\"horse"}}'],
+        ["eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMhorse.c2ln"],
+        ["sk_" + "live_" + "a1B2" * 6 + "horse"],
+        ["rk_" + "test_" + "a1B2" * 6 + "horse"],
+        ["pypi-AgEIcHlwaS5vcmcC" + "a1" * 9 + "horse"],
+        ["https://a.blob.core.windows.net/c?sv=1&sig=horse%3D"],
+        ["https://api.telegram.org/bot123456789:AAh1" + "b" * 26 + "horse/getMe"],
+        ["123456:ABC-DEF1234ghIkl-zyx57W2v1uhorse"],
+        ["-----BEGIN RSA PRIVATE KEY-----\nhorse\n-----END RSA PRIVATE KEY-----"],
+    ],
+)
+def test_what_a_flag_or_its_form_names_is_masked_to_its_end(words):
+    shown = mask(words)
+    assert "horse" not in str(shown) and "***" in str(shown)
+    assert ("--lr 1" in str(shown)) == ("--lr 1" in str(words))
+    assert "horse" not in mask({"command": words, "text": f"unknown argument: {' '.join(words)}"})["text"]
+
+
+def test_a_parameter_that_is_a_part_of_a_secret_and_a_line_for_the_shell_are_masked_too():
+    found = {"command": ["./train", "--token=pre-abc"], "params": {"t": "abc", "lr": "0.1"}}
+    assert mask(found) == {"command": ["./train", "--token=***"], "params": {"t": "***", "lr": "0.1"}}
+    found = {"DB_PASSWORD": "abc", "command": ["sh", "-c", "export HF_TOKEN='a b'; run --secret abc --lr 1"]}
+    shown = ["sh", "-c", "export HF_TOKEN=***; run --secret *** --lr 1"]
+    assert mask(found) == {"DB_PASSWORD": "***", "command": shown}
+
+
+def test_a_line_of_a_process_has_no_secret_of_its_own_command(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--password=correct horse", "--lr", "0.1"])
+    line = json.dumps({"text": "bad arguments: --password=correct horse --lr 0.1"}, separators=(",", ":"))
+    assert json.loads(mask_line(line)) == {"text": "bad arguments: --password=*** --lr 0.1"}
+    monkeypatch.setattr("sys.argv", ["train.py", "--pass", "training"])
+    assert mask("memfit resume /home/me/training/runs") == "memfit resume /home/me/training/runs"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--input-key question", "--monitor-key=val_loss", "--key-file /a", "key=5", "pass: 3", "exited with sig=9",
+     "Authorized by Cookiecutter", "--use-token --lr 0.1", "config: signature=3", "author=me"],
+)  # fmt: skip
+def test_names_of_columns_and_words_of_logs_stay(text):
+    assert mask([text, *text.split()]) == [text, *text.split()]
+
+
+def test_a_part_of_a_word_is_no_secret():
+    line = "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+    assert mask(line) == line
+    assert mask(["--password", "training", "--out", "pretraining_2"])[3] == "pretraining_2"
+
+
+def test_lines_of_dashes_and_quotes_take_no_longer_than_their_length():
+    for text in ("-" * 100_000, "password='" * 9_000, "a:" * 50_000, "token=\\" * 9_000):
+        assert len(mask(text)) <= len(text)

@@ -147,6 +147,7 @@ def test_a_forked_child_writes_a_file_of_its_own_and_closes_no_other(tmp_path):
     assert {e["phase"] for e in run.events()} == {"parent", "child"}
 
 
+@pytest.mark.proves("S1-49")
 @pytest.mark.slow
 def test_two_runs_in_one_second_get_two_folders(tmp_path):
     first = RunDir.create(tmp_path, "x", "ab" * 32)
@@ -155,6 +156,7 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path):
     assert RunDir.all(tmp_path, "x") == [second, first]
 
 
+@pytest.mark.proves("C-29")
 def test_the_newest_run_sorts_last_whatever_the_clock_and_the_time_zone_say(tmp_path, monkeypatch):
     first = RunDir.create(tmp_path, "x", "ab" * 32)
     monkeypatch.setenv("TZ", "XXX+11")

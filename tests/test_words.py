@@ -10,9 +10,9 @@ import pytest
 from memfit.pipeline import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
-#: What the log and the list of requirements quote stays as it was said.
-QUOTING = ("log.md", "requirements.md")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+#: What the log, the decisions and the list of requirements quote stays as it was said.
+QUOTING = ("log.md", "requirements.md", "decisions")
 
 #: A pattern, and what to write.
 REPLACED = {
@@ -26,7 +26,10 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if page.name not in QUOTING], ids=lambda path: path.name)
+@pytest.mark.proves("C-60")
+@pytest.mark.parametrize(
+    "path", [page for page in PAGES if not {page.name, page.parent.name} & set(QUOTING)], ids=lambda path: path.name
+)
 def test_a_page_uses_the_words_of_the_glossary(path: Path) -> None:
     found = [f"{match[0]!r}: write {better}" for words, better in REPLACED.items() for match in matches(words, path)]
     assert not found
@@ -34,7 +37,7 @@ def test_a_page_uses_the_words_of_the_glossary(path: Path) -> None:
 
 def test_the_library_does_not_bring_the_old_words_back() -> None:
     words = [word for word in REPLACED if word not in (r"\bheap\b", r"\bat (?:its|the) wall\b")]  # names in the code
-    files = sorted((ROOT / "src").rglob("*.py"))
+    files = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "systems/memfit_workloads").rglob("*.py")])
     found = {path.name: match[0] for path in files for word in words for match in matches(word, path)}
     assert found == {}
 

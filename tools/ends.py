@@ -32,60 +32,30 @@ PYTHONS = {"oldest": "3.11", "newest": "3.13"}
 EXTRAS = ("torch", "estimate", "huggingface", "lightning", "accelerate", "hpo")
 TEST_TOOLS = ("pytest>=8.2", "pytest-timeout", "pytest-xdist", "hypothesis")
 #: What needs packages of other extras, or looks at the repository's own environment.
-LEFT_OUT = ("benchmarks", "conformance", "examples", "finance", "forecaster", "workloads", "gpus", "slurm", "vm")
+LEFT_OUT = ("benchmarks", "conformance", "examples", "gpus", "slurm", "vm")
 #: What CI runs: what meets the packages or changes from Python to Python, in half a minute of one core.
 LIGHT = {
-    "oldest": (
-        "config/test_problems.py",
-        "config/test_types.py",
-        "config/test_yaml.py",
-        "cli/test_flags_of_typer.py",
-        "data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice",
-        "data/test_csv.py",
-        "data/test_source.py",
-        "estimation/test_huggingface.py::test_a_config_becomes_a_step_in_the_dtype_of_the_setup",
-        "estimation/test_huggingface.py::test_experts_run_in_fp32_too",
-        "integrations/test_accelerate.py::test_safe_step_recovers_stops_and_resumes",
-        "integrations/test_accelerate.py::test_what_is_watched",
-        "integrations/test_canary.py",
-        "integrations/test_huggingface.py::test_six_stops_in_one_training_change_nothing",
-        "integrations/test_huggingface_recovery.py::test_a_resume_goes_on_with_the_size_that_fits",
-        "integrations/test_lightning.py::test_a_chain_of_stops_and_the_end_that_is_saved",
-        "integrations/test_lightning.py::test_watching_changes_nothing_and_tells_all",
-        "memory/test_budget_devices.py",
-        "memory/test_process.py",
-        "reports/test_summary.py",
-        "test_claims.py",
-    ),
-    "newest": (
-        "config/test_problems.py",
-        "config/test_types.py",
-        "config/test_yaml.py",
-        "cli/test_budget.py",
-        "cli/test_completion.py",
-        "cli/test_diagnose.py",
-        "cli/test_flags_of_typer.py",
-        "cli/test_launch.py",
-        "cli/test_run_command.py",
-        "data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice",
-        "data/test_csv.py",
-        "diagnosis/test_fix.py",
-        "diagnosis/test_kernel_log.py",
-        "diagnosis/test_runs.py",
-        "diagnosis/test_slurm_account.py",
-        "doctor/test_checks.py",
-        "jobs/test_child.py",
-        "jobs/test_death.py",
-        "memory/test_budget.py",
-        "memory/test_cgroup.py",
-        "memory/test_process.py",
-        "memory/test_walls.py",
-        "planning/test_plan.py",
-        "reports/test_runs.py",
-        "reports/test_summary.py",
-        "test_claims.py",
-        "test_main.py",
-    ),
+    "oldest": """
+        config/test_problems.py config/test_types.py config/test_yaml.py cli/test_flags_of_typer.py
+        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_csv.py data/test_source.py
+        estimation/test_huggingface.py::test_a_config_becomes_a_step_in_the_dtype_of_the_setup
+        estimation/test_huggingface.py::test_experts_run_in_fp32_too
+        integrations/test_accelerate.py::test_safe_step_recovers_stops_and_resumes
+        integrations/test_accelerate.py::test_what_is_watched integrations/test_canary.py
+        integrations/test_huggingface.py::test_six_stops_in_one_training_change_nothing
+        integrations/test_huggingface_recovery.py::test_a_resume_goes_on_with_the_size_that_fits
+        integrations/test_lightning.py::test_a_chain_of_stops_and_the_end_that_is_saved
+        integrations/test_lightning.py::test_watching_changes_nothing_and_tells_all memory/test_budget_devices.py
+        memory/test_process.py reports/test_summary.py test_claims.py
+    """,
+    "newest": """
+        config/test_problems.py config/test_types.py config/test_yaml.py cli/test_budget.py cli/test_completion.py
+        cli/test_diagnose.py cli/test_flags_of_typer.py cli/test_launch.py cli/test_run_command.py
+        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_csv.py diagnosis/test_fix.py
+        diagnosis/test_kernel_log.py diagnosis/test_runs.py doctor/test_checks.py jobs/test_child.py
+        jobs/test_death.py memory/test_budget.py memory/test_cgroup.py memory/test_process.py memory/test_walls.py
+        planning/test_plan.py reports/test_runs.py reports/test_summary.py test_claims.py test_main.py
+    """,
 }
 
 
@@ -141,8 +111,8 @@ def run_end(end: str, light: bool, folder: Path, more: list[str]) -> int:
     installed = monotonic() - since
     tests = [path for path in sorted((ROOT / "tests").iterdir()) if path.name not in LEFT_OUT]
     fast = [str(path) for path in tests if path.is_dir() or path.name.startswith("test_")]
-    chosen = [str(ROOT / "tests" / name) for name in LIGHT[end]]
-    what = ["-m", "not long", *chosen] if light else ["-n", "2", "-m", "not slow and not long", *fast]
+    chosen = [str(ROOT / "tests" / name) for name in LIGHT[end].split()]
+    what = ["-m", "not long", *chosen] if light else ["-n", "2", "-m", "not (slow or core or long)", *fast]
     if end == "oldest":
         what += ["-W", "ignore::DeprecationWarning"]  # old packages with newer ones that have no lowest version
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

@@ -1,14 +1,16 @@
-"""Print docs/api.md: every public name of the library, with its first sentence and what is promised of it.
+"""Print the site's page of public names: each with its first sentence, and what is promised of it.
 
-    python tools/list_names.py > docs/api.md
+    python tools/list_names.py > build/docs/api.md
+    python tools/list_names.py --names > tests/public_names.txt
 
-The names are each package's ``__all__``; a test compares the page with what this prints.
+The names are each package's ``__all__``. ``--names`` prints them alone, one a line; a test compares that file.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 
 INTRODUCTION = """# Public names
@@ -16,46 +18,28 @@ INTRODUCTION = """# Public names
 Import a name from the package that this page lists it under. Files and names with a leading underscore are private.
 `help(memfit.plan)` shows arguments, units and errors. What each promise means between two versions:
 [support.md](support.md#what-a-version-promises).
-`python tools/list_names.py > docs/api.md` writes this page anew, and a test compares them.
 """
 #: A promise, what it says, and the modules that it holds for.
 PROMISES = {
     "Kept": (
         "Start with these. From 1.0 on, only a major version changes them. Before 1.0, only a minor version may; the "
         "changelog then says under *Breaking* what to write.",
-        ("memfit",),
+        "memfit",
     ),
     "Kept within a minor version": (
         "You write trainings, workloads and tools with these. A patch version never changes them. A minor version may, "
         "also after 1.0; the changelog then says what to write.",
-        (
-            "memfit.training",
-            "memfit.integrations.huggingface",
-            "memfit.integrations.lightning",
-            "memfit.integrations.accelerate",
-            "memfit.pipeline",
-            "memfit.data",
-            "memfit.splits",
-            "memfit.tuning",
-            "memfit.memory",
-            "memfit.planning",
-            "memfit.estimation",
-            "memfit.diagnosis",
-            "memfit.rundir",
-            "memfit.errors",
-        ),
+        """
+        memfit.training memfit.integrations.huggingface memfit.integrations.lightning memfit.integrations.accelerate
+        memfit.pipeline memfit.data memfit.splits memfit.tuning memfit.memory memfit.planning memfit.estimation
+        memfit.diagnosis memfit.rundir memfit.errors
+        """,
     ),
     "No promise": (
         "memfit's own packages use these between each other. Any version may change them.",
-        (
-            "memfit.jobs",
-            "memfit.config",
-            "memfit.reports",
-            "memfit.slurm",
-            "memfit.doctor",
-            "memfit.integrations",
-            "memfit.cli",
-        ),
+        """
+        memfit.jobs memfit.config memfit.reports memfit.slurm memfit.doctor memfit.integrations memfit.cli
+        """,
     ),
 }
 
@@ -65,9 +49,15 @@ def page() -> str:
     lines = [INTRODUCTION]
     for title, (promise, modules) in PROMISES.items():
         lines += [f"## {title}", promise, ""]
-        for name in modules:
+        for name in modules.split():
             lines += [f"### `{name}`", *_rows(name, briefly=title == "No promise"), ""]
     return "\n".join(lines)
+
+
+def public_names() -> list[str]:
+    """Return every public name with its module: ``memfit.splits.PurgedKFold``."""
+    modules = [module for _, promised in PROMISES.values() for module in promised.split()]
+    return [f"{module}.{name}" for module in sorted(modules) for name in names_of(module)]
 
 
 def names_of(module: str) -> list[str]:
@@ -92,4 +82,4 @@ def _rows(module: str, briefly: bool) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print("\n".join(public_names()) if sys.argv[1:] == ["--names"] else page().rstrip())

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return, no-untyped-call"
 """Rows LG and LGT: LitGPT's model and scripts as of 2024-05 (pre-training) and 2024-10 (fine-tuning).
 
 Kept from there: queries, keys and values in one projection, permuted, split, and repeated for grouped heads; halves
@@ -17,9 +18,16 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from _ground_truth_programs._layers import RMSNorm, default_dtype, freeze, make_linear
-from _ground_truth_programs._pieces import distribute, fully_shard_in_bf16, make_optimizer
-from _ground_truth_programs._spec import Spec
+from _ground_truth_programs._pieces import (
+    RMSNorm,
+    Spec,
+    default_dtype,
+    distribute,
+    freeze,
+    fully_shard_in_bf16,
+    make_linear,
+    make_optimizer,
+)
 from memfit.estimation import Program
 
 
@@ -69,8 +77,7 @@ class LoRA(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.linear(x)
         adapter = self.dropout(x) @ self.lora_a.transpose(0, 1) @ self.lora_b.transpose(0, 1)
-        out: torch.Tensor = result + adapter * 2.0
-        return out
+        return result + adapter * 2.0
 
 
 class LoRAQKV(nn.Module):
@@ -101,8 +108,7 @@ class LoRAQKV(nn.Module):
         if len(self.sizes) < 3:
             padded = up.new_zeros(*up.shape[:-1], self.out_features)
             up = padded.index_copy_(-1, self.where, up)
-        out: torch.Tensor = result + up * 2.0
-        return out
+        return result + up * 2.0
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -112,8 +118,6 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 class Attention(nn.Module):
-    """LitGPT's attention."""
-
     def __init__(self, config: Config, linear: Callable[[str, int, int], nn.Module]) -> None:
         super().__init__()
         self.config = config
@@ -138,38 +142,23 @@ class Attention(nn.Module):
         query = torch.cat((_turn(query[..., :turned], cos, sin), query[..., turned:]), dim=-1)
         key = torch.cat((_turn(key[..., :turned], cos, sin), key[..., turned:]), dim=-1)
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: torch.Tensor = self.proj(out.transpose(1, 2).reshape(batch, length, -1))
-        return result
+        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
-class GatedMLP(nn.Module):
-    """Llama's and Gemma's."""
-
+class MLP(nn.Module):
     def __init__(self, config: Config, linear: Callable[[str, int, int], nn.Module]) -> None:
         super().__init__()
         self.fc_1 = linear("mlp", config.dim, config.hidden)
-        self.fc_2 = linear("mlp", config.dim, config.hidden)
+        self.fc_2 = None if config.mlp == "neox" else linear("mlp", config.dim, config.hidden)
         self.proj = linear("mlp", config.hidden, config.dim)
         self.gelu = config.mlp == "gemma"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fc_2 is None:
+            return self.proj(functional.gelu(self.fc_1(x)))
         gate, up = self.fc_1(x), self.fc_2(x)
         gate = functional.gelu(gate, approximate="tanh") if self.gelu else functional.silu(gate)
-        out: torch.Tensor = self.proj(gate * up)
-        return out
-
-
-class PlainMLP(nn.Module):
-    """GPT-NeoX's."""
-
-    def __init__(self, config: Config, linear: Callable[[str, int, int], nn.Module]) -> None:
-        super().__init__()
-        self.fc = linear("mlp", config.dim, config.hidden)
-        self.proj = linear("mlp", config.hidden, config.dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.proj(functional.gelu(self.fc(x)))
-        return out
+        return self.proj(gate * up)
 
 
 def _norm(config: Config) -> nn.Module:
@@ -187,24 +176,20 @@ class Block(nn.Module):
         self.norm_1 = _norm(config)
         self.attn = Attention(config, linear)
         self.norm_2 = None if config.shared_norm else _norm(config)
-        self.mlp = PlainMLP(config, linear) if config.mlp == "neox" else GatedMLP(config, linear)
+        self.mlp = MLP(config, linear)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         normed = self.norm_1(x)
         attended = self.attn(normed, cos, sin)
         if self.config.parallel_residual:
             normed = normed if self.norm_2 is None else self.norm_2(x)
-            both: torch.Tensor = attended + x + self.mlp(normed)
-            return both
+            return attended + x + self.mlp(normed)
         assert self.norm_2 is not None
         x = attended + x
-        out: torch.Tensor = self.mlp(self.norm_2(x)) + x
-        return out
+        return self.mlp(self.norm_2(x)) + x
 
 
 class GPT(nn.Module):
-    """The model."""
-
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -244,8 +229,7 @@ class GPT(nn.Module):
             x = block(x, self.cos[:length], self.sin[:length])
         x = self.ln_f(x)
         if self.config.pretraining:
-            out: torch.Tensor = self.lm_head(x)
-            return out
+            return self.lm_head(x)
         return [self.lm_head(piece) for piece in x.split(128, dim=1)]
 
 
@@ -269,7 +253,6 @@ def _take_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def make(config: Config) -> Program:
-    """The program of a run."""
     with default_dtype(torch.bfloat16):
         model = GPT(config)
     if config.lora_rank:

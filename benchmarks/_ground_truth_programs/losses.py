@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return, no-untyped-call"
 """Rows CE: the loss layer of Gemma 2 alone, as in the benchmark of Cut Cross-Entropy (apple/ml-cross-entropy).
 
 Its figures leave out what was there before the pass: the hidden states, the classifier and the targets.
@@ -12,16 +13,13 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from _ground_truth_programs._layers import default_dtype
-from _ground_truth_programs._spec import Spec
+from _ground_truth_programs._pieces import Spec, default_dtype
 from memfit.estimation import Program
 
 TOKENS, DIM, VOCAB, SOFTCAP = 8192, 2304, 256000, 30.0
 
 
 class Classifier(nn.Module):
-    """The operands, both of which get gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.hidden = nn.Parameter(torch.empty(TOKENS, DIM))
@@ -68,14 +66,12 @@ def _plain_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    stopped: torch.Tensor = _Stop.apply(_plain_loss(model, batch), batch)  # type: ignore[no-untyped-call]
-    return stopped
+    return _Stop.apply(_plain_loss(model, batch), batch)
 
 
 def _cut_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     assert isinstance(model, Classifier)
-    loss: torch.Tensor = _CutCrossEntropy.apply(model.hidden, model.classifier)  # type: ignore[no-untyped-call]
-    return loss
+    return _CutCrossEntropy.apply(model.hidden, model.classifier)
 
 
 def _make(loss: Any) -> Program:

@@ -11,30 +11,18 @@ from memfit_conformance._strike import Strike
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the 64.
+    """One of the 64."""
 
-    Attributes:
-        number: As in the design's list; a letter after it is a variant.
-        name: What happens.
-        stops: The strikes of each run before the last one, which ends.
-        options: What this moment needs of a combination.
-        damage: What is done to the newest checkpoint before the last run: a name in ``_damage``.
-        resume: What is other in the last run.
-        is_change: Whether the last run must be refused: it would not be the same training.
-        may_die: Whether a signal may end the process without a save, since nothing is to be saved yet.
-        only: The one framework that has the setting that it is about; empty: all.
-        absent: Why a framework has it not, by framework (``*`` all), without memfit; ``+`` before it: also with memfit.
-    """
-
-    number: str
-    name: str
-    stops: tuple[tuple[Strike, ...], ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    damage: str = ""
-    resume: Mapping[str, Any] = field(default_factory=dict)
-    is_change: bool = False
-    may_die: bool = False
-    only: str = ""
+    number: str  # as in the design's list; a letter after it is a variant
+    name: str  # what happens
+    stops: tuple[tuple[Strike, ...], ...] = ()  # the strikes of each run before the last one, which ends
+    options: Mapping[str, Any] = field(default_factory=dict)  # what this moment needs of a combination
+    damage: str = ""  # what is done to the newest checkpoint before the last run: a name in ``_damage``
+    resume: Mapping[str, Any] = field(default_factory=dict)  # what is other in the last run
+    is_change: bool = False  # whether the last run must be refused: it would not be the same training
+    may_die: bool = False  # whether a signal may end the process without a save, since nothing is to be saved yet
+    only: str = ""  # the one framework that has the setting that it is about; empty: all
+    # why a framework has it not, by framework (``*`` all), without memfit; ``+`` before it: also with memfit
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_absent(self, framework: str, with_memfit: bool) -> str:
@@ -94,11 +82,7 @@ MOMENTS: tuple[Moment, ...] = (
     Moment("24", "fourth fsync", _at("fsync", 10, 3), absent=_NO_FSYNC),
     Moment("25", "before the seal's rename", _at("seal", 10), absent=_NO_SEAL),
     Moment("26", "after the seal's rename", _at("sealed", 10), absent=_NO_SEAL),
-    Moment(
-        "27",
-        "inside the removal of old ones",
-        _at("removal", 15),
-    ),
+    Moment("27", "inside the removal of old ones", _at("removal", 15)),
     Moment(
         "28",
         "saving over an existing folder",

@@ -1,4 +1,4 @@
-"""The small training that each framework does: a BERT of 2 layers x 16 for masked words, 96 samples, 2 epochs."""
+"""The small training that each framework does: a BERT of one layer x 16 for masked words, 96 samples, 2 epochs."""
 
 from __future__ import annotations
 
@@ -19,47 +19,26 @@ _WORDS, _MASK = 40, 4
 
 @dataclass(frozen=True)
 class Options:
-    """One combination.
+    """One combination."""
 
-    Attributes:
-        workers: Processes that load data.
-        persistent: Whether they stay between epochs.
-        masks: Whether the collator draws masks from the global generator, or masks fixed places.
-        dropout: Of the model.
-        warmup: Optimizer steps until the learning rate is reached.
-        accumulation: Batches of one optimizer step.
-        batch: Samples of one batch.
-        drop_last: Whether an incomplete last batch is left out.
-        samples: In the data.
-        rate: The learning rate.
-        evaluate: ``"no"``, ``"steps"`` (every 5) or ``"epoch"``.
-        best: Whether the best model is loaded at the end.
-        threads: Of torch.
-        version: What the framework says its version is, or "" for the true one.
-        seedable: Whether Accelerate draws the order by a sampler of its own, with a seed.
-        on_exception: Whether Lightning's ``ModelCheckpoint`` saves at an exception, too.
-        signal: What stops the training where a moment names no signal of its own.
-        own_stop: Whether the framework's own checkpoint at SIGTERM is on.
-    """
-
-    workers: int = 0
-    persistent: bool = False
-    masks: bool = True
+    workers: int = 0  # processes that load data
+    persistent: bool = False  # whether they stay between epochs
+    masks: bool = True  # whether the collator draws masks from the global generator, or masks fixed places
     dropout: float = 0.1
-    warmup: int = 4
-    accumulation: int = 2
-    batch: int = 4
+    warmup: int = 4  # optimizer steps until the learning rate is reached
+    accumulation: int = 2  # batches of one optimizer step
+    batch: int = 4  # samples of one batch
     drop_last: bool = False
     samples: int = 96
     rate: float = 1e-3
-    evaluate: str = "no"
-    best: bool = False
-    threads: int = 1
-    version: str = ""
-    seedable: bool = False
-    on_exception: bool = False
-    signal: str = "KILL"
-    own_stop: bool = False
+    evaluate: str = "no"  # or "steps" (every 5), or "epoch"
+    best: bool = False  # whether the best model is loaded at the end
+    threads: int = 1  # of torch
+    version: str = ""  # what the framework says its version is, or "" for the true one
+    seedable: bool = False  # whether Accelerate draws the order by a sampler of its own, with a seed
+    on_exception: bool = False  # whether Lightning's ModelCheckpoint saves at an exception, too
+    signal: str = "KILL"  # what stops the training where a moment names no signal of its own
+    own_stop: bool = False  # whether the framework's own checkpoint at SIGTERM is on
 
     @property
     def batches(self) -> int:
@@ -112,7 +91,7 @@ def model(options: Options) -> Model:
     config = transformers.BertConfig(
         vocab_size=_WORDS,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=8,

@@ -23,7 +23,7 @@ given = flags.parse_args()
 
 group.init_process_group("gloo")
 rank = group.get_rank()
-model = DistributedDataParallel(torch.nn.Linear(WIDTH, 1))
+model = DistributedDataParallel(torch.nn.Linear(WIDTH, 256))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 phase("train")
@@ -40,7 +40,7 @@ valid = np.load("valid.npy", mmap_mode="r")
 if given.copy:
     valid = np.array(valid)
 with torch.no_grad():
-    for begin in range(0, 64, 8):
+    for begin in range(0, ROWS, 8):
         model(torch.from_numpy(np.array(valid[begin : begin + 8])))
 
 if rank == 0:

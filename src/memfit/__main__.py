@@ -33,10 +33,6 @@ def main() -> None:
     try:
         if len(sys.argv) > 1 and sys.argv[1] in _SUPERVISORS:
             enter_scope()
-            if "--" in sys.argv:  # a command's watcher loads while this does
-                from memfit.jobs import Parent
-
-                Parent.start_early()
         # What loads stays to the end: nothing in it is garbage. Plugins of pydantic would be looked for in the entry
         # points of every installed package, and memfit's settings have no use for one.
         gc.disable()

@@ -16,7 +16,7 @@ def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
     """Return a package's ``__getattr__``, which imports a name from its module at its first use, and its ``__dir__``.
 
     A package exports what it imports as itself, ``from package.module import Name as Name``, at its top or below
-    ``if TYPE_CHECKING``. Its ``__all__`` is made of these names.
+    ``if TYPE_CHECKING``. A package whose ``__all__`` names fewer promises these alone.
     """
 
     @cache

@@ -10,8 +10,7 @@ from typing import Literal
 from memfit.units import format_bytes
 
 Scope = Literal["process", "task", "cpu", "gpu", "node", "job"]
-#: Host memory and the memory of GPUs are never added.
-Place = Literal["host", "device"]
+Place = Literal["host", "device"]  # host memory and the memory of GPUs are never added
 
 
 @dataclass(frozen=True)
@@ -19,11 +18,6 @@ class Amount:
     """Memory of each thing of one scope, in bytes, on the host or on devices.
 
     Amounts of different scopes or places cannot be added or compared: that is a TypeError.
-
-    >>> str(Amount(4 << 30, "cpu")), str(Amount(4 << 30, "job").scaled(1.5))
-    ('4.00 GiB of each CPU', '6.00 GiB of the job')
-    >>> Amount(1 << 30, "task") + Amount(2 << 30, "task") < Amount(4 << 30, "task")
-    True
     """
 
     bytes: int
@@ -73,13 +67,7 @@ class Layout:
     processes_per_task: int | None = None
 
     def to(self, amount: Amount, scope: Scope) -> Amount | None:
-        """Return the same memory in another scope, rounded up; None if a count that this takes is not known.
-
-        >>> Layout(nodes=2, tasks_per_node=4, cpus_per_task=8).to(Amount(4 << 30, "cpu"), "node").bytes >> 30
-        128
-        >>> Layout(cpus_per_task=8).to(Amount(4 << 30, "cpu"), "node") is None  # how many tasks a node has is not known
-        True
-        """
+        """Return the same memory in another scope, rounded up; None if a count that this takes is not known."""
         if amount.per == scope:
             return amount
         tasks = 1 if {amount.per, scope} <= {"process", "task", "cpu"} else self.tasks_per_node

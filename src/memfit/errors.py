@@ -83,12 +83,12 @@ class MissingExtraError(UsageError):
     """An optional package that is not installed."""
 
     @classmethod
-    def of(cls, package: str, extra: str, purpose: str) -> MissingExtraError:
+    def of(cls, package: str, extra: str, purpose: str, distribution: str = "memfit") -> MissingExtraError:
         """An error that gives the pip line which installs ``package`` by the extra that holds it."""
         return cls(
             f"{package} is not installed, and {purpose} needs it.",
             rule=f"{package} belongs to the optional extra [{extra}].",
-            remedy=f"pip install 'memfit[{extra}]'",
+            remedy=f"pip install '{distribution}[{extra}]'",
         )
 
 
@@ -178,13 +178,7 @@ class InterruptedRunError(MemfitError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that names the nearest known name, or lists them all when none is near.
-
-    >>> nearest("SCHEDULER_TYPE", ["SCHEDULER", "OPTIMIZER"])
-    "did you mean 'SCHEDULER'?"
-    >>> nearest("zzz", ["b", "a"])
-    'known: a, b'
-    """
+    """Return a hint that names the nearest known name, or lists them all when none is near."""
     import difflib
 
     names = sorted(known)
@@ -193,15 +187,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_counts(error: type[MemfitError], least: int, **values: object) -> None:
-    """Refuse arguments that are no whole numbers of at least ``least``; None is one that was left out.
-
-    >>> check_counts(UsageError, 1, batch=32, max_tokens=None)
-    >>> check_counts(UsageError, 1, batch=False)
-    Traceback (most recent call last):
-    memfit.errors.UsageError: batch is False.
-      rule: batch is a whole number of at least 1.
-      do:   pass batch=1 or more
-    """
+    """Refuse arguments that are no whole numbers of at least ``least``; None is one that was left out."""
     for name, value in values.items():
         is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if value is not None and not (is_whole and value >= least):  # type: ignore[operator]

@@ -27,10 +27,8 @@ T = TypeVar("T")
 #: What numbers in a file stay below: 64 bits, and what a float can hold the square of.
 _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
-#: The field of a file that holds the fields that are masked in it.
-_SECRETS, _MASKED = "secrets", "masked"
-#: What ``open_own`` says of a file that it refuses.
-REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})
+_SECRETS, _MASKED = "secrets", "masked"  # the field of a file that holds the fields that are masked in it
+REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})  # what ``open_own`` says of a file that it refuses
 #: What a network drive says whose server does not answer: nfs(5), ``soft`` and ``softerr``; a broken disk says EIO too.
 #: ESTALE: another host replaced the file while it was read.
 AWAY = frozenset({errno.EIO, errno.ETIMEDOUT, errno.ESTALE})
@@ -38,17 +36,7 @@ _AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a file's content so that no reader ever sees a part of it.
-
-    Args:
-        path: The file; its folder must exist.
-        content: The new content; text is written as UTF-8.
-        durable: Also force it to disk, so that it survives a power cut. Leave it off for live status files.
-        mode: Who may read and write it, less the umask.
-
-    Raises:
-        OSError: On a full disk, for example; the old content is still there.
-    """
+    """Replace a file's content so that no reader ever sees a part of it; ``durable`` outlasts a power cut, too."""
     if durable:
         outlast(lambda: _replace(Path(path), content, durable=True, mode=mode))
     else:
@@ -56,11 +44,7 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
 
 
 def outlast(call: Callable[[], T]) -> T:
-    """Return what a call returns; while the server of a network drive does not answer, make it again for a minute.
-
-    Raises:
-        OSError: The drive does not answer still, or it is another error.
-    """
+    """Return what a call returns; while the server of a network drive does not answer, make it again for a minute."""
     until = time.monotonic() + _AWAY_SECONDS
     while True:
         try:
@@ -133,9 +117,6 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file, readable by its owner alone if this call makes it.
 
     It follows no link and waits for no writer of a FIFO: other users may reach the folder.
-
-    Raises:
-        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
     """
     refused = OSError(errno.EINVAL, "not a regular file", str(path))
     try:
@@ -149,11 +130,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 
 def open_own(path: Path | str) -> BinaryIO:
-    """Open a file of a run directory to read it. Every reader of a run directory opens its files here.
-
-    Raises:
-        OSError: As for ``open_regular``, or if the file belongs to another user, who may have forged it.
-    """
+    """Open a file of a run directory to read it. Every reader of a run directory opens its files here."""
     file = open(open_regular(path), "rb")  # noqa: SIM115 - the caller closes it
     owner, folder = os.fstat(file.fileno()).st_uid, Path(path).parent
     if owner == os.geteuid() or (owner == folder.stat().st_uid and is_own(folder)):
@@ -190,16 +167,10 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(
     path: Path | str, shape: Mapping[str, Any] | None = None, *, most_bytes: int = 256 << 20
 ) -> dict[str, Any] | None:
-    """Return a JSON file's object, or None when the file is not there.
+    """Return a JSON file's object, whose fields have a ``shape`` (`fits`); None when the file is not there.
 
-    Args:
-        path: The file.
-        shape: The type that each field must have, as for ``fits``; None to take any object.
-        most_bytes: A larger file is damaged: this process must not be killed for what a job wrote.
-
-    Raises:
-        DamagedError: If the file is there and holds no such object, or is no regular file of this user: files here
-            are renamed into place whole, so a broken one was changed from outside.
+    Files here are renamed into place whole, so a broken one was changed from outside. A larger one than ``most_bytes``
+    is damaged: this process must not be killed for what a job wrote.
     """
     try:
         text = read_own(path, most_bytes + 1)
@@ -221,11 +192,7 @@ def read_json(
 
 
 def check_shape(path: Path | str, value: M, shape: Mapping[str, Any]) -> M:
-    """Return an object that was read from a file, once each field has its shape, as for ``fits``.
-
-    Raises:
-        DamagedError: If a field has another shape.
-    """
+    """Return an object that was read from a file, once each field has its shape, as for ``fits``."""
     for name, kind in shape.items():
         if not fits(value.get(name), kind):
             told = f"{name}: {json.dumps(value[name])[:60]}" if name in value else f"no {name}"
@@ -256,12 +223,8 @@ def read_masked(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str,
     return value
 
 
-def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return a JSON file's object with its secrets, as ``read_json`` does.
-
-    Raises:
-        DamagedError: It cannot be read, or its secrets were taken out.
-    """
+def read_whole(path: Path) -> dict[str, Any] | None:
+    """Return a JSON file's object with its secrets, as ``read_json`` does."""
     value = read_json(path, {_SECRETS: (dict, type(None)), _MASKED: ([str], type(None))})
     if value is None:
         return None
@@ -272,7 +235,7 @@ def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, 
             rule="a job starts with the values that its run was given, never with *** in their place.",
             remedy="start a new run with these values: memfit run --new",
         )
-    return check_shape(path, value | secrets, shape or {})
+    return value | secrets
 
 
 def damaged(path: Path | str, what: str) -> DamagedError:
@@ -324,11 +287,7 @@ def is_own(path: Path) -> bool:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse the run directory of another user.
-
-    Raises:
-        UsageError: If another user owns it.
-    """
+    """Refuse the run directory of another user."""
     if not is_own(path):
         uid = path.stat().st_uid
         raise UsageError(

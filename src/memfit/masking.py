@@ -1,61 +1,96 @@
-"""Masks secrets: what looks like one in arguments, variables, causes, events and texts becomes ``***``."""
+"""Make the texts of others safe to show: what looks like a secret becomes ``***``, and a terminal has no orders."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
-#: What files and lines hold in place of a secret.
-MASK = "***"
+#: What a terminal obeys: sequences that begin with ESC, also without their end; other signs that are no text, and those
+#: that turn the direction of writing. Lines and tabs stay.
+_CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+MASK = "***"  # what files and lines hold in place of a secret
 _SECRET_NAME = re.compile(
     r"(?i)(?!(?:.*[_.-])?(?:pad|eos|bos|unk|sep|cls|mask|image|per|next|last|first)[_-]token$)"  # of a tokenizer
-    r".*(?:token|secrets?|passwords?|passwd|passphrase|credentials?|webhooks?(?:[-_]ur[li])?|(?:api|access|auth|private"
-    r"|account|secret|encryption)[-_]?keys?)|.+[-_]pwd|.*(?:db|user|sql|smtp)[-_]pass|notify[-_]url"
+    r".*(?:token|secrets?|passwords?|passwd|passphrase|credentials?|cookies?|jwt|connection[-_]?string|authorization"
+    r"|webhooks?(?:[-_]ur[li])?|(?:api|access|auth|private|account|secret|encryption|storage|signing|master|license"
+    r"|deploy|client|ssh|sas)[-_]?keys?)|.+[-_]pwd|.*(?:db|user|sql|smtp|admin|root)[-_]pass|notify[-_]url"
 )
-#: Names with their values, ``--name value`` and ``name=value``, anywhere in a text.
+#: What is a secret's name as a flag alone: ``--key X``, and not ``key=5``.
+_SECRET_FLAG = re.compile(
+    r"(?i)key|pass|pwd|pw|auth"
+    r"|(?!.*(?:text|image|audio|video|label|input|output|prompt|response|answer|question|chosen|rejected|target|sort|index"
+    r"|cache|primary|partition|group|dict|data|dataset|field|column|metric|monitor|score|batch|query|feature|id|state"
+    r"|sample|model|config|public|message|messages|name|time|date)[_-]key$).+[_-]key"
+)
+_NAME = r"[A-Za-z_][\w.-]{0,99}"
+#: A name before its value, anywhere in a text: ``--name value``, ``name=value``, ``name: value``.
 _NAMED = re.compile(
-    r"""((?:--(?P<flag>[\w.-]+)\s+|(?P<name>[A-Za-z_][\w.-]{0,99})["']?\s*[=:]\s*))("[^"]*"|'[^']*'|[^\s"'&;]+)"""
+    rf"""(?<![\w-])--(?P<flag>{_NAME})\s+(?!--)"""
+    rf"""|(?P<dash>-{{0,2}})(?P<name>{_NAME})\\*["']?\s*(?:=|(?P<colon>:(?!//)))\s*"""
 )
-#: What shows by itself that it is a secret: its kind, the text before it that stays, and the secret.
-#: `memfit doctor --secrets` looks for those with a kind; the others are known to detect-secrets, or are common in code.
-FORMS = (
-    ("Discord Webhook", r"discord(?:app)?\.com/api/(?:v\d+/)?webhooks/", r"[\w/-]+"),
-    ("W&B Key", r"(?i:wandb|w&b|weights.{1,5}biases).{0,99}?\b", r"[0-9a-f]{40}\b"),
-    ("W&B Token", "", r"\bwandb_v1_\w{16,}"),
-    ("Signed URL", r"(?i:\bX-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)", r"[^\s&\"'<>\\]+"),
-    ("Hugging Face Token", "", r"\bhf_[A-Za-z0-9]{20,}"),
-    ("Google Key", "", r"\bAIza[\w-]{30,}"),
-    ("", r"://[^/\s:@]*:", r"[^/\s]+(?=@)"),
-    ("", r"hooks\.slack\.com/\w+/", r"[\w/-]+"),
-    ("", r"\bBearer |\bAuthorization[\"']?[:=]\s*[\"']?Basic ", r"[^\s\"'<>\\]+"),
-    ("", "", r"\b(?:sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+#: The value: one word as a shell reads it, also with a quote that nothing closes; behind a colon as JSON has it.
+_REST = r"""(?:\\.|"(?=\w)[^"]*"|'(?=\w)[^']*'|["'](?=\w)|[^\s"'&;\\])+"""
+_VALUE = re.compile(rf"""(?:"[^"]*"|'[^']*')(?:(?=[\w"'\\]){_REST})?|["']?{_REST}""")
+_OF_COLON = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|\\*["']?[^\s"'&;]+""")
+#: The same at the beginning of one word of a command, whose value is the rest of the word.
+_OF_WORD = re.compile(rf"(-{{0,2}})({_NAME})\s*(?:=|:(?!//))\s*")
+_CODE_FLAG = re.compile("-[a-z]{0,3}c")  # what a text of several words stands behind, as in ``sh -c``
+#: What shows by itself that it is a secret: the text before it that stays, and the secret.
+_FORMS = (
+    (r"discord(?:app)?\.com/api/(?:v\d+/)?webhooks/", r"[\w/-]+"),
+    (r"(?i:wandb|w&b|weights.{1,5}biases).{0,99}?\b", r"[0-9a-f]{40}\b"),
+    ("", r"\bwandb_v1_\w{16,}"),
+    (r"(?i:\bX-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)", r"[^\s&\"'<>\\]+"),
+    ("", r"\bhf_[A-Za-z0-9]{20,}"),
+    ("", r"\bAIza[\w-]{30,}"),
+    (r"[?&]sig(?:nature)?=|\bsig=(?=[\w%+/=-]{20})", r"[^\s&\"'<>\\]+"),  # of Azure
+    (r"://[^/\s:@]*:", r"[^/\s]+(?=@)"),
+    (r"hooks\.slack\.com/\w+/", r"[\w/-]+"),
+    (r"(?i:\bAuthorization[\\\"']*\s*[:=][\s\\\"']*(?:(?:Bearer|Basic|Token|Bot|ApiKey) )?)", r"[^\s\"'<>\\]+"),
+    (r"\bBearer ", r"[^\s\"'<>\\]+"),
+    (r"\b(?:Set-)?Cookie: ?|-----BEGIN [A-Z ]*PRIVATE KEY-----", r"[^\"'<>-][^\"'<>]*?(?=[\"'<>]|-----|$)"),
+    ("", r"\beyJ[\w-]{16,}(?:\.[\w-]*)*"),  # JSON in Base64: a JWT, a token of Neptune
+    ("", r"(?:\bbot|\b)\d{6,12}:A(?=[A-Za-z_-]*\d)[\w-]{30,}"),  # Telegram
+    ("", r"\b(?:sk-|[rs]k_(?:live|test)_|whsec_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}"),
+    ("", r"\b(?:pypi-Ag|npm_|SG\.)[\w-]{16,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
 )
-_BY_ITSELF = re.compile("|".join(f"({kept})({secret})" for _, kept, secret in FORMS))
+_BY_ITSELF = re.compile("|".join(f"({kept})({secret})" for kept, secret in _FORMS))
 #: The secret half of a pair of Amazon's. It is known beside the other half alone.
 _AWS_PAIR = r"(?<![\w/+])[\w/+]{40}(?![\w/+=])"
-#: What a text in small letters has if it has a secret by name or form. No group, for speed.
+#: What a text in small letters has if it has a secret by name or form. Each begins with a letter or sign, for speed.
 _HINT = re.compile(
     r"token\b|secrets?\b|pass\b|passwords?\b|passwd\b|passphrase\b|credentials?\b|pwd\b|keys?\b|webhooks?\b|ur[li]\b|://"
-    r"|bearer |basic |\.slack|x-amz-|x-goog-|wandb|w&b|biases|hf_|aiza|sk-|gh[pousr]_|github_|glpat-|xox|akia|asia"
+    r"|bearer |authoriz|cookies?\b|jwt\b|string\b|sig(?:nature)?=|\.slack|x-amz-|x-goog-|wandb|w&b|biases|hf_|aiza"
+    r"|sk-|sk_|rk_|whsec_|gh[pousr]_|github_|glpat-|xox|akia|asia|pypi-|npm_|sg\.|eyj|:a[\w-]{30}|auth\b|pw\b|-----begin"
 )
 #: Facts of a run or job that are no arguments: they stay as they are, whatever secret has the same text.
 _NO_ARGUMENTS = frozenset({"id", "kind", "cwd", "group", "host", "user", "experiment", "fingerprint", "python"})
-#: A shorter text is a secret in its own place alone: it may stand elsewhere by chance.
-_LEAST_TEXT = 6
-#: Finders of detect-secrets that guess by randomness or by form; in code and data they are wrong nearly always.
-_GUESSES = ("Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector")
+_LEAST_TEXT = 6  # a shorter text is a secret in its own place alone: it may stand elsewhere by chance
+
+
+@lru_cache(maxsize=1024)
+def _is_secret_name(name: str, is_flag: bool) -> bool:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return bool(_SECRET_NAME.fullmatch(words) or (is_flag and _SECRET_FLAG.fullmatch(words)))
 
 
 @lru_cache(maxsize=1)
-def _own_values(num_variables: int) -> frozenset[str]:
-    """Return the values of variables with a secret's name, as JSON has them too; read anew when the number changes."""
-    named = {name: value for name, value in os.environ.items() if _SECRET_NAME.fullmatch(name)}
-    lines = [line.strip() for value in named.values() for line in value.splitlines()]
+def _own_texts(num_variables: int, arguments: tuple[str, ...]) -> frozenset[str]:
+    """Return the secrets among this process's arguments and variables, as JSON has them too, for their number."""
+    masker = _Masker(own=frozenset())
+    for _ in range(2):  # values of parameters are found by their placeholders
+        masker.mask(arguments)
+    named = [value for name, value in os.environ.items() if _SECRET_NAME.fullmatch(name)]
+    named += [text for text in masker.found if not text.isalpha()]  # a word alone stands in paths and messages too
+    lines = [line.strip() for value in named for line in value.splitlines()]
     texts = [one for one in lines if len(one) >= _LEAST_TEXT and not os.path.exists(one)]  # noqa: PTH110 - for any length
     return frozenset([*texts, *(json.dumps(text)[1:-1] for text in texts)])
 
@@ -68,47 +103,34 @@ def mask_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def mask_line(line: str) -> str:
     """Return the JSON object of a line without secrets, as `mask_record` does; 5 microseconds if it has none."""
-    if not _HINT.search(line.lower()) and not any(one in line for one in _own_values(len(os.environ))):
+    if not _HINT.search(line.lower()) and not any(one in line for one in _own_texts(len(os.environ), tuple(sys.argv))):
         return line
     return json.dumps(mask_record(json.loads(line)), separators=(",", ":"))
 
 
-def load_finders() -> list[Any]:
-    """Return detect-secrets' classes that find secrets, in 0.15 s; none where it is not installed."""
-    try:
-        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class as load
-    except ModuleNotFoundError:
-        return []
-    finders: Any = load().values()
-    return [one for one in finders if one.__name__ not in _GUESSES]
+def strip_controls(text: str) -> str:
+    """Return a text without what a terminal obeys.
 
-
-def redact(text: str) -> str:
-    """Return a text without what `mask` and detect-secrets find."""
-    text = mask(text)
-    found: list[str] = [one for finder in load_finders() for one in finder().analyze_string(text)]
-    for one in (one for one in found if len(one) >= _LEAST_TEXT):
-        text = text.replace(one, MASK)
-    return text
+    >>> strip_controls("\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07\\x1b[2Jno\\r\\n\\x1b]8;;no end")
+    'red no\\n8;;no end'
+    """
+    return _CONTROLS.sub("", text)
 
 
 def mask(value: Any, *, by_name: bool = True) -> Any:
     """Return a JSON value with ``***`` in place of all that looks like a secret.
 
     That is what follows a name such as ``HF_TOKEN``, ``--api-key`` or ``password``, what is a secret by its form, and
-    the same text elsewhere in the value. So is the value of a variable of this process with such a name. A parameter
+    the same text elsewhere in the value. So are this process's variables with such a name, and secrets among its own
+    arguments. In a list each text is one word of a command: what follows a name in it ends with the word. A parameter
     ``{t}`` in such a place makes all values of ``t`` secrets. Without ``by_name`` JSON and HTML stay whole.
 
     >>> mask(["train.py", "--token", "abc", "--api-key=abc", "--max-tokens=512", "https://me:abc@host/"])
     ['train.py', '--token', '***', '--api-key=***', '--max-tokens=512', 'https://me:***@host/']
-    >>> mask({"DB_PASSWORD": "abc", "command": ["sh", "-c", "export HF_TOKEN='a b'; run --secret abc --lr 1"]})
-    {'DB_PASSWORD': '***', 'command': ['sh', '-c', 'export HF_TOKEN=***; run --secret *** --lr 1']}
     >>> mask(["--param", "t=abc,def", "--", "./train", "--token={t}"])
     ['--param', 't=***', '--', './train', '--token=***']
-    >>> mask({"command": ["./train", "--token=pre-abc"], "params": {"t": "abc", "lr": "0.1"}})
-    {'command': ['./train', '--token=***'], 'params': {'t': '***', 'lr': '0.1'}}
     """
-    masker = _Masker(by_name=by_name)
+    masker = _Masker(by_name=by_name, own=_own_texts(len(os.environ), tuple(sys.argv)))
     shown = masker.mask(value)
     for _ in range(2 if masker.found else 0):  # by the parameters that the first pass found, then by all texts
         shown = masker.mask(value)
@@ -118,22 +140,22 @@ def mask(value: Any, *, by_name: bool = True) -> Any:
 class _Masker:
     """Masks a value; what it found before is masked wherever it stands."""
 
-    def __init__(self, *, by_name: bool) -> None:
-        self.found, self._by_name = set[str](), by_name
+    def __init__(self, *, own: frozenset[str], by_name: bool = True) -> None:
+        self.found, self._by_name, self._own = set[str](), by_name, own
         self._names: set[str] = set()
         self._known = re.compile("(?!)")
 
     def mask(self, value: Any) -> Any:
         self._names = {name for text in self.found for name in re.findall(r"\{(\w+)\}", text)}
-        texts = {text for text in self.found if len(text) >= _LEAST_TEXT} | _own_values(len(os.environ))
-        forms = [re.escape(text) for text in sorted(texts, key=len, reverse=True)]
+        texts = {text for text in self.found if len(text) >= _LEAST_TEXT} | self._own
+        ordered = sorted(texts, key=len, reverse=True)
+        forms = [rf"\b{text}\b" if text.isalpha() else re.escape(text) for text in ordered]
         is_pair = any(text.startswith(("AKIA", "ASIA")) for text in self.found)
         self._known = re.compile("|".join(forms + [_AWS_PAIR] * is_pair) or "(?!)")
         return self._mask(value)
 
-    def _is_secret(self, name: str) -> bool:
-        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-        return name in self._names or _SECRET_NAME.fullmatch(words) is not None
+    def _is_secret(self, name: str, *, is_flag: object = False) -> bool:
+        return name in self._names or _is_secret_name(name, bool(is_flag))
 
     def _hide(self, text: object) -> str:
         self.found.add(str(text).strip("'\""))
@@ -153,16 +175,49 @@ class _Masker:
         if isinstance(value, Mapping):
             return {name: self._mask_field(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            shown = [self._mask(one) for one in value]
-            for at, (flag, one) in enumerate(pairwise(value), start=1):
-                if isinstance(flag, str) and flag.startswith("-") and self._is_secret(flag.strip("-")):
-                    shown[at] = self._hide(one)
-            return type(value)(shown)
+            return type(value)(map(self._mask_item, ("", *value), value))
         if isinstance(value, str):
-            if self._by_name:
-                value = _NAMED.sub(
-                    lambda it: it[1] + self._hide(it[4]) if self._is_secret(it["flag"] or it["name"]) else it[0], value
-                )
-            by_form = _BY_ITSELF.sub(lambda it: it[(it.lastindex or 2) - 1] + self._hide(it[it.lastindex or 2]), value)
-            return self._known.sub(MASK, by_form)
+            return self._mask_word(value) if value[:1] == "-" else self._mask_text(value)
         return value
+
+    def _mask_item(self, before: Any, one: Any) -> Any:
+        """Mask an item of a list, which may be a word of a command."""
+        before = before if isinstance(before, str) else ""
+        if before[:1] == "-" and self._is_secret(before.strip("-"), is_flag=True) and not str(one).startswith("--"):
+            return self._hide(one)
+        return self._mask_word(one) if isinstance(one, str) and not _CODE_FLAG.fullmatch(before) else self._mask(one)
+
+    def _mask_word(self, word: str) -> str:
+        at = 0
+        while self._by_name and (found := _OF_WORD.match(word, at)) and (at := found.end()) < len(word):
+            if self._is_secret(found[2], is_flag=found[1]):
+                return word[:at] + self._hide(word[at:])
+        return self._mask_text(word)
+
+    def _mask_named(self, text: str) -> str:
+        shown, done, at = "", 0, 0
+        while found := _NAMED.search(text, at):
+            at, name = found.end(), found["flag"] or found["name"]
+            is_formed = name.lower().endswith(("authorization", "cookie"))  # whose forms know where their values end
+            if not is_formed and self._is_secret(name, is_flag=found["flag"] or found["dash"]):
+                end = _end_of_value(text, found)
+                if end > at:
+                    shown, done, at = shown + text[done:at] + self._hide(text[at:end]), end, end
+        return shown + text[done:]
+
+    def _mask_text(self, text: str) -> str:
+        text = self._known.sub(MASK, text)  # first: a name's value may end later than is seen here
+        if not self._names and not _HINT.search(text.lower()):
+            return text
+        text = self._mask_named(text) if self._by_name else text
+        return _BY_ITSELF.sub(lambda it: it[(it.lastindex or 2) - 1] + self._hide(it[it.lastindex or 2]), text)
+
+
+def _end_of_value(text: str, name: re.Match[str]) -> int:
+    """Return where the value behind a name ends: with the quotes that both stand in, or else with its own word."""
+    at, quote = name.end(), text[max(0, name.start() - 1) : name.start()]
+    if quote in ("'", '"') and quote not in name[0] and (end := text.find(quote, at)) >= 0:
+        rest = _VALUE.match(text, end + 1) if text[end + 1 : end + 2] in ("'", '"', "\\") else None
+        return rest.end() if rest else end
+    value = (_OF_COLON if name["colon"] else _VALUE).match(text, at)
+    return value.end() if value else at

@@ -20,17 +20,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([a-zA-Z]*)\s*")  # 19
 
 
 def parse_bytes(text: str | int) -> int:
-    """The number of bytes that a size such as ``8GiB`` or ``512M`` stands for.
-
-    Single letters and ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024; ``kB``, ``MB``, ``GB``, ``TB`` are powers
-    of 1000. A bare number is bytes.
-
-    Raises:
-        ConfigError: If the text is no size.
-
-    >>> parse_bytes("1.5GiB"), parse_bytes("512M"), parse_bytes("2GB"), parse_bytes(4096)
-    (1610612736, 536870912, 2000000000, 4096)
-    """
+    """Return the bytes of a size such as ``8GiB``, ``512M`` (single letters: powers of 1024) or ``2GB`` (of 1000)."""
     match = _SIZE.fullmatch(str(text))
     factor = _FACTOR.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
@@ -44,12 +34,25 @@ def parse_bytes(text: str | int) -> int:
     return int(Fraction(match.group(1)) * factor)
 
 
-def format_bytes(count: int) -> str:
-    """A byte count as people read it, in the largest unit of which there is at least one.
+def parse_memory(text: str | int) -> int:
+    """Return the bytes of a request, a limit or a forecast of memory; less than 1 MiB, and not 0, is refused."""
+    size = parse_bytes(text)
+    if 0 < size < MIB:
+        raise ConfigError(
+            f"'{text}' is {format_bytes(size)}: less than 1 MiB.",
+            rule="no job runs in less than 1 MiB, and a number without a unit is bytes.",
+            remedy=f"did you mean {suggest_size(text)}?",
+        )
+    return size
 
-    >>> format_bytes(1610612736), format_bytes(3 << 20), format_bytes(-2048), format_bytes(17)
-    ('1.50 GiB', '3.0 MiB', '-2.0 KiB', '17 B')
-    """
+
+def suggest_size(given: object) -> str:
+    """Return the size that was probably meant by a bare number, such as ``12GiB``."""
+    return f"{given}GiB" if re.fullmatch("[1-9][0-9]{0,3}", str(given)) else "4GiB"
+
+
+def format_bytes(count: int) -> str:
+    """A byte count as people read it, in the largest unit of which there is at least one."""
     size, sign = abs(count), "-" if count < 0 else ""
     if size < KIB:
         return f"{sign}{size} B"
@@ -60,11 +63,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float, *, short: bool = False) -> str:
-    """A duration as people read it; ``short`` leaves the seconds out from one hour on.
-
-    >>> format_duration(3.21), format_duration(3512), format_duration(14397), format_duration(14397, short=True)
-    ('3.2s', '58m 32s', '3h 59m 57s', '3h 59m')
-    """
+    """A duration as people read it; ``short`` leaves the seconds out from one hour on."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,6 @@
 """Benchmarks as modules, and as commands."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -9,21 +9,13 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def benchmark():
     """Imports a benchmark."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-    def load(name):
-        found = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-        module = importlib.util.module_from_spec(found)
-        monkeypatch.setitem(sys.modules, found.name, module)  # its dataclasses look there
-        found.loader.exec_module(module)
-        return module
-
-    return load
+    return importlib.import_module
 
 
 @pytest.fixture
@@ -31,7 +23,7 @@ def run(tmp_path):
     """Runs a benchmark as a command in a folder of its own."""
 
     def command(name, *words):
-        words = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, words)]
+        words = [sys.executable, str(BENCHMARKS / "harness.py"), "run", name, *map(str, words)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
 

@@ -32,9 +32,9 @@ def write(path, *excerpts):
     return str(path)
 
 
-def test_all_right_is_met_and_the_substrings_see_memory_in_a_room(main, tmp_path, capsys):
-    assert main(["--corpus", write(tmp_path / "c.jsonl", ARRAY, ROOM, KILLED), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_all_right_is_met_and_the_substrings_see_memory_in_a_room(main, tmp_path):
+    assert main(["--corpus", write(tmp_path / "c.jsonl", ARRAY, ROOM, KILLED), "--json", str(tmp_path / "f")]) == 0
+    found = json.loads((tmp_path / "f").read_text())["figures"]
     names = ("kind", "ambiguous", "figures", "false_oom", "substrings_false_oom")
     assert [found[name] for name in names] == [[2, 2], [1, 1], [3, 3], [0, 1], [1, 1]]
 
@@ -52,19 +52,20 @@ def test_a_false_alarm_and_a_wrong_figure_are_missed_and_named(main, tmp_path, c
     assert said in out and "not all right: wrong" in out
 
 
-def test_a_line_that_says_what_is_wanted_counts_in_what_it_names(main, tmp_path, capsys):
+def test_a_line_that_says_what_is_wanted_counts_in_what_it_names(main, tmp_path):
     full = {"name": "disk", "text": "RuntimeError: [ENOSPC] No space left on device", "want": {"cause": "disk_full"}}
     lines = [
         {"name": "array", "text": ARRAY["text"], "want": {"kind": "host_alloc", "tried_gib": 2.0}},
         full,
         {"name": "wrong cause", "text": ROOM["text"], "want": {"kind": "none", "cause": "disk_full"}},
     ]
-    assert main(["--corpus", write(tmp_path / "c.jsonl", *lines), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert main(["--corpus", write(tmp_path / "c.jsonl", *lines), "--json", str(tmp_path / "f")]) == 1
+    found = json.loads((tmp_path / "f").read_text())["figures"]
     assert [found[name] for name in ("kind", "cause", "figures", "phase")] == [[2, 2], [1, 2], [1, 1], [0, 0]]
     assert (found["wrong"], found["is_own"]) == (["wrong cause"], False)
 
 
+@pytest.mark.slow
 def test_a_large_log_is_diagnosed_in_its_middle(benchmark, tmp_path):
     assert benchmark("diagnosis").stream(0.01, tmp_path)["kind"] == "gpu"
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """The stress benchmark measures what it says: right checksums, every kill, every lost attempt, the use of the jobs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.slow
 
 V1_MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
@@ -53,6 +52,7 @@ def test_the_same_seed_makes_the_same_jobs_and_liars_are_wrong_by_ten(stress):
     assert max(job.declared_mib for job in jobs) <= 6 * 400
 
 
+@pytest.mark.slow
 @needs_groups
 def test_a_killed_job_is_counted_and_its_result_is_missed(stress, tmp_path):
     small, large = jobs_of(stress, "leak", "burst")
@@ -73,6 +73,7 @@ def test_a_killed_job_is_counted_and_its_result_is_missed(stress, tmp_path):
     assert not dict(stress.targets(figures | {"use_jobs": 1.0}))["1 kills (0 wanted)"]
 
 
+@pytest.mark.core
 @needs_groups
 def test_memfit_runs_a_few_jobs_under_a_real_limit_without_a_kill(stress, tmp_path):
     jobs = stress.make_jobs(8, 2, 72)
@@ -82,3 +83,15 @@ def test_memfit_runs_a_few_jobs_under_a_real_limit_without_a_kill(stress, tmp_pa
     assert figures["memfit_oom_kills"] == 0
     assert 0 < figures["use_jobs"] <= figures["use_all"] < 1
     assert figures["states"] == {"completed": 8}
+
+
+@pytest.mark.long
+@needs_groups
+def test_two_runs_share_a_real_limit_without_a_kill_or_a_lost_attempt(run, tmp_path):
+    words = ["--runs", "2", "--jobs", "20", "--hold", "0.7", "--limit", "1GiB", "--reserve", "192MiB"]
+    done = run("stress", *words, "--work", tmp_path / "work", "--json", tmp_path / "figures.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert (figures["kills"]["total"], figures["num_wrong"], figures["missing"]) == (0, 0, [])
+    assert figures["states"] == {"completed": 20}
+    assert len(list((tmp_path / "work/runs").glob("share_*/run_*"))) == 2

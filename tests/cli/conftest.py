@@ -1,31 +1,18 @@
 """Commands of memfit in this process, in a folder with the tiny workload."""
 
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from memfit.cli import main
 
 TINY = Path(__file__).parents[1] / "pipeline" / "tiny.py"
 
 
 @pytest.fixture
-def memfit(tmp_path, monkeypatch, capsys):
-    """Runs a command as the program does; gives its exit code and what it wrote."""
+def memfit(memfit, tmp_path):
+    """Has the tiny workload in its folder."""
     shutil.copy(TINY, tmp_path / "tiny.py")
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["memfit", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        written = capsys.readouterr()
-        return SimpleNamespace(exit_code=caught.value.code or 0, out=written.out, err=written.err)
-
-    return command
+    return memfit
 
 
 def tiny_config(top="", **params):

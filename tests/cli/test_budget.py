@@ -39,7 +39,13 @@ def test_this_machine_as_a_file_is_read_by_a_plan(memfit, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(("--limit", "lots"), "'lots' is not a size"), (("--limit", "0"), "0"), (("--reserve", "x"), "'x' is not a size")],
+    [
+        (("--limit", "lots"), "'lots' is not a size"),
+        (("--limit", "0"), "0"),
+        (("--limit", "4"), "'4' is 4 B: less than 1 MiB"),
+        (("--reserve", "12"), "'12' is 12 B"),
+        (("--reserve", "x"), "'x' is not a size"),
+    ],
 )
 def test_a_size_that_cannot_be_read_is_bad_usage(memfit, words, what):
     done = memfit("budget", *words)

@@ -1,4 +1,4 @@
-"""``memfit compare`` of runs: what differs comes first, then numbers and seeds, each with its n."""
+"""``memfit compare`` of runs: what differs comes first, then numbers, each with its n."""
 
 import itertools
 import json
@@ -60,6 +60,7 @@ def rows(text):
 # What differs
 
 
+@pytest.mark.proves("S2-29")
 def test_one_difference_is_the_change_and_the_table_of_before_and_after_follows(make, run):
     make("old", [0.02, 0.04])
     make("new", [0.05, 0.05, 0.08], params=PARAMS | {"lr": 0.2})
@@ -70,11 +71,12 @@ def test_one_difference_is_the_change_and_the_table_of_before_and_after_follows(
         "number                     before (B)              after (A)  A less B\n"
         "jobs completed   2 of 2 (34% to 100%)   3 of 3 (44% to 100%)          \n"
         "fold.rank_ic    0.0300 ± 0.0100 (n 2)  0.0600 ± 0.0100 (n 3)     +0.03\n"
-        "One run each proves no difference: run both with five seeds or more, and give --seeds.\n"
+        "One run each proves no difference: run both with five seeds or more.\n"
         "±: standard error over n units. Jobs: 95 % interval of the rate.\n"
     )
 
 
+@pytest.mark.proves("S2-35")
 def test_a_second_difference_is_refused_until_it_is_named(make, run):
     make("baseline", [0.1], params=PARAMS | {"batch": 512})
     make("search", [0.2], params=PARAMS | {"batch": 4096, "lr": 0.3})
@@ -119,6 +121,7 @@ def test_settings_that_change_no_result_are_no_difference(make, run, top):
     assert (done.exit_code, done.out.splitlines()[0]) == (0, "change    none found in settings, code and data")
 
 
+@pytest.mark.proves("S4-49")
 @pytest.mark.parametrize(
     ("top", "name"),
     [
@@ -200,6 +203,7 @@ def test_runs_of_commands_differ_in_the_command_and_its_threads(tmp_path, run, m
 # One run each
 
 
+@pytest.mark.proves("S2-52")
 def test_the_rate_of_completed_jobs_has_its_n_and_interval(make, run):
     make("old", [], failed=20)
     make("new", [0.1] * 20)
@@ -236,106 +240,6 @@ def test_a_damaged_manifest_is_refused_by_name(make, run):
     assert f"{path} has no stage" in done.err
 
 
-# Seeds
-
-
-def seeds(make, experiment, values, **top):
-    """One run for each seed, of two folds whose mean is the value."""
-    for seed, value in enumerate(values, 1):
-        make(experiment, [value - 0.1, value + 0.1], seed=seed, **top)
-
-
-NOISE = [0.01, -0.02, 0.0, 0.02, -0.01]
-
-
-def test_over_five_seeds_a_clear_difference_is_shown_with_its_interval(make, run):
-    seeds(make, "sgd", [0.5 + one for one in NOISE])
-    seeds(make, "adamw", [0.7 + one * 2 for one in NOISE], params=PARAMS | {"lr": 0.2})
-    done = run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
-    assert (done.exit_code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    assert lines[:3] == [
-        "change    params.lr: 0.1 -> 0.2   (B -> A)",
-        "A is higher: fold.rank_ic, A less B over 5 seeds",
-        "  difference +0.2, 95 % interval +0.1804 to +0.2196, n 5",
-    ]
-    assert rows(done.out)[3:5] == [["seed", "B", "A", "A", "less", "B"], ["1", "0.5100", "0.7200", "+0.21"]]
-    assert rows(done.out)[-2:] == [["mean", "0.5000", "0.7000", "+0.2"], ["sd", "0.0158", "0.0316"]]
-    found = json.loads(run("sgd", "adamw", "--seeds", "--metric", "fold.rank_ic", "--json").out)
-    assert (found["verdict"], found["n"], found["change"]) == ("A is lower", 5, "params.lr")
-
-
-def test_an_interval_that_holds_0_shows_no_difference(make, run):
-    seeds(make, "sgd", [0.5 + one for one in NOISE])
-    seeds(make, "adamw", [0.5 - one for one in NOISE])
-    found = json.loads(run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic", "--json").out)
-    assert found["verdict"] == "no difference shown"
-    assert found["lower"] < 0 < found["upper"]
-
-
-def test_fewer_than_five_pairs_and_one_pair_give_no_verdict(make, run):
-    seeds(make, "sgd", [0.1, 0.2, 0.3, 0.4])
-    seeds(make, "adamw", [0.91, 0.92, 0.93, 0.94])
-    done = run("runs/adamw", "runs/sgd", "--seeds", "--metric", "fold.rank_ic")
-    assert "too few pairs" in done.out and "Fewer than 5 pairs prove little" in done.out
-    seeds(make, "one", [0.9])
-    found = json.loads(run("one", "sgd", "--seeds", "--metric", "fold.rank_ic", "--json").out)
-    assert (found["n"], found["lower"], found["unpaired"]) == (1, None, [2, 3, 4])
-
-
-def test_runs_that_do_not_count_are_counted(make, run):
-    seeds(make, "sgd", [0.5] * 5)
-    seeds(make, "adamw", [0.6] * 5)
-    make("adamw", [0.9, 0.9], seed=5)
-    make("adamw", [0.9], seed=6, state="failed")
-    make("adamw", [], seed=7)
-    done = run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
-    assert "left out of A: 1 without fold.rank_ic or a seed, 1 not completed, 1 older, of the same seed" in done.out
-    assert ["5", "0.5000", "0.9000", "+0.4"] in rows(done.out)
-
-
-def test_runs_of_a_side_that_differ_in_more_than_the_seed_are_refused(make, run):
-    seeds(make, "sgd", [0.5] * 5)
-    seeds(make, "mixed", [0.5] * 4)
-    make("mixed", [0.5], seed=5, params=PARAMS | {"lr": 0.2})
-    done = run("mixed", "sgd", "--seeds", "--metric", "fold.rank_ic")
-    assert done.exit_code == 2
-    assert "the runs of A differ among themselves: params.lr: 0.2 -> 0.1" in done.err
-
-
-def test_over_seeds_a_second_difference_is_refused_too(make, run):
-    seeds(make, "sgd", NOISE)
-    seeds(make, "adamw", NOISE, params=PARAMS | {"lr": 0.2}, made_by=NEW_CODE)
-    words = ("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
-    assert run(*words).exit_code == 2
-    assert run(*words, "--differs", "code").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("sgd", "sgd", "--seeds"), "--seeds is given without --metric"),
-        (("sgd", "sgd", "--seeds", "--metric", "fold.rank"), "no number fold.rank in common"),
-        (("sgd", "none", "--seeds", "--metric", "fold.rank_ic"), "'none' names no experiment"),
-        (("sgd", "other", "--seeds", "--metric", "fold.rank_ic"), "no seed is in both: A has 1, 2, B has 9"),
-    ],
-)
-def test_what_cannot_be_compared_over_seeds_is_refused(make, run, words, message):
-    seeds(make, "sgd", [0.1, 0.2])
-    make("other", [0.1], seed=9)
-    done = run(*words)
-    assert done.exit_code == 2
-    assert message in done.err
-
-
-@pytest.mark.parametrize("flag", ["--targets", "--record", "--horizon"])
-def test_a_flag_that_went_to_the_finance_workloads_says_what_to_type(run, flag):
-    done = run("new", "old", flag, "5")
-    assert done.exit_code == 2
-    assert "no such option" in done.err.lower() and flag in done.err
-    assert "type memfit_workloads.finance." in done.err and "docs/workflow.md" in done.err
-
-
 # Real runs
 
 
@@ -348,6 +252,7 @@ def train(ctx, rate: float = 0.5):
 """
 
 
+@pytest.mark.proves("S2-21", "C-52")
 @pytest.mark.slow
 def test_a_baseline_is_made_again_from_its_stored_config_and_changed_code_is_seen(memfit, tmp_path):
     (tmp_path / "job.py").write_text(FUNCTION)

@@ -48,7 +48,7 @@ DAMAGES = {
     "link": _link,
 }
 #: They are read by nobody who could stumble.
-NOT_READ = ("err.log", "environ.json")
+NOT_READ = ("err.log",)
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +140,14 @@ def test_no_reader_of_a_run_waits_for_a_fifo_or_follows_a_link(memfit, whole, ru
             assert f"passed over: {path / name}: not a regular file" in done["diagnose"].err, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.json", "jobs/cmd_0002/job.json"])
 def test_no_start_of_a_damaged_run_ends_in_a_traceback(memfit, run, name):
     for damage in ("words", "folder"):
         check(memfit("resume", run(name, damage)), (damage, name))
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_cut_outcome_is_named_and_moved_away_the_command_still_counts_as_done(memfit, run):
     path = run("jobs/cmd_0001/outcome.json", "cut")
     outcome = path / "jobs/cmd_0001/outcome.json"

@@ -78,6 +78,7 @@ def test_fix_that_changes_nothing_writes_nothing(memfit, job):
     assert "no file was written" in done.out and not (job / "train.fixed.slurm").exists()
 
 
+@pytest.mark.proves("S3-42")
 def test_report_writes_the_incident(memfit, job):
     memfit("diagnose", "train.err", "--sacct", "sacct.txt", "--script", "train.slurm", "--report", "incident.md")
     text = (job / "incident.md").read_text()
@@ -142,12 +143,13 @@ def test_a_log_comes_from_standard_input(memfit, job, monkeypatch):
     ("words", "what"),
     [
         (["nowhere.log"], "path 'nowhere.log' does not exist"),
+        (["88231"], "memfit diagnose --job 88231"),
         ([], "nothing to diagnose"),
         (["train.err", "--fix"], "no file to correct"),
         (["--verify", "train.err"], "go together"),
         (["train.err", "--sacct", "no-such-file"], "neither a file nor a job's number"),
         (["train.err", "--script", "nosuch"], "value for '--script': "),
-        (["train.err", "--report", "nowhere/x.md"], "--report nowhere/x.md cannot be written: there is no folder"),
+        (["train.err", "--report", "nowhere/x.md"], "--report nowhere/x.md cannot be written: No such file"),
         (["train.err", "--report", "/proc/x.md"], "--report /proc/x.md cannot be written: No such file"),
     ],
 )
@@ -155,6 +157,12 @@ def test_bad_input_is_an_error_of_three_parts(memfit, job, words, what):
     done = memfit("diagnose", *words)
     assert done.exit_code == 2
     assert what in done.err and "  rule: " in done.err and "  do:   " in done.err
+
+
+def test_a_run_is_named_by_its_experiment(memfit, tmp_path):
+    memfit("run", "--name", "leak", "--", "sh", "-c", "exit 7")
+    done = memfit("diagnose", "leak", "--json")
+    assert json.loads(done.out)["cause"] == "exit_status"
 
 
 @pytest.fixture
@@ -174,7 +182,7 @@ def sacct(job, monkeypatch):
 
 def test_a_jobs_number_is_asked_of_sacct(memfit, job, sacct):
     sacct('echo "$@" > asked; cat sacct.txt')
-    found = json.loads(memfit("diagnose", "--sacct", "273202", "--json").out)
+    found = json.loads(memfit("diagnose", "--job", "273202", "--json").out)
     assert found["kind"] == "host_cgroup" and found["evidence"][0]["file"] == "sacct"
     assert "-j 273202 -P" in (job / "asked").read_text()
 
@@ -185,22 +193,3 @@ def test_a_sacct_that_refuses_and_one_that_is_not_there_give_the_command_to_run_
     assert done.exit_code == 2 and "Connection refused" in done.err and "sacct -j JOBID -P" in done.err
     os.environ["PATH"] = str(job)
     assert "sacct is not installed here" in memfit("diagnose", "--sacct", "273202").err
-
-
-def test_a_4_bit_training_that_names_no_rank_is_estimated_with_adapters_of_rank_16(memfit, job):
-    config = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
-    (job / "config.json").write_text(json.dumps(config))
-    (job / "full.err").write_text('File "train.py", line 3, in training_step\n' + FULL)
-
-    def estimates(options):
-        (job / "tune.sh").write_text(f"python train.py --per_device_train_batch_size 8 --bf16 True {options}\n")
-        words = ["full.err", "--script", "tune.sh", "--hf-config", "config.json", "--json"]
-        remedies = json.loads(memfit("diagnose", *words).out)["remedies"]
-        return [one["reason"] for one in remedies if "An estimated" in one["reason"]]
-
-    unnamed = estimates("--load_in_4bit True")
-    assert unnamed and unnamed == estimates("--load_in_4bit True --lora_r 16")
-    assert unnamed != estimates("--load_in_4bit True --lora_r 64")

@@ -6,8 +6,6 @@ import pytest
 
 from memfit import jobs
 
-pytestmark = pytest.mark.slow
-
 MODULE = """
 import dataclasses
 import numpy as np
@@ -57,6 +55,7 @@ def here(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed(memfit, workload, tmp_path):
     done = memfit("estimate", workload, "--gpu", "24GiB", "--set", "params.num_epochs=10", "--json")
     assert done.exit_code == 0, done.err
@@ -79,6 +78,7 @@ def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_hold
     assert "the largest of all 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit, workload):
     found = json.loads(memfit("estimate", workload, "--gpu", "24GiB", "--json").out)
@@ -114,6 +114,7 @@ def test_what_does_not_go_together_is_refused_in_three_parts(memfit, workload, w
     assert said in done.err and "\n  rule: " in done.err and "\n  do:   " in done.err
 
 
+@pytest.mark.slow
 def test_the_allocator_is_that_of_the_flag_else_that_of_your_own_variables_in_torchs_order(
     memfit, workload, monkeypatch
 ):

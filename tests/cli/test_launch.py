@@ -11,13 +11,6 @@ MIB = 1 << 20
 JOB = "experiment: a\nstages: {train: {run: 'true'}}\n"
 
 
-def test_a_file_of_the_format_that_launch_had_is_told_what_to_write(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text("name: a\ncommand: python train.py\nmemory: 4GiB\n")
-    done = memfit("launch", "job.yaml")
-    assert done.exit_code == 2 and "no format of its own any more" in done.err
-    assert "experiment: NAME and stages: {train: {run: COMMAND}}" in done.err and "known:" not in done.err
-
-
 def test_a_config_of_a_workload_is_launched_as_it_is(memfit, config):
     done = memfit("launch", config(), "--set", "memory.job=64MiB")
     assert done.exit_code == 0, done.err

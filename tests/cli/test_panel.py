@@ -196,6 +196,7 @@ def scenes(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_pickles_are_packed_proved_measured_and_found_again(memfit, scenes):
     done = memfit("panel", "pack", "scenes/*.pkl", "-o", "scenes.packed", "--ranks", "1")
     assert done.exit_code == 0
@@ -239,6 +240,7 @@ def test_a_function_is_called_without_secrets_and_its_death_leaves_nothing(memfi
     assert not list(scenes.glob("*never*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
     (scenes / "given.py").write_text(
         "import os, pathlib, time\n"
@@ -268,6 +270,7 @@ def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
     assert not list(scenes.glob("*out*"))
 
 
+@pytest.mark.proves("S0-03")
 def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
     done = memfit("panel", "sizes", "prices.parquet", "--index", "day,id", "--flag", "1")
     assert done.exit_code == 0

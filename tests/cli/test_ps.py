@@ -15,8 +15,6 @@ from memfit.jobs import read_status, running_jobs
 from memfit.memory import Claims
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
@@ -32,6 +30,8 @@ def test_without_a_run_it_says_so(memfit):
     assert memfit("ps", "--json").out == "[]\n"
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-20")
 def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memfit, tmp_path, monkeypatch):
     with running(tmp_path) as (process, run):
         (tmp_path / "elsewhere").mkdir()
@@ -67,6 +67,7 @@ def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memf
         assert "no run of yours is alive" in memfit("ps").out
 
 
+@pytest.mark.slow
 def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):
     with running(tmp_path) as (process, run):
         wait_until(lambda: all(read_status(run, f"cmd_000{number}").pid for number in (1, 2)))

@@ -18,6 +18,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
+@pytest.mark.core
 def test_a_stopped_run_goes_on_with_what_is_not_done(memfit, tmp_path, monkeypatch):
     with running(tmp_path) as (process, run):
         memfit("stop", run.path)
@@ -31,6 +32,7 @@ def test_a_stopped_run_goes_on_with_what_is_not_done(memfit, tmp_path, monkeypat
     assert [read_status(run, f"cmd_000{number}").attempt for number in (1, 2, 3)] == [2, 2, 1]
 
 
+@pytest.mark.core
 def test_jobs_that_outlived_their_supervisor_are_taken_over(memfit, tmp_path):
     (tmp_path / "job.py").write_text(
         "import os, sys, time\nopen(sys.argv[1] + '.started', 'w').close()\n"

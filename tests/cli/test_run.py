@@ -16,8 +16,6 @@ from cli.live_run import memfit_command
 from memfit.config import read_file
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
@@ -59,6 +57,7 @@ def one_run(tmp_path_factory):
     return run_once(folder, "run", "config.yaml", *WORDS, "--on-failure", "stop")
 
 
+@pytest.mark.core
 def test_a_run_is_logged_and_summed_up(one_run):
     head, _, summary = one_run.out.partition("\n\n")
     path, *lines = head.splitlines()
@@ -76,6 +75,7 @@ def test_a_run_is_logged_and_summed_up(one_run):
     assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1]
 
 
+@pytest.mark.core
 def test_the_same_command_goes_on_and_a_changed_setting_runs_what_reads_it(memfit, one_run, tmp_path):
     shutil.copytree(one_run.folder, tmp_path, dirs_exist_ok=True)
     [run] = RunDir.all(tmp_path / "runs", "tiny")
@@ -96,6 +96,7 @@ def test_the_same_command_goes_on_and_a_changed_setting_runs_what_reads_it(memfi
     assert re.search(r"^fold +completed 2: num_epochs 1 -> 2$", fourth.out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, one_run, tmp_path):
     shutil.copytree(one_run.folder, tmp_path, dirs_exist_ok=True)
     assert memfit("run", "config.yaml", *WORDS, "--units", "1", "--from", "fold").exit_code == 0
@@ -104,6 +105,7 @@ def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, o
     assert epochs == [[1], [1, 1]]
 
 
+@pytest.mark.core
 def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, config):
     done = memfit("run", config(fail_fold=1), "--on-failure", "stop")
     assert done.exit_code == 4
@@ -112,6 +114,7 @@ def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, confi
     assert "fold_2 starts" not in done.out
 
 
+@pytest.mark.core
 def test_what_does_not_fit_gives_3_with_the_arithmetic(memfit, config):
     path = config("memory: {job: 900TiB}")
     refused = memfit("run", path, "--json", "--units", 1)
@@ -152,6 +155,7 @@ def train(ctx: Context, lr: float = 0.1, fold: int = 0) -> dict:
 """
 
 
+@pytest.mark.slow
 def test_a_plain_function_runs_once_or_for_each_value(memfit, tmp_path):
     (tmp_path / "job.py").write_text(FUNCTION)
     once = json.loads(memfit("run", "job:train", "--set", "params.fold=3", "--json").out)
@@ -205,6 +209,7 @@ def gated_run(tmp_path_factory):
     return run_once(folder, "run", "gated:WORKLOAD")
 
 
+@pytest.mark.slow
 def test_a_gate_that_stops_the_run_is_told_with_what_it_skipped(memfit, gated):
     done = memfit(*gated, "--set", "params.limit=0.5")
     assert done.exit_code == 11
@@ -220,6 +225,7 @@ def test_a_gate_that_stops_the_run_is_told_with_what_it_skipped(memfit, gated):
     assert re.search(r"^fold +reused 1, completed 2, which saved", passed.out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated, gated_run, tmp_path):
     def runs(*words):
         found = json.loads(memfit(*gated, *words, "--plan", "--json").out)
@@ -234,6 +240,8 @@ def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated, gated_run,
     }  # fmt: skip
 
 
+@pytest.mark.core
+@pytest.mark.proves("S0-05", "S0-46")
 def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit, gated, gated_run, tmp_path):
     first = memfit(*gated, "--plan")
     assert first.exit_code == 0 and not (tmp_path / "runs").exists()
@@ -257,7 +265,7 @@ def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit,
     large = memfit(*gated, "--plan", "--from", "fold", "--limit", "16MiB")
     assert large.exit_code == 3 and re.search(r" -\S+ MiB +no ", large.out)
     two = memfit(
-        *gated, "--plan", "--from", "fold", "--limit", str(5 * fold["rows"][0]["needed_bytes"] // 2), "--reserve", "1"
+        *gated, "--plan", "--from", "fold", "--limit", str(5 * fold["rows"][0]["needed_bytes"] // 2), "--reserve", "0"
     )
     assert (
         "memfit runs 2 at once" in two.out
@@ -270,6 +278,7 @@ def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit,
     ]
 
 
+@pytest.mark.slow
 def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "train.py").write_text(

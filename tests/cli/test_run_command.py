@@ -36,6 +36,7 @@ def test_output_is_shown_while_the_command_still_runs(tmp_path):
     assert process.returncode == 0
 
 
+@pytest.mark.proves("C-32")
 @pytest.mark.parametrize(("text", "exit_code", "told"), [("exit 7", 7, "exit code 7"), ("kill -9 $$", 137, "SIGKILL")])
 def test_a_failed_command_gives_its_own_exit_code_as_a_shell_does(memfit, text, exit_code, told):
     done = memfit("run", "--", "sh", "-c", f"echo why >&2; {text}")
@@ -53,12 +54,13 @@ def test_quiet_says_nothing_of_a_success_but_the_summary(memfit):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--limit", "10"], "--limit must be 16MiB or more, so that a process can start in it, got 10."),
-        (["--limit", "lots"], "--limit must be a size such as 8GiB"),
+        (["--limit", "10"], "--limit must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got 10."),
+        (["--limit", "2MiB"], '--limit must be 16MiB or more, so that a process can start in it, got "2MiB".'),
+        (["--limit", "lots"], "--limit must be a size of 1MiB or more"),
         (["--name="], '--name: string should have at least 1 character, got "".'),
         (["--runs-dir="], '--runs-dir must name a folder, got "".'),
         (["--memory", "[1"], "--memory: it cannot be read as YAML"),
-        (["--set", "memory.limit=lots"], "memory.limit must be a size such as 8GiB"),
+        (["--set", "memory.limit=lots"], "memory.limit must be a size of 1MiB or more"),
     ],
 )
 def test_a_bad_value_gives_2_and_names_the_flag_that_it_was_given_with(memfit, tmp_path, words, what):
@@ -170,6 +172,7 @@ def test_a_script_or_a_command_without_its_dashes_is_answered_with_the_right_lin
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_misspelt_setting_of_a_function_is_refused_and_a_unit_is_not(memfit, tmp_path):
     (tmp_path / "job.py").write_text("def train(ctx, learning_rate: float = 0.1):\n    return {'lr': learning_rate}\n")
     words = ["run", "job:train", "--plan", "--param"]

@@ -10,8 +10,6 @@ from memfit.config import resolve
 from memfit.pipeline import RunConfig
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
@@ -21,6 +19,8 @@ def three_parts(text):
     return match.groupdict()
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-10", "S0-13")
 def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(memfit, tmp_path):
     words = ["--param", "fold=2..5", "--max-parallel", 1, "--name", "folds"]
     done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo trained {fold}")
@@ -34,6 +34,8 @@ def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(mem
     assert (run.job_dir("cmd_0003") / "out.log").read_text() == "trained 4\n"
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-12")
 def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path):
     words = ["--param", "fold=1..4", "--max-parallel", 1, "--on-failure", "stop"]
     done = memfit("run", *words, "--", "sh", "-c", "echo {fold} >> ran; echo broken >&2; test {fold} != 2")
@@ -43,6 +45,8 @@ def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path)
     assert log and (tmp_path / log[1]).with_name("err.log").read_text() == "broken\n"
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-19")
 def test_with_continue_all_run_and_all_failures_are_reported(memfit):
     done = memfit("run", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
     found = json.loads(done.out)
@@ -56,22 +60,21 @@ def test_with_continue_all_run_and_all_failures_are_reported(memfit):
 
 
 def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
-    (tmp_path / "grid.csv").write_text('model,lr\nbig,1e-3\n"small, old",1e-4\n')
     (tmp_path / "train.py").touch()
-    words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
-    command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
+    words = ["--param", 'model=big,"small, old"', "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
+    command = ["python", "train.py", "{model}", "--json", '{"lr": 1, "fold": {fold}}']
     done = memfit("run", *words, "--", *command)
     assert done.exit_code == 0
     assert done.out.splitlines()[:4] == [
-        """python train.py big --json '{"lr": 1e-3, "fold": 1}'""",
-        """python train.py big --json '{"lr": 1e-3, "fold": 2}'""",
-        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 1}'""",
-        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 2}'""",
+        """python train.py big --json '{"lr": 1, "fold": 1}'""",
+        """python train.py big --json '{"lr": 1, "fold": 2}'""",
+        """python train.py 'small, old' --json '{"lr": 1, "fold": 1}'""",
+        """python train.py 'small, old' --json '{"lr": 1, "fold": 2}'""",
     ]
     assert "for jobs (cap)" in done.out and "one job: not measured yet" in done.out
     assert "measure one: memfit run --limit 64MiB -- python train.py big" in done.out
     found = json.loads(memfit("run", *words, "--json", "--", *command).out)
-    assert found["commands"][3][4] == '{"lr": 1e-4, "fold": 2}'
+    assert found["commands"][3][4] == '{"lr": 1, "fold": 2}'
     assert found["budget"]["limit_bytes"] == 64 << 20
     assert not (tmp_path / "runs").exists()
 
@@ -81,7 +84,12 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     [
         (["--param", "a=1", "--", "ls"], "the parameter a is not used"),
         (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
-        (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
+        (["--param", "absent.csv", "--", "ls", "{a}"], "absent.csv is not name=values"),
+        (["--param", "a=1-5", "--", "ls", "{a}"], "a=1-5 is no range"),
+        (["--param", "a=1", "--memory", "12", "--", "ls", "{a}"], "--memory must be a size of 1MiB or more"),
+        (["--param", "a=12", "--memory", "{a}", "--plan", "--", "ls", "{a}"], "'12' is 12 B: less than 1 MiB"),
+        (["--param", "a=1", "--limit", "4", "--", "ls", "{a}"], "--limit must be a size of 1MiB or more"),
+        (["--param", "a=1", "--reserve", "900KiB", "--", "ls", "{a}"], "--reserve must be a size of 1MiB or more"),
         (["--param", "a=1", "--", "python", "nonesuch.py", "{a}"], "there is no script 'nonesuch.py'"),
         (["--param", "a=1", "--retries", "-1", "--", "ls", "{a}"], "retries"),
         (["--param", "a=1", "--name", "a/b", "--", "ls", "{a}"], "'a/b' cannot name an experiment"),
@@ -101,8 +109,9 @@ def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_p
     assert (tmp_path / "ran").read_text() == "--plan -- 1\n"
 
 
+@pytest.mark.slow
 def test_what_is_tight_ends_with_3_in_a_plan_and_in_a_run_unless_it_is_accepted(memfit, tmp_path):
-    words = ["--param", "a=1", "--memory", "97MiB", "--limit", "100MiB", "--reserve", "1"]
+    words = ["--param", "a=1", "--memory", "97MiB", "--limit", "100MiB", "--reserve", "0"]
     command = ["--", "sh", "-c", "echo {a} >> ran"]
     plan = memfit("run", *words, "--plan", *command)
     assert plan.exit_code == 3
@@ -117,7 +126,7 @@ def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfi
     assert len(memfit("run", "--help").out.splitlines()) <= 60
     monkeypatch.setenv("COLUMNS", "100")
     text = memfit("run", "--help").out
-    flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
+    flags = "param plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
     for flag in [*flags.split(), "grace", "set", "new", "force", "json"]:
         assert re.search(rf"^ +--{flag}\b.*  \w", text, re.MULTILINE), flag
     assert len(text.splitlines()) <= 60
@@ -129,26 +138,56 @@ def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfi
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["map", "--param", "a=1", "--", "ls"], "type memfit run --param"),
-        (["bench", "loader", "config.yaml"], "type memfit.data.measure_loader("),
-        (["run", "--threads", "2", "--", "ls"], "type --set threads_per_job=N"),
-        (["run", "config.yaml", "--stage", "fold"], "type --from STAGE --until STAGE"),
-        (["tune", "config.yaml", "--data-path", "rows"], "type --set params.NAME=PATH"),
-        (["tune", "config.yaml", "--output-dir", "here"], "type --set runs_dir=FOLDER"),
-        (["tune", "config.yaml", "--num-slots", "3"], "type --set tune.num_slots=N"),
-        (["tune", "--export", "study"], "Study.open(run).export(path)"),
-        (["report", "runs/demo", "--compare", "runs/other"], "type memfit compare A B"),
+        (["map", "--param", "a=1", "--", "ls"], "did you mean memfit run --param"),
+        (["status"], "did you mean memfit ps?"),
+        (["list"], "did you mean memfit ps?"),
+        (["logs", "demo"], "did you mean memfit watch?"),
+        (["kill", "demo"], "did you mean memfit stop?"),
+        (["help"], "did you mean memfit --help?"),
+        (["resme", "demo"], "did you mean 'resume'?"),
+        (["run", "--jobs", "2", "--", "ls"], "did you mean --max-parallel?"),
+        (["run", "-j", "2", "--", "ls"], "did you mean --max-parallel?"),
+        (["run", "-n", "2", "--", "ls"], "did you mean --max-parallel?"),
+        (
+            ["run", "--timeout", "1h", "--", "ls"],
+            "did you mean -- timeout 1h python train.py; on Slurm: --set slurm.time=",
+        ),
+        (["run", "--param-file", "grid.csv", "--", "ls", "{a}"], "did you mean --param?"),
+        (["tune", "-n", "2"], "see memfit tune --help"),
+        (["run", "--limit", "4", "--", "ls"], "give for example --limit 4GiB"),
+        (["run", "--memory", "12", "--", "ls"], "give for example --memory 12GiB"),
+        (["run", "--grace", "1m", "--", "ls"], "give for example --grace 60"),
+        (["run", "--max-parallel", "two", "--", "ls"], "give for example --max-parallel auto"),
+        (["run", "--nproc", "all", "--", "ls"], "give for example --nproc 1"),
+        (["run", "--backend", "sge", "--", "ls"], "give for example --backend local"),
+        (["run", "--set", "memory=4GiB", "--", "ls"], "give for example --set memory.limit=4GiB"),
     ],
 )
-def test_a_verb_or_flag_that_is_no_more_says_what_to_type(memfit, words, remedy):
+def test_what_people_type_is_answered_with_ours_and_with_a_value_that_is_right(memfit, words, remedy):
     done = memfit(*words)
     assert done.exit_code == 2
     assert remedy in three_parts(done.err)["remedy"]
 
 
+@pytest.mark.parametrize("key", ["command", "cmd", "script", "rnu"])
+def test_the_command_of_a_stage_is_called_run(memfit, tmp_path, key):
+    (tmp_path / "c.yaml").write_text(f"experiment: x\nstages:\n  train:\n    {key}: python t.py\n")
+    for verb in ("run", "tune", "launch"):
+        said = three_parts(memfit(verb, "c.yaml").err)
+        assert said["what"].startswith(f"stages.train.{key} is no setting (c.yaml:4)"), verb
+        assert said["remedy"] == "did you mean 'stages.train.run'?" and "RunConfig" not in said["rule"]
+
+
+def test_the_help_of_run_begins_with_the_flags_that_are_used_most(memfit):
+    flags = re.findall(r"(?m)^ +--([\w-]+)", memfit("run", "--help").out.partition("Options:")[2])
+    most = ["param", "plan", "limit", "memory", "max-parallel", "nproc", "backend", "set", "name", "new"]
+    assert flags[:10] == most
+
+
 SWEEP = ["--param", "n=1..13", "--max-parallel", "4", "--", "sh", "-c", "exit $(({n} == 7))"]
 
 
+@pytest.mark.slow
 def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memfit):
     done = memfit("run", *SWEEP)
     lines = done.out.partition("\nbudget ")[0].splitlines()
@@ -159,6 +198,7 @@ def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memf
     assert quiet[1] and quiet[0].count(" n=") == 1 and "cmd_0007 n=7 failed" in quiet[0]
 
 
+@pytest.mark.slow
 def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):
     words = ("run", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
     assert memfit(*words).exit_code == 4

@@ -1,6 +1,7 @@
 """Secrets in arguments and variables: no file that others may read holds them, no line shows them, and jobs get them."""
 
 import json
+import shlex
 import stat
 import sys
 
@@ -10,8 +11,6 @@ from jobs.contract import submit, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.memory import Footprint
 from memfit.rundir import RunDir
-
-pytestmark = pytest.mark.slow
 
 SECRETS = ("s3cret-a", "s3cret-b", "s3cret-c", "s3cret-d", "s3cret-e", "s3cret-f")
 #: Leaves its arguments outside of the run's folder, and fails until the file "go" is there.
@@ -38,11 +37,12 @@ def leaks(folder):
     }
 
 
+@pytest.mark.core
 def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_still(memfit, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     words = ["--param", "api_key=s3cret-a,s3cret-b", "--param", "t=s3cret-c", "--name", "sweep"]
     command = ["python", "job.py", "{api_key}", "--hub-token", "{t}", "--password=s3cret-d", "--lr=0.1"]
-    command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]  # pragma: allowlist secret
+    command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]
     first = memfit("run", *words, "--", *command)
     assert first.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
@@ -51,7 +51,7 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     resumed = memfit("resume", run.path)
     assert resumed.exit_code == 0, resumed.err
     for number, key in ((1, "s3cret-a"), (2, "s3cret-b")):
-        line = f"{key} --hub-token s3cret-c --password=s3cret-d --lr=0.1 https://me:s3cret-e@host/ "  # pragma: allowlist secret
+        line = f"{key} --hub-token s3cret-c --password=s3cret-d --lr=0.1 https://me:s3cret-e@host/ "
         line += "sh -c 'HF_TOKEN=s3cret-f run'\n"
         assert (tmp_path / f"seen_cmd_000{number}").read_text() == 2 * line
     assert leaks(tmp_path / "runs") == set()
@@ -63,6 +63,41 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     ]  # fmt: skip
 
 
+#: Secrets that end with their word or are known by their form, given in a config as a line for the shell and as words.
+TAILS = ["--password=correct s3cret-a", "--key", "s3cret-b", "--env=MY_PASSWORD=s3cret-c", "--token=a's3cret-d", "a&b"]
+TAILS += ["--sas-token=sv=1&sig=s3cret-e", "https://a.blob.core.windows.net/c?sv=1&sig=s3cret-f"]
+REPEATING = """
+import sys
+from memfit.rundir import record
+record("oom", text=" ".join(sys.argv[1:]))
+sys.exit("bad arguments: " + " ".join(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_no_file_and_no_line_has_the_tail_of_a_secret_that_a_job_repeats(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(REPEATING)
+    words = ["python", "job.py", *TAILS]
+    stages = {"line": {"run": shlex.join(words)}, "words": {"run": words}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"experiment": "tails", "stages": stages}))
+    told = [memfit("run", "config.yaml"), memfit("run", "--name", "sweep", "--param", "n=1", "--", *words, "{n}")]
+    assert [one.exit_code for one in told] == [4, 4]
+    plan = ["run", "--name", "sweep", "--param", "n=1", "--plan"]
+    told += [memfit(*plan, "--", *words, "{n}"), memfit(*plan, "--json", "--out", "plan.json", "--", *words, "{n}")]
+    for name in ("tails", "sweep"):
+        told += [memfit("report", name), memfit("watch", name), memfit("diagnose", f"runs/{name}", "--verbose")]
+        told.append(memfit("resume", name))
+    told += [memfit("ps", "--all"), memfit("ps", "--all", "--json")]
+    (tmp_path / "config.yaml").unlink()
+    assert leaks(tmp_path) == set()
+    modes = {run.path.parent.name: (run.path / "config.yaml").stat().st_mode & 0o077 for run in
+             (RunDir.all(tmp_path / "runs", "tails")[0], RunDir.all(tmp_path / "runs", "sweep")[0])}  # fmt: skip
+    assert modes["tails"] == 0 and modes["sweep"]  # a command's words are masked there
+    text = "".join(one.out + one.err for one in told)
+    assert [secret for secret in SECRETS if secret in text] == [] and "--password=***" in told[2].out
+
+
+@pytest.mark.slow
 def test_the_same_command_given_again_goes_on_with_its_run(memfit, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     words = ["run", "--name", "one", "--", "python", "job.py", "--token", "s3cret-a"]
@@ -85,6 +120,8 @@ def test_secrets_lie_in_one_file_that_is_for_its_owner_alone_and_readers_see_it_
         assert list(run.path.rglob("*private*")) == []
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S4-23")
 def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
     run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
     backend = LocalBackend(run)
@@ -99,6 +136,7 @@ def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
     assert leaks(tmp_path / "runs") == set()
 
 
+@pytest.mark.slow
 def test_the_config_and_the_jobs_of_a_function_are_for_their_user_where_they_hold_a_secret(memfit, tmp_path):
     (tmp_path / "mine.py").write_text("def train(ctx, hub_token: str = ''):\n    return {'fold': ctx.unit['fold']}\n")
     words = ["--param", "fold=1..2", "--set", "params.hub_token=s3cret-a"]
@@ -120,6 +158,7 @@ def test_what_a_job_repeats_of_its_secrets_and_a_part_of_a_secret_stand_nowhere(
     assert leaks(tmp_path / "runs") == set()
 
 
+@pytest.mark.slow
 def test_a_folder_with_the_name_of_a_secret_is_found_again(memfit, tmp_path, monkeypatch):
     folder = tmp_path / "s3cret-a"
     folder.mkdir()
@@ -151,6 +190,7 @@ def found_values(text):
     return [name for name, value in VARIABLES.items() if value in text or json.dumps(value)[1:-1] in text]
 
 
+@pytest.mark.slow
 def test_what_a_job_says_of_its_variables_stands_in_its_own_logs_alone(memfit, tmp_path, monkeypatch):
     (tmp_path / "job.py").write_text(TELLING_JOB)
     (tmp_path / "log").write_text(f"Traceback:\nRuntimeError: wandb: key {VARIABLES['WANDB_API_KEY']}\n")
@@ -199,9 +239,12 @@ def test_what_memfit_itself_says_shows_no_token(memfit):
     assert "path 'logs-of-***' does not exist" in done.err
 
 
-def test_a_diagnosis_leaves_out_what_detect_secrets_finds(memfit, tmp_path):
-    pytest.importorskip("detect_secrets")
+def test_a_diagnosis_has_no_secret_and_all_of_its_words(memfit, tmp_path):
     key = "sk_" + "live_" + "a1B2" * 6
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\nRuntimeError: refused {key}\n")
     done = memfit("diagnose", tmp_path / "log", "--verbose", "--report", tmp_path / "incident.md")
     assert "RuntimeError: refused ***" in done.out and key not in done.out + (tmp_path / "incident.md").read_text()
+    metal = "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"  # no token of Telegram's
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\nRuntimeError: {metal}\n")
+    assert metal in memfit("diagnose", tmp_path / "log", "--verbose", "--report", tmp_path / "incident.md").out
+    assert metal in (tmp_path / "incident.md").read_text()

@@ -16,14 +16,13 @@ from memfit.jobs import Job, LocalBackend, find_supervisor, read_status, running
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
     in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
+@pytest.mark.core
 def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path, monkeypatch):
     with running(tmp_path) as (process, run):
         assert find_supervisor(run) == process.pid
@@ -50,6 +49,7 @@ def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path
     assert (again.exit_code, again.out) == (0, f"{run.path} does not run: there is nothing to stop\n")
 
 
+@pytest.mark.slow
 def test_with_now_a_run_ends_without_a_checkpoint(memfit, tmp_path):
     with running(tmp_path) as (process, run):
         done = memfit("stop", "--now", run.path.name)
@@ -57,14 +57,19 @@ def test_with_now_a_run_ends_without_a_checkpoint(memfit, tmp_path):
         assert re.search(r"(?m)^cmd_0001 stopped: ", done.out)
 
 
-def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, tmp_path):
-    (tmp_path / "job.py").write_text("import sys, time\nopen(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["signal.SIG_DFL", "lambda *_: sys.exit(0)"])
+def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, tmp_path, answer):
+    text = f"import signal, sys, time\nsignal.signal(signal.SIGTERM, {answer})\nif False: import lightning\n"
+    (tmp_path / "job.py").write_text(f"{text}open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
     with running(tmp_path, folds="1", at_once=1) as (process, run):
-        memfit("stop", run.path)
+        told = memfit("stop", run.path).out
         assert process.wait(60) == 75
         said = (tmp_path / "demo.log").read_text()
-        assert f"stopped; to go on: memfit resume {run.path}\n" in said
-        assert "cmd_0001 starts from the beginning, unless the command saves" in said
+        assert f"stopped; to go on: memfit resume {run.path}\n" in said and run.state == "preempted"
+        anew = "cmd_0001 starts from the beginning, unless the command saves and loads checkpoints of its own; job.py:3 uses"
+        assert f'{anew} Lightning: Stop("out", every=500).fit(trainer, ...) saves at a stop' in told
+        assert said.count(anew) == 1 and said.count("uses Lightning") == 1
         assert "exit code 75" not in said and "preempted" not in said and "cancelled" not in said
     out = memfit("diagnose", run.path).out
     assert "memfit resume RUN" in out and "sacct" not in out
@@ -83,6 +88,7 @@ def test_a_run_of_which_no_job_runs_is_said_to_have_stopped(memfit, tmp_path):
         assert process.wait(60) == 75
 
 
+@pytest.mark.slow
 def test_asking_again_in_any_way_ends_no_job_before_its_checkpoint(tmp_path):
     slow = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(75)))\n"
     (tmp_path / "job.py").write_text(slow + "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
@@ -97,6 +103,7 @@ def test_asking_again_in_any_way_ends_no_job_before_its_checkpoint(tmp_path):
         assert (first.wait(60), process.wait(60)) == (0, 75)
 
 
+@pytest.mark.core
 def test_one_job_is_stopped_and_the_others_go_on_and_one_that_waits_never_starts(memfit, tmp_path):
     with running(tmp_path, folds="1..4") as (process, run):
         assert "cmd_0003 stopped: stopped by memfit stop while it waited" in memfit("stop", "demo/cmd_0003").out
@@ -118,6 +125,7 @@ def test_one_job_is_stopped_and_the_others_go_on_and_one_that_waits_never_starts
         resumed.wait(60)
 
 
+@pytest.mark.slow
 def test_jobs_without_a_supervisor_are_stopped_too(memfit, tmp_path):
     with running(tmp_path) as (process, run):
         (entry,) = list_entries()
@@ -129,6 +137,7 @@ def test_jobs_without_a_supervisor_are_stopped_too(memfit, tmp_path):
         assert running_jobs(run) == []
 
 
+@pytest.mark.slow
 def test_jobs_of_a_backend_are_stopped_from_another_process_now(tmp_path):
     run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
     backend = LocalBackend(run)
@@ -161,6 +170,7 @@ def test_a_request_that_a_beginning_job_forgets_is_made_again(tmp_path):
     assert ticks[:2] == [True, True] and (folder / "stop_requested").read_text() == "now\n"
 
 
+@pytest.mark.slow
 def test_interrupting_the_wait_leaves_the_request_standing(tmp_path):
     (tmp_path / "job.py").write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit(75)))\n"

@@ -16,8 +16,6 @@ from memfit.files import write_json
 from memfit.jobs import running_jobs, stop
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
@@ -32,6 +30,8 @@ def watch(tmp_path, *words):
     return watcher, watcher.stdout.readline()
 
 
+@pytest.mark.core
+@pytest.mark.proves("S0-47")
 def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_path):
     with running(tmp_path) as (process, run):
         watcher, first = watch(tmp_path)
@@ -49,6 +49,8 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
     assert [line for line in told if line in wanted] == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S3-27")
 def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB."
     code = f"import sys, time; print({said!r}, file=sys.stderr, flush=True); time.sleep(3)"
@@ -58,6 +60,7 @@ def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     assert out.count(said) == 1
 
 
+@pytest.mark.slow
 def test_interrupting_a_watcher_leaves_the_run_and_without_a_supervisor_its_jobs_are_watched_to_their_end(tmp_path):
     with running(tmp_path, folds="1", at_once=1) as (process, run):
         watcher, _ = watch(tmp_path, "demo")
@@ -74,6 +77,7 @@ def test_interrupting_a_watcher_leaves_the_run_and_without_a_supervisor_its_jobs
     assert out.splitlines()[-1] == f"Run {run.path} has ended: its supervisor died"
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_shows_jobs_phases_the_budget_bar_and_pressure(tmp_path):
     with running(tmp_path, folds="1..3", at_once=2) as (process, run):
         pid, terminal = pty.fork()
@@ -122,6 +126,7 @@ def test_without_any_run_it_gives_2_and_says_what_to_do(memfit):
     assert re.fullmatch(r"memfit: no run of yours is alive .*\n  rule: .*\n  do: .*memfit run -- .*\n", done.err)
 
 
+@pytest.mark.slow
 def test_a_run_on_another_host_is_watched_as_long_as_it_says_that_it_runs(tmp_path):
     run = RunDir.create(tmp_path / "runs", "far", "a" * 64, {"host": "another-host"})
     watcher, _ = watch(tmp_path, run.path)

@@ -65,58 +65,65 @@ def refused(**given: Any) -> ConfigError:
     return caught.value
 
 
+@pytest.mark.proves("S3-34")
 @pytest.mark.parametrize(
     ("override", "what", "remedy"),
     [
-        ("seed=abc", 'seed must be a valid integer, got "abc" (--set).', "give --set seed=..."),
-        ("seed=3.0", "seed must be a valid integer, got 3.0 (--set).", "give --set seed=..."),
-        ("seed=", 'seed must be a valid integer, got "" (--set).', "give --set seed=..."),
-        ("seed=true", "seed must be a valid integer, got true (--set).", "give --set seed=..."),
-        ("seed=13", "seed: 13 is not a seed, got 13 (--set).", "give --set seed=..."),
-        ("rate=fast", 'rate must be a valid number, got "fast" (--set).', "give --set rate=..."),
-        ("rate=-1", "rate must be greater than 0, got -1 (--set).", "give --set rate=..."),
-        ("rate=2", "rate must be less than or equal to 1, got 2 (--set).", "give --set rate=..."),
+        ("seed=abc", 'seed must be a valid integer, got "abc" (--set).', "give for example --set seed=0"),
+        ("seed=3.0", "seed must be a valid integer, got 3.0 (--set).", "give for example --set seed=0"),
+        ("seed=", 'seed must be a valid integer, got "" (--set).', "give for example --set seed=0"),
+        ("seed=true", "seed must be a valid integer, got true (--set).", "give for example --set seed=0"),
+        ("seed=13", "seed: 13 is not a seed, got 13 (--set).", "give for example --set seed=0"),
+        ("rate=fast", 'rate must be a valid number, got "fast" (--set).', "give for example --set rate=0.1"),
+        ("rate=-1", "rate must be greater than 0, got -1 (--set).", "give for example --set rate=0.1"),
+        ("rate=2", "rate must be less than or equal to 1, got 2 (--set).", "give for example --set rate=0.1"),
         (
             "folds.first=0",
             "folds.first must be greater than or equal to 1, got 0 (--set).",
-            "give --set folds.first=...",
+            "give for example --set folds.first=1",
         ),
-        ("folds.last=20", "folds.last must be less than 20, got 20 (--set).", "give --set folds.last=..."),
-        ("folds=3", "folds must be an object, got 3 (--set).", "give --set folds=..."),
+        ("folds.last=20", "folds.last must be less than 20, got 20 (--set).", "give for example --set folds.last=5"),
+        ("folds=3", "folds must have names below it, got 3 (--set).", "give for example --set folds.first=1"),
+        (
+            "reserve=12",
+            "reserve must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got 12 (--set).",
+            "give for example --set reserve=12GiB",
+        ),
+        ("jobs=2", "jobs is no setting (--set).", "did you mean 'max_parallel'?"),
         ("experiment=[1]", "experiment must be a valid string, got [1] (--set).", "give --set experiment=..."),
         (
             "scheduler=cosin",
             "scheduler must be 'cosine', 'linear' or 'none', got \"cosin\" (--set).",
-            "give --set scheduler=...",
+            "give for example --set scheduler=cosine",
         ),
-        ("resume=yes", 'resume must be a valid boolean, got "yes" (--set).', "give --set resume=..."),
-        ("resume=1", "resume must be a valid boolean, got 1 (--set).", "give --set resume=..."),
+        ("resume=yes", 'resume must be a valid boolean, got "yes" (--set).', "give for example --set resume=true"),
+        ("resume=1", "resume must be a valid boolean, got 1 (--set).", "give for example --set resume=true"),
         (
             "max_parallel=atuo",
             "max_parallel must be 'auto' or must be a valid integer, got \"atuo\" (--set).",
-            "give --set max_parallel=...",
+            "give for example --set max_parallel=auto",
         ),
         (
             "max_parallel=0",
             "max_parallel must be 'auto' or must be greater than or equal to 1, got 0 (--set).",
-            "give --set max_parallel=...",
+            "give for example --set max_parallel=auto",
         ),
         (
             "reserve=lots",
-            'reserve must be a size such as 8GiB, 512MiB or a whole number of bytes, got "lots" (--set).',
-            "give --set reserve=...",
+            'reserve must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got "lots" (--set).',
+            "give for example --set reserve=4GiB",
         ),
         (
             "reserve=1.5",
-            "reserve must be a size such as 8GiB, 512MiB or a whole number of bytes, got 1.5 (--set).",
-            "give --set reserve=...",
+            "reserve must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got 1.5 (--set).",
+            "give for example --set reserve=4GiB",
         ),
         ("pair=[1]", "pair[1] is missing.", "write pair: in the file, or give --set pair=..., or MEMFIT_PAIR=..."),
         ("pair=[1, x]", 'pair[1] must be a valid integer, got "x" (--set).', "give --set pair[1]=..."),
         (
             "name=A",
             "name: string should match pattern '[a-z]+', got \"A\" (--set).",
-            "give --set name=...",
+            "give for example --set name=x",
         ),
         ("steps=[{frist: 1}]", "steps[0].frist is no setting (--set).", "did you mean 'steps.first'?"),
         ("decay={type: linear, ned: 1}", "decay.ned is no setting (--set).", "did you mean 'decay.end'?"),
@@ -129,8 +136,8 @@ def refused(**given: Any) -> ConfigError:
             "experiment must be a valid string, got 1.1 (--set).",
             "give --set experiment=...",
         ),
-        ("seed.x=1", "seed must be a valid integer (--set).", "give --set seed=..."),
-        ("seed={x: 1}", "seed must be a valid integer (--set).", "give --set seed=..."),
+        ("seed.x=1", "seed must be a valid integer (--set).", "give for example --set seed=0"),
+        ("seed={x: 1}", "seed must be a valid integer (--set).", "give for example --set seed=0"),
         ("folds.first=9", "folds: first fold 9 is after last fold 5 (--set).", "give --set folds=..."),
         ("seed", '--set "seed" is not name=value.', "write for example --set seed=1"),
         ("=1", '--set "=1" is not name=value.', "write for example --set seed=1"),
@@ -153,6 +160,7 @@ def test_a_bad_override_is_refused_in_words(override: str, what: str, remedy: st
     assert (error.what, error.remedy) == (what, remedy)
 
 
+@pytest.mark.proves("S2-14")
 @pytest.mark.parametrize(
     ("variable", "what", "remedy"),
     [
@@ -177,15 +185,17 @@ def test_a_variable_of_nothing_and_a_variable_with_an_empty_part_are_refused() -
 def test_a_bad_variable_is_named_with_its_remedy() -> None:
     error = refused(env={"MEMFIT_SEED": "abc"})
     assert error.what == 'seed must be a valid integer, got "abc" (environment MEMFIT_SEED).'
-    assert error.remedy == "give MEMFIT_SEED=..., or take it away: unset MEMFIT_SEED"
+    assert error.remedy == "give for example MEMFIT_SEED=0, or take it away: unset MEMFIT_SEED"
 
 
 def test_a_missing_setting_is_named_with_all_ways_to_give_it() -> None:
     error = refused(values={})
     assert error.what == "experiment is missing."
+    assert "Run" not in error.rule
     assert error.remedy == "write experiment: in the file, or give --set experiment=..., or MEMFIT_EXPERIMENT=..."
 
 
+@pytest.mark.proves("C-33")
 def test_every_bad_key_is_reported_at_once_with_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
@@ -202,10 +212,10 @@ def test_every_bad_key_is_reported_at_once_with_file_and_line(tmp_path: Path) ->
             f"  - folds.frist is no setting ({file}:7): did you mean 'folds.first'?",
             f"  - train is no setting ({file}:10): known: decay, experiment, folds, max_parallel, name, pair, params, "
             "rate, reserve, resume, scheduler, seed, steps",
-            f'  - seed must be a valid integer, got "abc" ({file}:3): correct seed in {file}:3',
-            "  - rate must be greater than 0, got 0 (--set): give --set rate=...",
+            f'  - seed must be a valid integer, got "abc" ({file}:3): correct seed in {file}:3, for example to 0',
+            "  - rate must be greater than 0, got 0 (--set): give for example --set rate=0.1",
             '  - resume must be a valid boolean, got "maybe" (environment MEMFIT_RESUME): '
-            "give MEMFIT_RESUME=..., or take it away: unset MEMFIT_RESUME",
+            "give for example MEMFIT_RESUME=true, or take it away: unset MEMFIT_RESUME",
         ]
     )
     assert error.remedy == "correct each at the place named in brackets"
@@ -218,7 +228,7 @@ def test_a_rule_over_several_settings_names_where_they_came_from(tmp_path: Path)
     assert error.what == f"folds: first fold 3 is after last fold 2 ({file}:3, --set)."
 
 
-def test_a_rule_over_all_settings_is_reported_under_the_models_name() -> None:
+def test_a_rule_over_all_settings_names_no_setting() -> None:
     class Model(Settings):
         a: int = 1
 
@@ -228,7 +238,7 @@ def test_a_rule_over_all_settings_is_reported_under_the_models_name() -> None:
 
     with pytest.raises(ConfigError) as caught:
         resolve(Model, env={}, overrides=["a=2"])
-    assert caught.value.what == "Model: a and b do not go together (--set)."
+    assert caught.value.what == "the settings: a and b do not go together (--set)."
 
 
 def test_a_message_that_is_not_known_in_advance_still_names_the_setting() -> None:

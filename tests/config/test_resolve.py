@@ -56,17 +56,18 @@ def write(folder: Path, text: str) -> Path:
 PLACES = ("file", "environment", "override")
 
 
+@pytest.mark.proves("S0-15")
 @pytest.mark.parametrize("places", [c for n in range(4) for c in itertools.combinations(PLACES, n)], ids="+".join)
 @pytest.mark.parametrize("name", ["seed", "memory.reserve", "params.train.epochs"])
 def test_the_strongest_place_wins_and_is_the_origin(tmp_path: Path, places: tuple[str, ...], name: str) -> None:
     section, _, key = name.rpartition(".")
-    nested = f"{{{key}: 11}}"
+    nested = f"{{{key}: {11 << 20}}}"
     for outer in reversed(section.split(".") if section else []):
         nested = f"{{{outer}: {nested}}}"
     file = write(tmp_path, f"# a comment\n{nested}\n" if "file" in places else "")
     variable = "MEMFIT_" + name.replace(".", "__").upper()
-    env = {variable: "22"} if "environment" in places else {}
-    overrides = [f"{name}=33"] if "override" in places else []
+    env = {variable: str(22 << 20)} if "environment" in places else {}
+    overrides = [f"{name}={33 << 20}"] if "override" in places else []
 
     resolved = resolve(Run, file=file, env=env, overrides=overrides)
 
@@ -76,7 +77,11 @@ def test_the_strongest_place_wins_and_is_the_origin(tmp_path: Path, places: tupl
         if value is None:
             break
     default = {"seed": 0, "memory.reserve": 1 << 30, "params.train.epochs": None}[name]
-    expected = {"file": (11, f"{file}:2"), "environment": (22, f"environment {variable}"), "override": (33, "--set")}
+    expected = {
+        "file": (11 << 20, f"{file}:2"),
+        "environment": (22 << 20, f"environment {variable}"),
+        "override": (33 << 20, "--set"),
+    }
     strongest = max(places, key=PLACES.index, default=None)
     assert (value, resolved.origins.get(name)) == (
         expected[strongest] if strongest else (default, None if name.startswith("params") else "default")
@@ -98,11 +103,11 @@ def test_every_setting_has_exactly_one_origin() -> None:
 
 
 def test_values_from_python_stand_for_a_file() -> None:
-    values = {"runs": Path("a/b"), "lags": (2, 3), "memory": Memory(reserve=5), "params": {"x": {"y": 1.5}}}
-    resolved = resolve(Run, values=values, env={"MEMFIT_MEMORY__CAP": "1KiB"})
+    values = {"runs": Path("a/b"), "lags": (2, 3), "memory": Memory(reserve=5 << 20), "params": {"x": {"y": 1.5}}}
+    resolved = resolve(Run, values=values, env={"MEMFIT_MEMORY__CAP": "1MiB"})
     assert resolved.value.runs == Path("a/b")
     assert resolved.value.lags == (2, 3)
-    assert resolved.value.memory == Memory(reserve=5, cap=1024)
+    assert resolved.value.memory == Memory(reserve=5 << 20, cap=1 << 20)
     assert resolved.value.params == {"x": {"y": 1.5}}
     assert resolved.origins["params.x.y"] == "argument"
     with pytest.raises(TypeError, match="not both"):
@@ -221,6 +226,7 @@ def test_a_nested_section_that_was_not_given_has_its_defaults() -> None:
     assert set(nested.origins.values()) == {"default"}
 
 
+@pytest.mark.proves("S0-15")
 def test_a_model_without_settings_as_its_base_refuses_unknown_keys_too() -> None:
     class Loose(BaseModel):
         width: int = 1
@@ -261,7 +267,7 @@ def test_the_written_file_holds_nested_defaults_and_resolves_to_the_same(tmp_pat
     run = resolve(Run, values={"params": {"tag": "x"}}, env={"MEMFIT_SEED": "3"}, overrides=["memory.cap=1536MiB"])
     before = run.to_yaml()
     text = run.to_yaml(resolve_nested(run, "params", Params))
-    assert text.startswith("# The resolved settings of Run.")
+    assert text.startswith("# All settings as they were resolved.")
     body = text.splitlines()
     assert "seed: 3" in body
     assert body[body.index("memory:") :] == [
@@ -302,7 +308,7 @@ RUNS = st.fixed_dictionaries(
         "runs": st.sampled_from(["a", "a/b c", "007", "no"]),
         "codes": st.lists(TEXT | TRICKY, max_size=4),
         "lags": st.lists(st.integers(), max_size=4),
-        "memory": st.fixed_dictionaries({}, optional={"cap": st.none() | st.integers(0, 1 << 50)}),
+        "memory": st.fixed_dictionaries({}, optional={"cap": st.none() | st.integers(1 << 20, 1 << 50)}),
         "params": st.dictionaries(KEY, FREE, max_size=4),
     },
 )

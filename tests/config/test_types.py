@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from memfit.config import ByteSize, Settings, fingerprint, size_text
+from memfit.config import ByteSize, Settings, differences, fingerprint, size_text
 from memfit.units import parse_bytes
 
 
@@ -30,6 +30,7 @@ class Colour(enum.Enum):
 @given(st.integers(min_value=0, max_value=1 << 53))
 def test_a_size_comes_back_from_its_text(count: int) -> None:
     assert parse_bytes(size_text(count)) == count
+    assert (size_text(1536 << 20), size_text(1000)) == ("1536MiB", 1000)
 
 
 def test_a_size_is_given_as_text_and_kept_as_bytes() -> None:
@@ -45,6 +46,13 @@ def test_what_is_no_size_is_refused(bad: object) -> None:
         Model.model_validate({"size": bad})
 
 
+@pytest.mark.parametrize("small", [1, 12, "12", "900KiB", (1 << 20) - 1])
+def test_memory_of_less_than_a_mib_is_a_slip(small: object) -> None:
+    with pytest.raises(ValidationError, match="must be a size of 1MiB or more"):
+        Model.model_validate({"size": small})
+    assert Model.model_validate({"size": 0}).size == 0 and Model.model_validate({"size": "1MiB"}).size == 1 << 20
+
+
 def test_settings_are_frozen_and_refuse_unknown_keys() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Model().size = 3
@@ -56,11 +64,12 @@ def test_a_fingerprint_sees_values_and_not_their_order_or_container() -> None:
     value = {"a": [1, 2.5, None, True], "b": {"x": "a/b"}}
     same = {"b": {"x": Path("a/b")}, "a": (np.int64(1), np.float64(2.5), None, True)}
     assert fingerprint(value) == fingerprint(same)
+    assert fingerprint({"a": 1})[:8] == "015abd7f"  # as every release has it
     assert fingerprint(PureWindowsPath("a\\b")) == fingerprint("a/b")
     assert fingerprint(Colour.RED) == fingerprint("red")
     assert fingerprint(datetime.date(2024, 1, 31)) == fingerprint("2024-01-31")
     assert fingerprint({3, 1, 2}) == fingerprint([1, 2, 3])
-    assert fingerprint(Model(size=1024)) == fingerprint({"size": "1KiB", "path": "a"})
+    assert fingerprint(Model(size=1 << 20)) == fingerprint({"size": "1MiB", "path": "a"})
 
 
 @pytest.mark.parametrize("pair", [(1, "1"), (1, 1.0), (1, True), (0.1, 0.1 + 2**-53), ([1], [1, None]), ({"a": 1}, {})])
@@ -89,3 +98,8 @@ def test_a_fingerprint_is_the_same_in_a_process_with_another_hash_seed() -> None
         for seed in ("1", "2")
     }
     assert seen == {fingerprint({"a": 0.1, "b": {"z", "a", "q"}})}
+
+
+def test_settings_that_differ_are_named_with_both_values() -> None:
+    before, now = {"seed": 1, "train": {"lr": 0.1}}, {"seed": 1, "train": {"lr": 0.2, "decay": 0.0}}
+    assert list(differences(before, now)) == [("train.lr", 0.1, 0.2), ("train.decay", None, 0.0)]

@@ -11,9 +11,6 @@ import forked
 
 ROOT = Path(__file__).resolve().parents[2] / "conformance"
 FRAMEWORKS = ["huggingface", "lightning", "accelerate"]
-#: One row of each kind for each change; make test-long has the others.
-SOME = "5,7,13,25,31,42,46,49,51,56,59,61"
-OTHERS = ",".join(str(number) for number in range(1, 65) if str(number) not in SOME.split(","))
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,13 +52,14 @@ def faults(rows):
     return {number: (row["text"], row["log"][-1500:]) for number, row in rows.items() if not row["is_good"]}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_memfit_a_stopped_training_is_the_same_or_refused(suite, framework):
-    status, rows = suite(framework, "--with-memfit", "--moments", SOME)
-    assert faults(rows) == {}
-    assert status == 0
+def test_with_memfit_a_training_that_is_stopped_at_any_moment_is_the_same_or_refused(suite, framework):
+    status, rows = suite(framework, "--with-memfit")
+    assert (status, faults(rows)) == (0, {})
     assert rows["61"]["text"] == rows["56"]["text"] == "refused before step 1"
-    assert sum(row["text"] == "same" for row in rows.values()) >= 8
+    assert sum(row["text"] == "same" for row in rows.values()) >= 55
 
 
 @pytest.mark.parametrize(
@@ -77,13 +75,6 @@ def test_alone_the_suite_sees_what_differs(suite, framework, differs):
     assert status == 0, "it is no fault of memfit"
     assert {number: text in rows[number]["text"] for number, text in differs.items()} == dict.fromkeys(differs, True)
     assert not any(rows[number]["is_good"] for number in differs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_memfit_all_other_moments_are_the_same_or_refused(suite, framework):
-    status, rows = suite(framework, "--with-memfit", "--moments", OTHERS)
-    assert (status, faults(rows)) == (0, {})
 
 
 @pytest.mark.long

@@ -83,6 +83,7 @@ def test_a_transform_that_draws_from_what_all_code_shares_is_warned_of(
 # --- threads
 
 
+@pytest.mark.proves("S4-02")
 @pytest.mark.slow
 def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> None:
     made: list[int] = []
@@ -101,6 +102,7 @@ def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> Non
     assert no_threads_left()
 
 
+@pytest.mark.proves("S4-40")
 def test_what_is_made_in_no_time_is_made_when_it_is_asked_for(panel: Panel) -> None:
     here: list[str] = []
     loader = make(panel, 2, batch=2, transform=lambda *_: here.append(threading.current_thread().name))

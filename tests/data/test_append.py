@@ -9,7 +9,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,7 +234,6 @@ def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_written(
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr("os.copy_file_range", refuse, raising=False)
-    monkeypatch.delattr("os.posix_fallocate", raising=False)  # what then takes the blocks writes zeros
     new = panel.append(second)
     assert copied
     new.verify()
@@ -322,7 +320,6 @@ BOUND = 128 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts maps on Linux only")
 def test_appending_stays_below_a_limit_of_private_memory_that_the_panel_exceeds(
     large_panel: dict[str, Any], tmp_path: Path, start_panel_child: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

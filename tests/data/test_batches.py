@@ -35,6 +35,7 @@ def eligible(panel: Panel, date: int, lookback: int, target: str | None) -> list
     return found
 
 
+@pytest.mark.proves("S2-36")
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -194,6 +195,7 @@ def test_a_value_beyond_float32_is_refused_and_not_made_infinite(tmp_path: Path)
         list(DateBatches(panel, [0], lookback=1, target=None))
 
 
+@pytest.mark.proves("S2-43")
 @pytest.mark.slow
 def test_workers_draw_the_same_batches_however_they_are_started(
     make_table: Callable[..., pa.Table], tmp_path: Path, start_child: Callable[..., subprocess.Popen[str]]

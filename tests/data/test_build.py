@@ -26,8 +26,6 @@ from memfit.data import Panel, _build, _publish
 from memfit.errors import DataError
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 FEATURES, TARGETS = ["f0", "f1", "f2"], ["ret"]
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -56,6 +54,8 @@ def arguments(parquet: Path, directory: Path, **more: Any) -> dict[str, Any]:
     return {"source": parquet, "directory": directory, "features": FEATURES, "targets": TARGETS, **more}
 
 
+@pytest.mark.core
+@pytest.mark.proves("S0-06")
 def test_four_processes_that_ask_at_once_build_once_and_read_the_same(
     parquet: Path, tmp_path: Path, start_child: Start
 ) -> None:
@@ -70,6 +70,7 @@ def test_four_processes_that_ask_at_once_build_once_and_read_the_same(
     assert {report["digest"] for report in reports} == {reference(parquet, tmp_path)}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stop_at", [0.5, *(pytest.param(share, marks=pytest.mark.long) for share in (0.0, 1.0))])
 def test_a_killed_build_leaves_no_panel_and_the_next_one_rebuilds(
     parquet: Path, tmp_path: Path, start_child: Start, stop_at: float
@@ -86,6 +87,8 @@ def test_a_killed_build_leaves_no_panel_and_the_next_one_rebuilds(
     assert hashlib.sha256(panel.values.tobytes()).hexdigest() == reference(parquet, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-42")
 @pytest.mark.long
 def test_a_kill_between_the_last_row_and_the_rename_leaves_a_whole_panel_or_none(
     parquet: Path, tmp_path: Path, start_child: Start
@@ -107,6 +110,7 @@ def test_a_kill_between_the_last_row_and_the_rename_leaves_a_whole_panel_or_none
         assert leftovers(panels) == []
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_builder_that_is_killed_builds_in_its_place(
     parquet: Path, tmp_path: Path, start_child: Start
 ) -> None:
@@ -122,6 +126,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds_in_its_place(
     assert report["digest"] == reference(parquet, tmp_path)
 
 
+@pytest.mark.slow
 def test_another_panels_builder_is_swept_when_dead_and_left_alone_when_alive(
     parquet: Path, tmp_path: Path, start_child: Start
 ) -> None:
@@ -140,11 +145,13 @@ def test_another_panels_builder_is_swept_when_dead_and_left_alone_when_alive(
     assert leftovers(panels) == []
 
 
+@pytest.mark.proves("S2-07")
 def test_building_takes_little_private_memory_whatever_the_panels_size(large_panel: dict[str, Any]) -> None:
     assert large_panel["nbytes"] > 190 << 20
     assert 0 < large_panel["grown_bytes"] < 112 << 20
 
 
+@pytest.mark.proves("S0-42")
 def test_a_lock_whose_file_goes_after_each_error_has_one_holder_at_a_time(tmp_path: Path) -> None:
     def hold(number: int) -> None:
         with suppress(RuntimeError), _publish.locked(tmp_path / "panel"):
@@ -170,6 +177,7 @@ def test_a_source_that_only_moved_is_reused_without_writing_into_the_cache(parqu
     assert panels.stat().st_mtime_ns == before
 
 
+@pytest.mark.proves("S0-43", "C-20")
 def test_a_changed_value_column_type_parameter_or_code_version_is_a_miss_that_says_why(
     make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,16 +346,6 @@ def test_a_disk_that_fills_up_is_a_data_error_that_leaves_nothing(
     assert not list(small_disk.glob("[!.]*[!t]"))
     ballast.unlink()
     assert not build().reused
-
-
-def test_a_system_without_fallocate_builds_the_same_panel(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = reference(parquet, tmp_path)
-    monkeypatch.delattr(os, "posix_fallocate")
-    panel = Panel.build(parquet, tmp_path / "panels", features=FEATURES, targets=TARGETS)
-    assert hashlib.sha256(panel.values.tobytes()).hexdigest() == expected
-    panel.verify()
 
 
 def test_the_order_of_files_and_rows_does_not_change_the_values(

@@ -53,6 +53,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.proves("S4-54")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(panel: Panel, kind: dict[str, Any]) -> None:
     kind = {**kind, "date_indices": range(10, 22)}
@@ -69,6 +70,7 @@ def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(panel: Pane
         assert [content(batch) for batch in loader] == expected[at:]
 
 
+@pytest.mark.proves("C-39")
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (0, 2), (2, 0)])
 def test_a_state_taken_from_workers_ahead_counts_what_was_delivered(panel: Panel, before: int, after: int) -> None:
     expected = [content(batch) for batch in make(panel)]
@@ -123,6 +125,7 @@ def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(panel: Panel, num_wo
         make(panel, batch=num_windows + 1, drop_last=True)
 
 
+@pytest.mark.proves("S4-39")
 @pytest.mark.slow
 def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(panel: Panel) -> None:
     loader = Loader(panel, range(8, 11), lookback=3, target="ret", batch=16, shuffle=1, num_workers=2)

@@ -170,6 +170,7 @@ def test_packed_objects_are_refused_as_no_panel(tmp_path: Path) -> None:
         Panel.open(tmp_path / "packed")
 
 
+@pytest.mark.proves("S0-41")
 def test_a_panel_of_another_format_is_refused_as_such(panel: Panel) -> None:
     fields = json.loads((panel.path / "manifest.json").read_text())
     write_sealed(panel.path, {**{name: fields[name] for name in fields if name != "checksum"}, "format": 99})

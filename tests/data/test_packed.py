@@ -329,6 +329,7 @@ pack(source(), {str(tmp_path / "packed")!r})
     assert not (tmp_path / ".packed.building").exists()
 
 
+@pytest.mark.proves("S4-06")
 @pytest.mark.slow
 def test_packing_takes_memory_by_its_buffer_and_not_by_its_data(tmp_path):
     """Two streams of 12 and of 48 MB; a list of the second's lines takes over 80 MB."""
@@ -348,7 +349,6 @@ for count in (1, 150_000, 600_000):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 def test_workers_that_read_all_objects_do_not_copy_them(tmp_path):
     program = Path(__file__).with_name("packed_workers.py")
     command = [sys.executable, str(program), str(tmp_path / "packed"), "fork", "forkserver"]

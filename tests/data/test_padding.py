@@ -40,6 +40,7 @@ def test_a_batch_is_what_filling_up_each_row_by_hand_gives(rows, side, truncate,
             assert batch["attention_mask"].tolist() == ones
 
 
+@pytest.mark.proves("S4-08")
 def test_masks_and_types_are_filled_up_with_0_and_a_given_mask_is_kept():
     rows = [
         {

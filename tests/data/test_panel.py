@@ -112,6 +112,7 @@ cells = st.dictionaries(
 )
 
 
+@pytest.mark.proves("S2-07")
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cells=cells, order=st.randoms(use_true_random=False))
@@ -129,6 +130,7 @@ def test_any_table_in_any_order_comes_back_as_it_was(cells: dict[Any, Any], orde
     assert_holds(panel, table, ["f0", "f1"], ["ret"])
 
 
+@pytest.mark.proves("S2-09")
 def test_every_array_lies_in_a_read_only_map_of_its_file_and_writing_raises(panel: Panel) -> None:
     for name in NAMES:
         array = getattr(panel, name)
@@ -147,6 +149,7 @@ def test_every_array_lies_in_a_read_only_map_of_its_file_and_writing_raises(pane
     assert np.shares_memory(view, panel.targets)
 
 
+@pytest.mark.proves("S0-41")
 def test_the_files_are_plain_npy(panel: Panel) -> None:
     for name in NAMES:
         np.testing.assert_array_equal(np.load(panel.path / f"{name}.npy", allow_pickle=False), getattr(panel, name))
@@ -174,6 +177,7 @@ def test_a_target_that_is_not_there_is_refused_with_the_nearest_name(panel: Pane
         panel.target("rett")
 
 
+@pytest.mark.proves("S0-44", "C-19")
 @pytest.mark.slow
 def test_four_processes_that_read_all_of_it_hold_one_copy(
     large_panel: dict[str, Any], start_child: Callable[..., subprocess.Popen[str]]

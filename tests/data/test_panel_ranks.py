@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,6 @@ from memfit.data import Panel
 
 pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc/<pid>/smaps"),
     pytest.mark.slow,
 ]
 
@@ -39,6 +37,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.proves("S3-35", "C-16")
 def test_the_ranks_of_a_process_group_hold_one_copy_of_the_panel(tmp_path):
     num_dates, num_assets = 400, 1000
     values = np.random.default_rng(0).random(num_dates * num_assets).astype(np.float32)

@@ -199,7 +199,7 @@ def test_one_file_at_a_time_is_in_memory(place, monkeypatch):
     assert max(alive) <= 1  # the last item, where it was packed
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+@pytest.mark.slow
 def test_ranks_that_map_the_store_hold_it_once_and_lists_as_often_as_there_are_ranks(place):
     dump(
         "large.pkl", [{"id": n, "text": f"{n:>500}", "values": [float(n + j) for j in range(100)]} for n in range(3000)]
@@ -211,6 +211,7 @@ def test_ranks_that_map_the_store_hold_it_once_and_lists_as_often_as_there_are_r
     assert measured["store_bytes"] < 0.3 * measured["list_bytes"]
 
 
+@pytest.mark.slow
 def test_a_large_list_is_measured_by_its_first_items(place, monkeypatch):
     monkeypatch.setattr(_pickles, "_SAMPLE_BYTES", 500)
     measured = packed(ranks=1)["ranks"]

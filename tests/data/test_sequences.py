@@ -65,6 +65,7 @@ def test_each_epoch_has_every_example_once_within_the_limits_and_as_many_batches
         assert list(itertools.chain(*drawn(loader, 1))) == list(range(len(lengths)))
 
 
+@pytest.mark.proves("S4-09", "C-21")
 def test_the_order_is_of_seed_and_epoch_and_buckets_save_what_fills_up():
     data = rows(lengths_of(2000))
     one, again, other = (SequenceLoader(data, PADDING, batch=16, shuffle=seed) for seed in (1, 1, 2))
@@ -99,6 +100,7 @@ def test_batches_of_one_budget_differ_from_epoch_to_epoch_though_their_number_do
     assert {frozenset(one) for one in first} != {frozenset(one) for one in second} and len(first) == len(second)
 
 
+@pytest.mark.proves("S4-08")
 @pytest.mark.parametrize("how", [{"batch": 8}, {"max_tokens": 300}])
 def test_a_state_goes_on_at_its_batch_with_another_number_of_workers(how):
     data = pack(rows(lengths_of(200)))

@@ -56,17 +56,6 @@ def as_pandas3(column):
     return held(read.array) if read.dtype == object else read.memory_usage(index=False, deep=True)
 
 
-def as_pandas2(column):
-    """pandas 3 no longer makes objects of text; pyarrow makes those of bytes in the same way: equal ones once."""
-    if pa.types.is_dictionary(column.type):
-        return as_pandas3(column) + sum(sys.getsizeof(one) - len(one) for one in column.dictionary.to_pylist())
-    if pa.types.is_string(column.type):
-        texts: dict = {}
-        values = column.cast(pa.binary()).to_pandas()
-        return held([None if one is None else texts.setdefault(id(one), one.decode()) for one in values])
-    return as_pandas3(column)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("sizes") / "all.parquet"
@@ -85,7 +74,6 @@ def found(written):
 def test_memory_is_within_a_tenth_of_what_pandas_holds(name, found):
     column = pa.table({name: columns()[name]})[name].combine_chunks()
     assert found[name].pandas_bytes == pytest.approx(as_pandas3(column), rel=0.1)
-    assert found[name].pandas2_bytes == pytest.approx(as_pandas2(column), rel=0.1)
 
 
 def test_bytes_on_disk_are_those_of_the_file(written, found):

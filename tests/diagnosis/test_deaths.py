@@ -17,10 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from memfit.diagnosis import diagnose
+from memfit.diagnosis import diagnose, list_remedies
 from memfit.rundir import RunDir
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent / "deaths"
 MIB = 1 << 20
@@ -94,6 +92,7 @@ def said(found):
     return "\n".join(line.text for line in found.evidence)
 
 
+@pytest.mark.core
 @pytest.mark.root
 def test_a_kill_at_the_jobs_own_limit_is_told_by_the_kernels_log(die, memory_group, tmp_path):
     group = memory_group(100 * MIB)
@@ -121,9 +120,10 @@ def test_a_kill_at_a_limit_above_the_jobs_own_is_told_as_such(die, memory_group,
 def test_of_a_kill_that_only_the_shell_saw_memory_is_no_more_than_probable(die, memory_group):
     found = diagnose(die(words("training", "hog"), group=memory_group(100 * MIB)))
     assert (found.cause, found.phase) == ("killed", "train") and found.confidence == "not shown"
-    assert "dmesg" in " ".join(found.checks)
+    assert "journalctl -k" in str(list_remedies(found))
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_leak_in_a_loaders_worker_is_told_by_its_process_in_the_kernels_log(die, memory_group, tmp_path):
     with kernel_log(tmp_path / "kernel") as kernel:
@@ -146,14 +146,16 @@ def test_a_strangers_kill_is_not_blamed_on_memory_because_another_was_killed_for
     assert "Memory cgroup" not in said(found)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_small_dev_shm_under_a_loader_is_told_from_a_full_disk(die):
     needs_mounts()
     found = diagnose(die(words("torch_training", "shm"), SMALL_DISK.format("/dev/shm"), apart=True))
     assert (*verdict(found), found.phase) == (True, "shm", "out_of_memory", "load")
-    assert found.confidence == "proved"
+    assert found.confidence == "likely"
 
 
+@pytest.mark.core
 @pytest.mark.root
 @pytest.mark.parametrize("program", ["training", "torch_training"])
 def test_a_full_disk_under_a_checkpoint_is_no_shortage_of_memory(die, tmp_path, program):
@@ -164,6 +166,7 @@ def test_a_full_disk_under_a_checkpoint_is_no_shortage_of_memory(die, tmp_path, 
     assert (*verdict(found), found.phase) == (False, "none", "disk_full", "checkpoint")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["training", "refused"], ["torch_training", "refused"]])
 def test_an_allocation_that_a_limit_of_the_process_refused_is_the_hosts(die, how):
     found = diagnose(die(words(*how)))
@@ -178,6 +181,7 @@ def test_other_ends_are_named_and_not_blamed_on_memory(die, how, cause):
     assert verdict(found) == (False, "none", cause) and found.confidence == "proved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["training", "deadlock", "watched"], ["torch_training", "deadlock"]])
 def test_a_deadlock_after_a_fork_is_a_hang_where_somebody_watched(die, how):
     found = diagnose(die(words(*how)))
@@ -186,7 +190,8 @@ def test_a_deadlock_after_a_fork_is_a_hang_where_somebody_watched(die, how):
 
 def test_of_a_deadlock_that_nobody_watched_the_cause_is_unknown_and_the_phase_is_not(die):
     found = diagnose(die(f"timeout 1.5 {words('training', 'deadlock')}"))
-    assert (*verdict(found), found.phase, found.evidence) == (False, "none", "unknown", "train", ())
+    assert (*verdict(found), found.phase) == (False, "none", "unknown", "train")
+    assert "step" in found.evidence[-1].text  # the nearest lines
 
 
 @pytest.fixture
@@ -217,6 +222,7 @@ def run_of(runs):
     return RunDir.all(runs, "x")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_job_that_memfit_ended_at_its_wall_was_short_of_memory(supervised, memory_group):
     child, runs = supervised("run", "--limit 150MiB --memory 60MiB --retries 0", *shlex.split(words("training", "hog")))
@@ -227,6 +233,7 @@ def test_a_job_that_memfit_ended_at_its_wall_was_short_of_memory(supervised, mem
     assert 0.9 * found.figures["limit"] < found.figures["used"] <= found.figures["limit"]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_strangers_kill_is_no_shortage_of_memory_where_the_groups_count_says_so(supervised, memory_group):
     child, runs = supervised(
@@ -247,6 +254,7 @@ def test_a_strangers_kill_is_no_shortage_of_memory_where_the_groups_count_says_s
     assert "by somebody else" in said(found)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_job_that_stepped_aside_and_came_again_recovered_and_was_not_out_of_memory(supervised, memory_group):
     options = "--limit 260MiB --max-parallel 2 --memory 40MiB --param seed=1,2"

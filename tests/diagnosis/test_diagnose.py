@@ -26,16 +26,15 @@ CHAIN = f"""2024-03-01 10:00:00 starting
 """
 
 
+@pytest.mark.proves("S3-04")
 def test_the_first_failure_is_the_cause_and_the_timeout_an_hour_later_is_a_consequence(tmp_path):
-    (tmp_path / "job.out").write_text(CHAIN)
+    (tmp_path / "job.out").write_text(f"{CHAIN}[rank2]: {OOM}\n")  # the last line follows from nothing
     found = diagnose(tmp_path / "job.out")
     assert (found.oom, found.kind, found.phase, found.recovered) == (True, "gpu_fragmentation", "train", False)
-    assert found.where["rank"] == 3
-    assert found.where["device"] == 3
-    assert [one.what for one in found.timeline][:3] == ["start", "last progress", "failure"]
+    assert (found.where["rank"], found.where["device"]) == (3, 3)
+    moments = [("start", 1), ("last progress", 3), ("failure", 7), ("consequence", 8)]
+    assert [(one.what, one.line) for one in found.timeline] == moments
     assert found.timeline[0].time == "2024-03-01 10:00:00"
-    assert found.timeline[1].line == 3
-    assert found.timeline[-1].what == "consequence"
     assert [(one.file, one.line) for one in found.evidence] == [(str(tmp_path / "job.out"), 7)]
 
 
@@ -50,12 +49,12 @@ OOM_KILL = (
 )
 
 
-def test_the_end_of_a_bar_has_the_time_of_the_line_before_it_and_its_own_clock():
+def test_the_end_of_a_bar_has_the_time_of_the_line_before_it():
     times = {one.what: one.time for one in look(EPOCH + OOM_KILL).timeline}
     assert times["start"] == "2025-10-16 14:11:10"
-    assert times["last progress"] == times["failure"] == "2025-10-16 14:11:10 + 22m 54s"  # 14:34:04
+    assert times["last progress"] == times["failure"] == "2025-10-16 14:11:10"
     stamped = EPOCH.replace("Epoch 0:  50%", "2025-10-16 14:22:37 | Epoch 0:  50%") + OOM_KILL
-    assert look(stamped).timeline[-1].time == "2025-10-16 14:22:37 + 11m 27s"
+    assert look(stamped).timeline[-1].time == "2025-10-16 14:22:37"
 
 
 def test_a_log_that_says_it_is_done_too_early_is_doubted_beside_the_kill_too(tmp_path):
@@ -70,7 +69,7 @@ def test_a_log_that_says_it_is_done_too_early_is_doubted_beside_the_kill_too(tmp
 
 def test_the_arithmetic_names_memory_of_others_with_its_scope():
     sentences = look(CHAIN).arithmetic
-    assert any("Memory of others on GPU 3: 31.75 GiB total - 0.13 GiB free - 22.33 GiB" in text for text in sentences)
+    assert any("Memory of others on GPU 3: 31.75 GiB total - 131.5 MiB free - 22.33 GiB" in text for text in sentences)
 
 
 def test_the_json_has_every_key_and_is_plain():
@@ -89,6 +88,7 @@ def test_a_folder_of_logs_is_read_whole_packed_ones_too(tmp_path):
     assert (found.kind, found.evidence[0].file) == ("gpu_fragmentation", str(tmp_path / "job.err.gz"))
 
 
+@pytest.mark.proves("S3-01")
 def test_the_kernel_s_log_and_the_scheduler_s_account_count_too(tmp_path):
     (tmp_path / "job.out").write_text("step 1 loss 0.5\nKilled\n")
     (tmp_path / "dmesg").write_text(
@@ -133,6 +133,16 @@ def test_a_claim_of_success_after_one_epoch_of_forty_is_incomplete():
     assert [one.line for one in found.evidence] == [2, 3]
 
 
+def test_two_logs_of_one_job_are_one_story(tmp_path):
+    (tmp_path / "job.out").write_text(
+        "[2025-10-16 14:11:10] Starting training, max_epochs: 40\n[2025-10-16 14:34:04] Training completed\n"
+    )
+    (tmp_path / "job.err").write_text(ONE_OF_FORTY.partition("\n")[2] + OOM_KILL)
+    found = diagnose([tmp_path / "job.out", tmp_path / "job.err"])
+    assert found.arithmetic[0] == "the log says that it is done after 1 of 40 epochs"
+    assert ("says it is done", "2025-10-16 14:34:04") in [(one.what, one.time) for one in found.timeline]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -150,6 +160,7 @@ def test_a_claim_with_a_reason_or_at_the_last_epoch_is_believed(text):
     assert look(text).cause == "completed"
 
 
+@pytest.mark.proves("S3-06")
 def test_success_is_proved_by_an_end_marker_with_status_0_and_doubted_by_any_other_status(tmp_path):
     log, sacct = tmp_path / "job.out", tmp_path / "sacct"
     log.write_text("epoch 1 loss 0.5\nTraining finished\n")
@@ -165,6 +176,7 @@ def test_success_is_proved_by_an_end_marker_with_status_0_and_doubted_by_any_oth
     assert (alone.cause, alone.confidence) == ("completed", "likely") and "does not prove" in alone.checks[0]
 
 
+@pytest.mark.proves("S3-06")
 def test_an_empty_checkpoint_beside_a_log_makes_its_success_doubtful(tmp_path):
     (tmp_path / "job.out").write_text("epoch 1 loss 0.5\nTraining finished\n")
     (tmp_path / "last.ckpt").write_bytes(b"")
@@ -219,6 +231,7 @@ _WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=3000))
 def test_bytes_of_any_kind_are_diagnosed_without_an_error(raw):
@@ -250,6 +263,7 @@ def test_a_kill_that_nothing_links_to_the_job_explains_no_other_end(tmp_path):
     assert (found.kind, found.confidence) == ("host_cgroup", "likely")
 
 
+@pytest.mark.proves("S3-28")
 @pytest.mark.parametrize(
     "line",
     [

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.diagnosis import diagnose, read_ran
+from memfit.diagnosis import diagnose
 from memfit.errors import UsageError
 
 SOURCE = Path(memfit.__file__).parent
 #: Readers of the kernel's files, of what a user names as a script, and of an own folder that is only written to.
 OTHERS = {
-    ("slurm/_batch_script.py", "open"),
     ("diagnosis/_fix.py", "open"),
     ("diagnosis/_fix.py", "read_text"),
     ("diagnosis/_runs.py", "open"),
@@ -25,7 +24,6 @@ OTHERS = {
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),
     ("jobs/_nodes.py", "open"),
-    ("jobs/_watch.py", "read_bytes"),
     ("reports/_table.py", "read_text"),
 }
 
@@ -70,16 +68,6 @@ def test_text_in_other_encodings_is_read(tmp_path, before):
     message = b"\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     (tmp_path / "train.log").write_bytes(before + message)
     assert diagnose(tmp_path / "train.log").kind == "gpu"
-
-
-def test_a_long_log_shows_how_far_it_is_read_and_is_read_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("memfit.diagnosis._runs._LONG_LOG_BYTES", 0)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    (tmp_path / "train.log").write_text("epoch 1/3 loss 0.5\n" * 1000)
-    diagnose(tmp_path / "train.log")
-    assert "reading train.log" in capsys.readouterr().err
-    read_ran([tmp_path / "train.log"])
-    assert "reading" not in capsys.readouterr().err
 
 
 def test_a_log_that_is_named_may_be_a_link_and_a_pipe_of_the_shell_and_no_fifo(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from memfit.diagnosis import Job, diagnose, list_remedies
 from memfit.rundir import RunDir
+from memfit.units import format_bytes
 
 MIB = 1 << 20
 
@@ -26,6 +27,7 @@ def counters(own=None, above=None, host=None):
     return {"own": own, "above": above or {}, "host": host}
 
 
+@pytest.mark.proves("S0-01")
 @pytest.mark.parametrize(
     ("before", "after", "more", "kind", "cause", "killer"),
     [
@@ -165,3 +167,61 @@ def test_a_damaged_record_is_passed_over(tmp_path):
     run = recorded(tmp_path, counters(0), counters(0))
     (run.job_dir("fold_1") / "outcome.json").write_text("{torn")
     assert diagnose(run.path).cause == "unknown"
+
+
+ADMIT = {"kind": "admit", "job": "fold_1", "num_running": 1, "why": "", "reservation_bytes": 200 * MIB}
+LIMIT = {"name": "slurm", "source": "slurm", "limit_bytes": 1}
+BUDGET = {"kind": "budget", "job": None, "binding": LIMIT, "limits": [LIMIT], "headroom_bytes": 0, "reserve_bytes": 0,
+          "promise": "", "backend": "slurm"}  # fmt: skip
+BY_SLURM = {"witness": "slurm", "state": "OUT_OF_MEMORY"}
+KILLS = {"oom_kills": {"before": counters(0), "after": counters(1)}, "place": "host"}
+RANKS = [{"rank": rank, "place": "", "pss_bytes": 0, "device_bytes": 0, "peak_bytes": (60 + rank) * MIB, "node": f"n{rank}"}
+         for rank in (0, 1)]  # fmt: skip
+CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "log", "kind", "where", "said"),
+    [
+        # Slurm ended it before its watcher could write: what Slurm was asked for is the limit
+        ({"evidence": BY_SLURM, "exit_code": None, "node": "n7"}, "", "host_cgroup", (None, "n7"),
+         ["Slurm: 100.0 MiB used of 200.0 MiB", "attempt 3, a peak of 100.0 MiB, a limit of 200.0 MiB"]),
+        # a job on two nodes: srun's exit code, the rank that was lost, and its node
+        ({"evidence": KILLS | {"rank": 1}, "exit_code": 137, "node": "2 nodes", "ranks": RANKS, "cause": "n1: killed"}, "",
+         "host_cgroup", (1, "n1"), ["the kernel: 100.0 MiB used of 200.0 MiB", "peaks of its 2 ranks: 60.0 MiB, 61.0 MiB"]),
+        # one that memfit ended at its wall
+        ({"evidence": KILLS | {"oom_kills": {"before": counters(2), "after": counters(2)}, "wall_bytes": 90 * MIB},
+          "exit_code": 137, "node": "2 nodes", "cause": "n2: killed"}, "", "host_cgroup", (None, "n2"),
+         ["memfit: 100.0 MiB used of 90.0 MiB", "a limit of 90.0 MiB"]),
+        # the log's own message decides, and the record still tells the rank, the attempt and the peak
+        ({"evidence": KILLS | {"rank": 1, "place": "device"}, "exit_code": 1, "ranks": RANKS, "node": "n0"}, CUDA, "gpu",
+         (1, "n1"), ["fold_1: attempt 3, a peak of 100.0 MiB, a limit of 200.0 MiB, peaks of its 2 ranks"]),
+    ],
+    ids=["Slurm", "nodes", "a wall", "a log"],
+)  # fmt: skip
+def test_a_run_is_told_of_as_its_summary_tells_it(tmp_path, record, log, kind, where, said):
+    run = recorded(tmp_path, counters(0), counters(0), attempt=3, peak_bytes=100 * MIB, **record)
+    lines = [json.dumps(one | {"time": 1.0}) for one in (BUDGET, ADMIT)]
+    (run.events_dir / "host-1-1.jsonl").write_text("\n".join(lines) + "\n")
+    (run.job_dir("fold_1") / "err.log").write_text(log)
+    found = diagnose(run.path)
+    assert (found.kind, found.cause, "memfit" in found.whom) == (kind, "out_of_memory", True)
+    assert (found.where["rank"], found.where["node"]) == where
+    told = " ".join([*found.arithmetic, *found.notes])
+    assert all(text in told for text in said), told
+    if kind == "host_cgroup":
+        assert format_bytes(found.figures["limit"]) in told
+        assert list_remedies(found)[0].setting.startswith("--memory ")
+
+
+def test_of_two_runs_each_tells_of_its_own_job(tmp_path):
+    ours = recorded(tmp_path / "a", counters(0), counters(1), attempt=2)
+    other = recorded(tmp_path / "b", counters(0), counters(0), state="completed", code=0, attempt=9)
+    assert [note for note in diagnose([other.path, ours.path]).notes if "attempt" in note] == [
+        "fold_1: attempt 2, a peak of 1.0 MiB, a limit of 100.0 MiB."
+    ]
+
+
+def test_evidence_of_other_types_is_passed_over(tmp_path):
+    run = recorded(tmp_path, counters(0), counters(0), evidence={"oom_kills": 3, "rank": "one"})
+    assert diagnose(run.path).kind == "host_kernel"

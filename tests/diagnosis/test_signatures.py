@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import SIGNATURES, diagnose, read_streams
+from memfit.diagnosis import SIGNATURES, diagnose, find_signs, read_streams
 from reading import look
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "signatures.jsonl").read_text().splitlines()]
@@ -25,6 +25,45 @@ def test_the_lines_are_told_for_what_they_are(case):
     assert found["oom"] == (found["kind"] != "none")
 
 
+[HARMLESS] = read_streams("log", io.BytesIO(b"a line of a program at work\n" * 600))
+
+
+@pytest.mark.core
+def test_each_line_is_found_among_harmless_ones():
+    missed = []
+    for case in CASES:
+        for stream in read_streams("log", io.BytesIO(case["text"].encode())):
+            among = type(stream)([*HARMLESS.lines, *stream.lines, *HARMLESS.lines])
+            alone, found = ([(one.name, one.values, one.kind) for one in find_signs(each)] for each in (stream, among))
+            missed += [case["name"]] if alone != found else []
+    assert missed == []
+
+
+@pytest.mark.slow
+def test_a_verdict_does_not_depend_on_the_length_of_the_log():
+    harmless = "a line of a program at work\n" * 600
+    of_each_kind = {(case["want"].get("kind"), case["want"].get("cause")): case for case in CASES}
+    for case in of_each_kind.values():  # that each line is found is proved above
+        alone, among = look(case["text"]), look(f"{harmless}{case['text']}\n{harmless}")
+        same = among.cause == alone.cause or case["name"].startswith("mention")
+        assert among.kind == alone.kind and same, case["name"]
+
+
+@pytest.mark.slow
+def test_of_a_log_of_many_pieces_each_kind_of_line_is_found_at_the_head_the_middle_and_the_end():
+    said = "\n".join(case["text"] for case in CASES).encode()
+    block = "".join(f"epoch {at % 90} loss 0.{at * 7919 % 99991:05} all is well\n" for at in range(100_000)).encode()
+    block *= (9 << 20) // len(block)  # a piece has 4 MiB
+    small, large = (
+        [sign for stream in read_streams("log", io.BytesIO(text)) for sign in find_signs(stream)]
+        for text in (said, b"\n".join([said, block, said, block, said]))
+    )
+    small, large = ([one for one in signs if not one.meaning.last_resort] for signs in (small, large))
+    last, length = said.count(b"\n") + 1, said.count(b"\n") + block.count(b"\n") + 2
+    for begin in (0, length, 2 * length):
+        assert {one.name for one in small} == {one.name for one in large if begin < one.number <= begin + last}
+
+
 def alternatives(pattern):
     """Return the parts of a regular expression between the bars that are in no group."""
     parts, depth = [""], 0
@@ -36,7 +75,7 @@ def alternatives(pattern):
 
 def test_each_message_that_the_table_knows_has_a_line():
     streams = [stream for case in CASES for stream in read_streams("-", io.BytesIO(case["text"].encode()))]
-    lines = [stream.lines[place].text for stream in streams for place in stream.telling]
+    lines = [stream.lines[place].text for stream in streams for place in range(len(stream.lines))]
     texts = [stream.squeezed for stream in streams]
     patterns = [
         (row, re.compile(part, row.regex.flags)) for row in SIGNATURES for part in alternatives(row.regex.pattern)

@@ -94,6 +94,7 @@ def test_an_archive_that_is_torn_gives_what_is_whole():
     assert facts(packed[: len(packed) // 2])[0] == "gpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_of_a_large_log_the_ends_and_the_telling_lines_stay_with_their_numbers(pack):
     block = "step 1 loss 0.5 lr 0.1 all is well and the time goes by\n" * 40_000
@@ -104,6 +105,7 @@ def test_of_a_large_log_the_ends_and_the_telling_lines_stay_with_their_numbers(p
     assert proof(ended) == [("log", 40_002)]
 
 
+@pytest.mark.slow
 def test_a_large_log_of_nothing_but_telling_words_is_read_too():
     found = look(b"an error was killed in memory\n" * 300_000 + f"{ERROR}\n".encode())
     assert proof(found) == [("log", 300_001)]

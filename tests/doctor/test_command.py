@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from memfit.doctor import Interpreter, examine
+from memfit.doctor import Interpreter, parse_command
 
 
 @pytest.fixture
@@ -79,8 +79,7 @@ def test_a_launcher_says_how_many_processes_there_are(look, text, told):
 
 
 def asked_program(folder, *words, path="/nowhere"):
-    [check] = [one for one in examine(words, env={"PATH": path}, cwd=folder) if one.check == "environment"]
-    return check.source
+    return parse_command(words, cwd=folder, env={"PATH": path}).interpreter
 
 
 def test_the_interpreter_is_the_program_itself_or_the_one_of_its_first_line(tmp_path):
@@ -91,4 +90,4 @@ def test_the_interpreter_is_the_program_itself_or_the_one_of_its_first_line(tmp_
     assert asked_program(tmp_path, sys.executable, "train.py") == sys.executable
     assert asked_program(tmp_path, "env", f"PATH={tmp_path}", "tool") == sys.executable
     for words in (("shell",), ("python", "train.py")):
-        assert asked_program(tmp_path, *words, path=str(tmp_path)) == "the command"
+        assert asked_program(tmp_path, *words, path=str(tmp_path)) is None

@@ -24,6 +24,7 @@ PARSED = [
 ]
 
 
+@pytest.mark.proves("S4-37")
 @pytest.mark.slow
 def test_what_torch_refuses_is_a_problem_and_what_it_takes_is_none():
     code = """
@@ -43,6 +44,7 @@ for text in json.loads(sys.argv[1]):
     assert {"takes", "refuses"} == set(torch_says.values())
 
 
+@pytest.mark.proves("C-05")
 @pytest.mark.parametrize(
     ("text", "verdict", "said"),
     [

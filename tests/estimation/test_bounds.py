@@ -39,6 +39,7 @@ def test_the_highest_phase_is_the_allocated_figure_and_its_parts_are_shown():
     assert set(parts) == {"weights", "gradients", "optimizer"}
 
 
+@pytest.mark.proves("C-23")
 def test_what_lies_beside_the_allocator_is_the_context_and_the_communicators():
     one, _, _ = bounded()
     eight, _, _ = bounded(world_size=8)

@@ -83,6 +83,7 @@ def test_the_first_change_that_fits_is_taken_and_what_is_hopeless_is_not_checked
     assert [setup.gradient_checkpointing for setup in asked] == ["full"]
 
 
+@pytest.mark.proves("S3-14")
 def test_changes_add_up_where_none_is_enough_and_those_that_save_nothing_stay_out():
     def need(setup):
         activations = setup.batch * (1 if setup.gradient_checkpointing == "full" else 4)
@@ -108,6 +109,7 @@ def test_checks_are_few_where_the_guess_is_wrong():
     assert len(asked) == 5
 
 
+@pytest.mark.proves("S4-42", "C-22")
 @pytest.mark.parametrize("wrong", [0.3, 0.9, 1.0, 1.2, 4.0])
 @pytest.mark.parametrize("each", [0.01, 0.3, 1.0])
 def test_the_largest_batch_is_found_also_by_a_wrong_guess(each, wrong):
@@ -148,6 +150,7 @@ def test_where_no_batch_fits_the_smallest_is_answered():
     assert (chosen.batch, found.verdict) == (1, "does not fit")
 
 
+@pytest.mark.proves("S4-15")
 def test_changes_are_ordered_by_what_they_cost():
     options = [change.options[0] for change in list_changes(Setup(batch=2, attention="eager"))]
     order = ["--attention sdpa", "--no-foreach", "--loss-chunks 8", "--batch 1", "--selective-checkpointing"]

@@ -250,6 +250,7 @@ def test_real_tensors_of_the_loss_count_and_are_noted():
     assert any("real tensors" in note for note in found.notes) and not plain.notes
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_traced_get_a_remedy_that_works_for_them(tmp_path):
     def loss_of(pick):
         def loss(model, batch):
@@ -283,8 +284,8 @@ def test_a_model_under_torch_compile_is_counted_without_it_and_a_note_says_so(in
         return model
 
     found = traced(build, torch.zeros(32, 64))
-    [note] = [note for note in found.notes if "torch.compile" in note]
-    assert "Setup(compiled=True)" in note
+    [note] = found.notes
+    assert note.startswith("torch.compile is left out")
     plain = traced(
         lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)),
         torch.zeros(32, 64),

@@ -50,6 +50,7 @@ def step_of(batch, *, width, too_long=()):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "width"), [(64, 16), (2, 256)])  # activations, or the update, are the peak
 def test_a_loop_over_time_is_continued_to_what_the_whole_trace_finds(samples, width):
     batch = torch.zeros(samples, STEPS, width)
@@ -68,6 +69,7 @@ def test_a_loop_over_time_is_continued_to_what_the_whole_trace_finds(samples, wi
     assert f"{STEPS} rows of dimension 1" in note and "2, 4, 8 and 16" in note and "widens the bound by" in note
 
 
+@pytest.mark.slow
 def test_a_size_that_the_model_needs_is_left_as_it_is():
     batch = torch.zeros(64, STEPS, 16)
 

@@ -91,6 +91,7 @@ def test_batches_without_a_size_are_refused():
         describe_batches(np.array([1]), batch=1, max_length=0)
 
 
+@pytest.mark.proves("S4-32")
 def test_the_size_of_a_batch_is_an_equation():
     assert equation_of_batch(8, 16, 1) == "8 samples x 16 microbatches x 1 device = 128 samples an update"
     assert equation_of_batch(1, 1, 2) == "1 sample x 1 microbatch x 2 devices = 2 samples an update"

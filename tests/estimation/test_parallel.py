@@ -96,11 +96,7 @@ def make_program(model: nn.Module, setup: Setup) -> Program:
     return Program(model, batch, take_loss, optimizer, num_microbatches=setup.num_microbatches)
 
 
-def trace_rank(
-    setup: Setup,
-    change: Callable[[nn.Module], None] = lambda model: None,
-    **options: bool,
-) -> Trace:
+def trace_rank(setup: Setup, change: Callable[[nn.Module], None] = lambda model: None, **options: bool) -> Trace:
     def make() -> Program:
         torch.set_default_dtype(torch.bfloat16 if setup.dtype == "bf16" else torch.float32)
         model = Model(**options)
@@ -213,6 +209,8 @@ def test_fsdp2_peaks_as_the_real_fully_shard_does(
     assert emulated == pytest.approx(real, rel=2e-3)  # ghosts of a byte each, and a few scalars
 
 
+@pytest.mark.proves("S3-40")
+@pytest.mark.core
 def test_fsdp_keeps_a_share_of_weights_gradients_and_states() -> None:
     step = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="fsdp"))["step"].parts
     share = count_bytes() / 4
@@ -229,6 +227,7 @@ def test_ddp_holds_gradients_twice() -> None:
         assert ddp[phase].num_bytes - alone[phase].num_bytes == count_bytes()
 
 
+@pytest.mark.core
 def test_ddp_buckets_only_what_is_trained() -> None:
     ddp = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="ddp"), change=freeze_most)
     assert ddp["step"].parts["communication"] == count_bytes(freeze_most)

@@ -1,7 +1,10 @@
 """The examples give the same when they are killed, with no epoch trained twice, and run again only what changed."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +24,7 @@ def example(tmp_path):
     return lambda name, to="killed": Path(shutil.copytree(EXAMPLES / name, tmp_path / to))
 
 
+@pytest.mark.proves("S1-24")
 @pytest.mark.long
 def test_commands_killed_in_two_epochs_give_the_same_files(example):
     settings = ("params.num_epochs=40", "params.num_rows=3000", "max_parallel=1")
@@ -53,6 +57,17 @@ def test_a_plain_function_has_its_arguments_as_settings(example, monkeypatch):
     assert result.metrics["train"]["valid_loss"] < 0.2
     manifest = json.loads((result.path / "checkpoints/stage_train.json").read_text())
     assert manifest["settings"] == {"learning_rate": 0.01, "num_epochs": 2, "fold": 1}
+
+
+def test_five_folds_of_boosting_run_without_torch_and_their_scores_are_results(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    command = ["run", "--param", "fold=1..5", "--json", "--", sys.executable, str(EXAMPLES / "boosting/train.py")]
+    words = [sys.executable, "-m", "memfit", *command, "--fold", "{fold}", "--rows", "2000"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True)
+    assert found.returncode == 0, found.stderr
+    reported = [job["reported"] for job in json.loads(found.stdout)["jobs"]]
+    assert len(reported) == 5 and all(own.keys() == {"rmse", "r2"} and 0.3 < own["r2"] < 1 for own in reported)
 
 
 def _ran(result: memfit.pipeline.RunResult) -> list[str]:

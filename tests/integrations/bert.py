@@ -64,8 +64,8 @@ SENDS = {
 
 def model(**settings):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=8, **settings)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8}
+    config = transformers.BertConfig(vocab_size=40, intermediate_size=16, **sizes | settings)
     return transformers.BertForMaskedLM(config)
 
 

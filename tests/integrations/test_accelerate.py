@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, PartialState  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration  # noqa: E402
 
@@ -20,7 +20,7 @@ from memfit.integrations.accelerate import Exact, MemfitCallback, Stop  # noqa: 
 from memfit.training import SafeStep  # noqa: E402
 from training import loops  # noqa: E402
 from training.conftest import events  # noqa: E402, F401
-from training.loops import NUM_EPOCHS, digest, ids, in_child, loader, masked, parts, plain, said  # noqa: E402
+from training.loops import NUM_EPOCHS, bare, digest, ids, in_child, loader, masked, parts, plain, said  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -125,10 +125,8 @@ def whole(tmp_path_factory):
 
 MOMENTS = [
     (("batch", 0, 1), {}, {}),
-    (("batch", 0, 5), {}, {"seedable": True}),
     (("batch", 1, 3), {"workers": 2}, {"workers": 2}),
     (("batch", 1, 4), {"workers": 2, "seedable": True}, {}),
-    (("batch", 2, 1), {}, {"workers": 2}),
 ]
 
 
@@ -143,13 +141,7 @@ def test_exact_ends_with_the_same_bytes(moment, first, second, number, tmp_path,
     assert result[0] == whole()[0]
 
 
-def test_a_stop_in_evaluation_spares_its_workers_and_keeps_what_comes_after_it(tmp_path, whole):
-    folder = tmp_path / "out"
-    assert in_child(train, folder, ("evaluation", 0, 1), workers=2)[0] == 75, said(folder)
-    code, (found, _, evaluated) = in_child(train, folder)
-    assert (code, found, evaluated) == (0, whole()[0], [1, 2])
-
-
+@pytest.mark.core
 def test_bf16_is_exact(tmp_path, whole):
     folder, options = tmp_path / "out", {"mixed_precision": "bf16"}
     assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
@@ -164,15 +156,7 @@ def test_a_loss_that_is_given_says_whether_the_largest_batch_fits(form, tmp_path
     assert "fits: the largest of 5 batches" in said(tmp_path / "out")
 
 
-@pytest.mark.parametrize("moment", [("batch", 0, 4), ("batch", 1, 2)])
-def test_a_scaler_that_skips_steps_is_exact(moment, tmp_path, whole):
-    folder, options = tmp_path / "out", {"scaled": True}  # that of fp16, which a GPU alone has
-    unbroken = whole(**options)[0]
-    assert unbroken.endswith(" 6")  # of nine steps three were skipped
-    assert in_child(train, folder, moment, **options)[0] == 75, said(folder)
-    assert in_child(train, folder, **options)[1][0] == unbroken
-
-
+@pytest.mark.core
 @pytest.mark.parametrize("seedable", [False, True])
 def test_stop_sees_each_sample_once(seedable, tmp_path, whole):
     folder, options = tmp_path / "out", {"form": Stop, "collate": plain, "seedable": seedable}
@@ -183,23 +167,67 @@ def test_stop_sees_each_sample_once(seedable, tmp_path, whole):
     assert "sealed and not exact" in said(folder)
 
 
-def test_a_stream_goes_on_where_its_state_says(tmp_path, whole):
-    options = {"form": Stop, "collate": plain, "data": loops.Resumable(), "accumulation": 1}
-    seen = whole(**options)[1]
-    for number, batch in enumerate((1, 2, 5)):
-        folder = tmp_path / f"out{number}"
-        assert in_child(train, folder, ("batch", 1, batch), **options)[0] == 75, said(folder)
-        # Accelerate reads a batch ahead: what came before the first one of an epoch is not known after it
-        assert in_child(train, folder, **options)[1][1] == seen[5 + max(batch, 2) :], said(folder)
+class Batches:
+    """Draws by seed and epoch, which it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(7 + self.epoch)).tolist()
+        return iter([order[one : one + 4] for one in range(0, 20, 4)])
 
 
-def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
-    folder, options = tmp_path / "out", {"form": Stop, "collate": plain, "data": loops.Stream()}
-    assert in_child(train, folder, ("batch", 1, 2), **options)[0] == 75, said(folder)
-    assert in_child(train, folder, **options)[1][1][0] == [1, 2, 3, 4]
-    assert "8 samples of epoch 2 are seen again" in said(folder)
+def ordered(folder, at, kind="batches"):
+    """Train on a loader with an order of its own; return the samples of each batch."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = bare()
+    if kind == "batches":
+        batches = DataLoader(loops.Samples(), batch_sampler=Batches(), collate_fn=plain)
+    else:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        batches = stateful.StatefulDataLoader(loops.Samples(), 4, shuffle=True, collate_fn=plain)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    run, seen = Stop(accelerator, folder, every=9, allow=("rehearsal",)), []
+    for epoch in run.epochs(2):
+        for batch in run.batches(batches):
+            seen.append(ids(batch))
+            at(("batch", epoch, run.batch))
+            optimizer.step()
+    return seen
 
 
+@pytest.mark.filterwarnings("ignore:.*set_vital")  # torchdata asks for it
+@pytest.mark.parametrize("kind", ["batches", "stateful"])
+def test_an_order_of_its_own_goes_on_after_a_stop(kind, tmp_path):
+    if kind == "stateful":
+        pytest.importorskip("torchdata.stateful_dataloader")
+    whole = in_child(ordered, tmp_path / "whole", kind=kind)[1]
+    assert whole[:5] != whole[5:]
+    assert in_child(ordered, tmp_path / "part", ("batch", 1, 2), kind=kind)[0] == 75, said(tmp_path / "part")
+    assert in_child(ordered, tmp_path / "part", kind=kind)[1] == whole[7:], said(tmp_path / "part")
+    told = "in the order that Batches gives now" if kind == "batches" else "the order goes on"
+    assert f"sealed and not exact: {'the epoch goes on ' * (kind == 'batches')}{told}" in said(tmp_path / "part")
+
+
+@pytest.mark.core
+def test_a_schedule_that_was_not_prepared_is_refused_before_the_first_step(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, schedule = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(UsageError, match="unsaved_schedule"), Stop(accelerator, tmp_path, every=1):
+        pass
+    accelerator.register_for_checkpointing(schedule)
+    with Stop(accelerator, tmp_path, every=1):
+        pass
+
+
+@pytest.mark.core
 def test_a_torn_checkpoint_is_not_taken(tmp_path, whole):
     folder = tmp_path / "out"
     assert in_child(train, folder, ("batch", 1, 3), workers=0, tear=True)[0] == -signal.SIGKILL
@@ -208,47 +236,7 @@ def test_a_torn_checkpoint_is_not_taken(tmp_path, whole):
     assert (code, found) == (0, whole()[0])
 
 
-@pytest.mark.parametrize("form", [MemfitCallback, Stop])
-def test_what_is_watched(form, tmp_path, events):  # noqa: F811
-    train(tmp_path / "out", ignore, form=form)
-    assert {"train", "validate"} <= {event["phase"] for event in events("phase")}
-    last = events("epoch")[-1]
-    assert (last["epoch"], last["num_epochs"], last["train_loss"] > 0) == (3, 3, True)
-    assert {"epoch": 1, "step": 1, "num_steps": 3}.items() <= events("step")[0].items()
-    assert len(events("checkpoint")) == (0 if form is MemfitCallback else 6)
-
-
-def test_of_several_processes_the_first_is_watched(events):  # noqa: F811
-    for index in (1, 0):
-        accelerator = Accelerator(cpu=True)
-        PartialState._shared_state |= {"num_processes": 2, "process_index": index}
-        watch = MemfitCallback(accelerator)
-        for _ in watch.epochs(1):
-            assert len(list(watch.batches(loader()))) == 5
-        assert all(len(events(kind)) == 1 - index for kind in ("step", "epoch"))
-
-
-def test_changes_are_refused_or_taken_as_a_fork(tmp_path, events):  # noqa: F811
-    def at(moment):
-        if moment == ("batch", 1, 3):
-            signal.raise_signal(signal.SIGTERM)
-
-    folder = tmp_path / "out"
-    with pytest.raises(SystemExit):
-        train(folder, at)
-    for name, text, changed in (
-        ("accumulation", "2 then, 3 now", {"accumulation": 3}),
-        ("learning_rate", r"\[0.01\] then, \[0.05\] now", {"rate": 0.05}),
-        ("mixed_precision", "no then, bf16 now", {"mixed_precision": "bf16"}),
-    ):
-        AcceleratorState._reset_state(True)
-        with pytest.raises(UsageError, match=f"{name}: {text}"):
-            train(folder, ignore, **changed)
-    AcceleratorState._reset_state(True)
-    train(folder, ignore, rate=0.05, allow=["learning_rate"])
-    assert events("fork")[0]["changed"] == {"learning_rate": [[0.01], [0.05]]}
-
-
+@pytest.mark.core
 def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     seen = []
     with pytest.raises(UsageError, match="stream"):
@@ -256,8 +244,7 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UsageError, match="prepared no model"), Stop(accelerator, tmp_path, every=1):
         pass
-    model, optimizer, _ = parts()
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    *_, batches = accelerator.prepare(*bare(), loader())
     with pytest.raises(UsageError, match="not made exact"), Exact(accelerator, tmp_path, seed=1, every=1) as run:
         run.batches(batches)
     accelerator.project_configuration = ProjectConfiguration(automatic_checkpoint_naming=True)
@@ -268,11 +255,8 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(UsageError, match="two keepers"), Stop(accelerator, tmp_path, every=1):
         pass
     accelerator.state._shared_state["num_processes"] = 2
-    for name, changed in (
-        ("dispatch_batches", DataLoaderConfiguration(dispatch_batches=True)),
-        ("even_batches", DataLoaderConfiguration(even_batches=False)),
-    ):
-        accelerator.dataloader_config = changed
+    for name, value in (("dispatch_batches", True), ("even_batches", False)):
+        accelerator.dataloader_config = DataLoaderConfiguration(**{name: value})
         with pytest.raises(UsageError, match=f"2 processes with {name}"), Exact(accelerator, tmp_path, seed=1, every=1):
             pass
     accelerator.dataloader_config = DataLoaderConfiguration()
@@ -282,10 +266,21 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     assert seen == []
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("form", [MemfitCallback, Stop])
+def test_what_is_watched(form, tmp_path, events):  # noqa: F811
+    train(tmp_path / "out", ignore, form=form)
+    assert {"train", "validate"} <= {event["phase"] for event in events("phase")}
+    last = events("epoch")[-1]
+    assert (last["epoch"], last["num_epochs"], last["train_loss"] > 0) == (3, 3, True)
+    assert {"epoch": 1, "step": 1, "num_steps": 3}.items() <= events("step")[0].items()
+    assert len(events("checkpoint")) == (0 if form is MemfitCallback else 6)
+
+
 def safe(folder, at, fits=3):
     """Train by a SafeStep in Accelerate, on a device that fits so many samples."""
     accelerator = Accelerator(cpu=True)
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
     run = Exact(accelerator, folder, seed=1, every=2)
     model, optimizer, batches = accelerator.prepare(model, optimizer, run.loader(loader()))
 
@@ -313,9 +308,8 @@ def test_safe_step_recovers_stops_and_resumes(tmp_path):
 
 
 def test_frameworks_are_imported_by_their_own_module_alone(tmp_path):
-    (tmp_path / "accelerate.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')"
-    )
+    missing = "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')"
+    (tmp_path / "accelerate.py").write_text(missing)
     program = """
 import sys, memfit.integrations
 assert not {"accelerate", "transformers", "lightning", "torch"} & set(sys.modules)

@@ -73,31 +73,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_each_goes_on_to_its_byte
     assert first_epoch == {*range(1, NUM_SAMPLES + 1)}
 
 
-def killed(rank, folder):
-    """Lose rank 1 within a save."""
-    if rank == 1:
-        return train(rank, 2, folder, None, (("tear", True),))
-    return train(rank, 2, folder)
-
-
-def test_a_save_in_which_a_rank_died_is_not_taken_and_another_number_of_ranks_is_refused(tmp_path):
-    ends = ranked.run(2, tmp_path, killed, tmp_path / "kept")
-    assert [end.code for end in ends] == [79, -9]
-    sealed = {path.name: (path / "SEAL.json").exists() for path in (tmp_path / "kept").glob("step-*")}
-    assert sorted(sealed.values()) == [False, True, True]
-    refused = run(3, tmp_path)
-    assert all("world_size: 2 then, 3 now" in end.error for end in refused)
-    allowed = ranked.values(run(3, tmp_path, allow=("world_size",)))
-    assert len({left for left, *_ in allowed}) == 1
-
-
-def test_with_four_ranks_a_lost_one_changes_no_byte(tmp_path):
-    ends = run(4, tmp_path, (2, ("batch", 2, 1), signal.SIGKILL))
-    assert ends[2].code == -9
-    found = ranked.values(run(4, tmp_path))
-    assert [left for left, *_ in found] == [left for left, *_ in whole(4)]
-
-
 def recovered(rank, folder, victim=None):
     """Train by a SafeStep on one rank of two; the device of the second fits three samples."""
     return as_rank(rank, 2, victim, functools.partial(test_accelerate.safe, folder, fits=3 if rank else 99))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
 from memfit.errors import DamagedError, UsageError  # noqa: E402
-from memfit.integrations.huggingface import MemfitCallback, exact, stoppable  # noqa: E402
+from memfit.integrations.huggingface import MemfitCallback, _Guard, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
-from memfit.training import CheckpointWarning  # noqa: E402
+from memfit.training import CheckpointWarning, SealedFolder  # noqa: E402
 
 LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 
@@ -37,8 +38,7 @@ def whole(**settings):
 
 
 @pytest.mark.parametrize(
-    ("send", "step", "workers"),
-    [("KILL", 5, 0), ("KILL", 13, 2), ("TERM", 5, 2), ("TERM", 8, 0), ("GROUP", 4, 2), ("USR1", 10, 0), ("INT", 1, 0)],
+    ("send", "step", "workers"), [("KILL", 13, 2), ("TERM", 5, 2), ("GROUP", 4, 2), ("USR1", 10, 0)]
 )
 def test_a_stopped_training_ends_in_the_bytes_of_one_that_was_not(tmp_path, send, step, workers):
     options = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
@@ -48,6 +48,7 @@ def test_a_stopped_training_ends_in_the_bytes_of_one_that_was_not(tmp_path, send
     assert bert.child(tmp_path) == (0, whole())
 
 
+@pytest.mark.core
 def test_six_stops_in_one_training_change_nothing(tmp_path):
     for step in (0, 2, 7, 8, 11, 14):
         assert bert.child(tmp_path, at=step, save_strategy="no")[0] == 75
@@ -66,12 +67,12 @@ def test_a_stop_in_an_evaluation_waits_for_its_end_and_its_checkpoint_stays(tmp_
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1, "the best one stays"
 
 
+@pytest.mark.core
 def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     assert bert.child(tmp_path, at=7)[0] == 75
     (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
     (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"cut")
-    trainer = bert.make(tmp_path)
-    exact(trainer)
+    exact(trainer := bert.make(tmp_path))
     with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its hash. Taken instead: checkpoint-3"):
         trainer.train()
     assert bert.digest(trainer) == whole()
@@ -80,19 +81,9 @@ def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
 def test_a_script_that_names_the_newest_folder_is_served_when_that_is_torn(tmp_path):
     assert bert.child(tmp_path, at=7)[0] == 75
     (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
-    trainer = bert.make(tmp_path)
-    exact(trainer)
+    exact(trainer := bert.make(tmp_path))
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert bert.digest(trainer) == whole()
-
-
-def test_a_folder_with_damaged_checkpoints_alone_is_refused(tmp_path):
-    assert bert.child(tmp_path, at=1)[0] == 75
-    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
-    trainer = bert.make(tmp_path)
-    exact(trainer)
-    with pytest.raises(DamagedError, match=r"optimizer.pt is missing"):
-        trainer.train()
 
 
 class OwnLoader(transformers.Trainer):
@@ -117,8 +108,7 @@ def with_lora():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["group_by_length", "own loader", "own prepared loader", "peft", "bf16", "scaler", "accumulation of three"],
+    "name", ["group_by_length", "own loader", "own prepared loader", "peft", "bf16", "scaler", "accumulation of three"]
 )
 def test_what_trainings_have_is_exact_too(tmp_path, name):
     options = {
@@ -159,8 +149,6 @@ if torch.cuda.is_available():
 
 
 class Counting(bert.Mask):
-    counter = 0
-
     def __init__(self):
         self.counter = 0
 
@@ -201,6 +189,7 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(bert.Words())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "part", "cure"),
     [
@@ -225,6 +214,78 @@ def test_what_cannot_be_exact_is_refused_before_anything_is_trained(tmp_path, mo
     exact(allowed, allow=("collator.counter",))
 
 
+@pytest.mark.core
+def test_what_trl_and_peft_keep_in_no_checkpoint_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    ranks = {"init_r": 2, "target_r": 1, "tinit": 1, "tfinal": 1, "total_step": 9}
+    net = peft.get_peft_model(bert.model(), peft.AdaLoraConfig(target_modules=["query"], **ranks))
+    with pytest.raises(UsageError, match="adalora is set"):
+        stoppable(bert.make(tmp_path, net=net))
+    trainer = bert.make(tmp_path)
+    trainer.args.steps_per_generation, trainer.args.num_iterations = 2, 2  # as those of GRPO
+    with pytest.raises(UsageError, match="steps_per_generation is set"):
+        exact(trainer)
+    trainer.args.num_iterations = 1
+    exact(trainer)
+
+
+class WithHead(transformers.Trainer):
+    """Its loss trains weights of its own, as that of sentence-transformers."""
+
+    def create_optimizer(self, *args, **kwargs):
+        self.head = torch.nn.Linear(40, 40)
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *self.head.parameters()])
+        return self.optimizer
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["stoppable", "exact"])
+def test_an_optimizer_of_weights_that_no_checkpoint_holds_is_refused(tmp_path, mode):
+    with pytest.raises(UsageError, match=r"no saved model, of the shapes \[\(40, 40\), \(40,\)\]"):
+        bert.train(tmp_path, mode=mode, kind=WithHead)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+class InItsLoop(transformers.Trainer):
+    """Its loss needs what the training loop sets, as that of GRPO."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / self.current_gradient_accumulation_steps
+
+
+class WithLookahead(transformers.Trainer):
+    """The state of its optimizer has no param_groups."""
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = pytest.importorskip("pytorch_optimizer").Lookahead(optimizer)
+        return self.optimizer
+
+
+@pytest.mark.parametrize(("kind", "told"), [(InItsLoop, "no verdict whether"), (WithLookahead, "memfit: ")])
+def test_what_only_a_trial_cannot_do_trains_and_is_exact(tmp_path, kind, told, capfd):
+    code, found = bert.child(tmp_path / "whole", kind=kind)
+    assert code == 0, found
+    assert told in capfd.readouterr().err
+    assert bert.child(tmp_path / "own", at=9, kind=kind)[0] == 75
+    assert bert.child(tmp_path / "own", kind=kind) == (0, found)
+
+
+def test_a_second_train_says_that_nothing_is_left(tmp_path, capfd):
+    stoppable(trainer := bert.make(tmp_path, save_strategy="epoch"))
+    trainer.train()
+    assert "fits: " in capfd.readouterr().err
+    trainer.train()
+    said = capfd.readouterr().err
+    assert "nothing is left to train" in said and "fits: " not in said
+
+
+def test_a_checkpoint_that_the_model_cannot_load_is_named(tmp_path):
+    assert bert.child(tmp_path, at=4)[0] == 75
+    with pytest.raises(UsageError, match=r"checkpoint-5 cannot be loaded: RuntimeError: "):
+        bert.train(tmp_path, net=bert.model(max_position_embeddings=9))
+
+
 @pytest.mark.parametrize("place", ["the model", "a part", "in place"])
 def test_a_model_that_was_compiled_before_is_refused(tmp_path, place):
     net = bert.model()
@@ -244,15 +305,12 @@ def test_cuda_graphs_are_refused_also_where_compiling_is_allowed(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"torch_compile_backend": "aot_eager"},
-        pytest.param({"torch_compile_mode": "reduce-overhead"}, marks=LONG),
-    ],
+    ("layers", "name", "value"),  # of C++, a layer takes a compiler a minute
+    [(1, "backend", "aot_eager"), pytest.param(0, "mode", "reduce-overhead", marks=LONG)],
 )
-def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, settings):
+def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, layers, name, value):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    options = {"allow": ("torch_compile",), **settings}
+    options = {"allow": ("torch_compile",), "net": bert.model(num_hidden_layers=layers), f"torch_compile_{name}": value}
     with torch._inductor.config.patch(compile_threads=1):
         found = bert.child(tmp_path / "whole", **options)
         assert found[0] == 0, found[1]
@@ -262,12 +320,12 @@ def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, settin
         assert bert.child(tmp_path / "own", **options) == found
 
 
+@pytest.mark.core
 def test_a_model_that_counts_its_passes_is_refused_before_its_first_step(tmp_path):
     net = bert.model()
     net.bert.passes = 0
     net.bert.register_forward_hook(lambda module, *_: setattr(module, "passes", module.passes + 1))
-    trainer = bert.make(tmp_path, net=net)
-    exact(trainer)
+    exact(trainer := bert.make(tmp_path, net=net))
     with pytest.raises(UsageError, match=r"model.bert.passes moves in a forward pass"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -292,10 +350,7 @@ def test_a_changed_setting_is_refused_and_one_that_is_named_holds_from_now_on(tm
 
 def test_a_running_project_becomes_stoppable_and_at_an_epochs_end_exact(tmp_path):
     assert bert.child(tmp_path, mode="plain", at=9, send="KILL", save_steps=4)[0] == -9
-    with pytest.raises(UsageError, match=r"checkpoint-8 is newer than what memfit has sealed"):
-        bert.train(tmp_path)
-    trainer = bert.make(tmp_path)
-    exact(trainer)
+    exact(trainer := bert.make(tmp_path))
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert trainer.state.global_step == bert.STEPS
     assert bert.child(tmp_path / "own", mode="stoppable", at=4)[0] == 75
@@ -303,6 +358,7 @@ def test_a_running_project_becomes_stoppable_and_at_an_epochs_end_exact(tmp_path
         bert.train(tmp_path / "own")
 
 
+@pytest.mark.core
 def test_stoppable_saves_at_the_next_step_goes_on_and_says_what_is_not_exact(tmp_path, capfd):
     plain = whole(mode="plain")
     assert whole(mode="stoppable") == plain, "the framework's own random numbers"
@@ -311,6 +367,17 @@ def test_stoppable_saves_at_the_next_step_goes_on_and_says_what_is_not_exact(tmp
     code, (_, losses) = bert.child(tmp_path, mode="stoppable")
     assert code == 0 and [step for step, _ in losses] == [step for step, _ in plain[1]]
     assert capfd.readouterr().err.count("not exact: the order goes on, and what the data draw") == 1
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, transformers.Trainer])
+def test_an_order_that_transformers_makes_anew_is_not_said_to_go_on(tmp_path, capfd, kind):
+    options = {"kind": kind, "mode": "stoppable"}
+    if kind is transformers.Trainer:
+        options["train_sampling_strategy"] = "group_by_length"  # drawn from the random state of now
+    assert bert.child(tmp_path, at=10, **options)[0] == 75
+    assert bert.child(tmp_path, **options)[0] == 0
+    said = capfd.readouterr().err
+    assert "some samples come twice in it, and some not at all" in said and "the order goes on" not in said
 
 
 class Resumable(Stream):
@@ -345,10 +412,7 @@ def first_word(items):
 @pytest.mark.parametrize(
     ("data", "skip", "told", "is_same"),
     [
-        *(
-            (functools.partial(Resumable, number), False, "the stream goes on where its", True)
-            for number in (8, 9, 10, 99)
-        ),
+        *((functools.partial(Resumable, number), False, "the stream goes on where its", True) for number in (9, 99)),
         (Stream, False, "20 samples are run forward: no state_dict of them", True),
         (Stream, True, "20 samples are seen again: no state_dict of them", False),
     ],
@@ -371,6 +435,7 @@ def test_a_stream_without_a_length_begins_its_second_pass_again_which_is_told(tm
     assert "not exact: 4 samples are seen again: no state_dict of them" in capfd.readouterr().err
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mode", ["plain", "stoppable"])
 def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode):
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
@@ -390,25 +455,40 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
     assert used["samples"] > 0 and used["accumulation"] >= 1 and used["batch"] and used["validation batch"]
     assert ("preflight" in kinds) == (mode == "stoppable"), "whether the largest batch fits"
     saved = [event for event in events if event["kind"] == "checkpoint"]
-    assert [Path(event["path"]).name for event in saved] == ["checkpoint-8", "checkpoint-16"] and saved[0][
-        "bytes"
-    ] > 9999
+    assert [Path(event["path"]).name for event in saved] == ["checkpoint-8", "checkpoint-16"]
+    assert saved[0]["bytes"] > 9999
 
 
-def test_a_watched_training_is_the_one_that_is_not(tmp_path):
-    assert whole(mode="plain") == bert.child(tmp_path, mode="plain", callbacks=[MemfitCallback()])[1]
+@pytest.mark.core
+def test_the_newest_checkpoint_is_taken_and_one_without_a_seal_only_when_it_is_named(tmp_path):
+    choose = functools.partial(_Guard._choose, SimpleNamespace(folder=SealedFolder(tmp_path)))
+    old, middle, new = (tmp_path / f"checkpoint-{step}" for step in (2, 4, 10))
+    assert choose(None) == choose(False) == (None, None)
+    old.mkdir()
+    assert choose(True) == choose(str(old)) == (str(old), None)
+    sealed = SealedFolder(tmp_path, "checkpoint-")
+    (sealed.begin(4) / "optimizer.pt").touch()
+    sealed.seal(4, {"a": 1})
+    for named in (None, True, middle):
+        path, found = choose(named)
+        assert (path, found.step, found.facts) == (str(middle), 4, {"a": 1})
+    new.mkdir()
+    assert choose(True) == (str(new), None)
+    with pytest.raises(UsageError, match="checkpoint-10 is newer than what memfit has sealed"):
+        choose(None)
+    (middle / "optimizer.pt").unlink()
+    with pytest.raises(DamagedError, match=r"optimizer.pt is missing"):
+        choose(None)
 
 
 def test_a_named_checkpoint_that_is_not_there_is_the_frameworks_error(tmp_path):
-    trainer = bert.make(tmp_path)
-    stoppable(trainer)
+    stoppable(trainer := bert.make(tmp_path))
     with pytest.raises((ValueError, OSError), match="nowhere"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
 def test_two_adapters_on_one_trainer_are_refused(tmp_path):
-    trainer = bert.make(tmp_path)
-    stoppable(trainer)
+    stoppable(trainer := bert.make(tmp_path))
     with pytest.raises(UsageError, match="stoppable is set"):
         exact(trainer)
 

@@ -1,7 +1,9 @@
 """A training in Lightning is watched, stops and resumes by the real package, to the same bytes where that was asked for."""
 
+import copy
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,14 +13,14 @@ pytest.importorskip("lightning")
 
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from memfit.errors import DamagedError, UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Resumable, Samples, Sized, Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Resumable, Samples, Stream, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -83,7 +85,7 @@ def train(  # noqa: PLR0913
             batches.dataset, 4, shuffle=True, collate_fn=masked, num_workers=2, persistent_workers=True
         )
     trainer = make_trainer(**options)
-    one.fit(trainer, module, batches, loader(collate, workers))
+    one.fit(trainer, module, train_dataloaders=batches, val_dataloaders=loader(collate, workers))
     return digest(module, trainer.optimizers[0]), module.seen, module.losses
 
 
@@ -116,6 +118,7 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, whole, moment, n
         assert (part[1], part[2]) == (whole[1][-len(part[1]) :], whole[2][-len(part[2]) :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"workers": 2}, {"persistent": True}, {"precision": "bf16-mixed"}])
 def test_workers_and_bf16(tmp_path, whole, options):
     if "precision" in options:
@@ -140,6 +143,7 @@ def scaled(folder, at):
     return digest(module, trainer.optimizers[0]), scaler.get_scale()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [("batch", 0, 3), ("batch", 0, 4)], ids=["skipped", "next"])
 def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
     _, unbroken = in_child(scaled, tmp_path / "whole")
@@ -148,6 +152,7 @@ def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
     assert in_child(scaled, tmp_path / "part") == (0, unbroken), said(tmp_path / "part")
 
 
+@pytest.mark.core
 def test_a_chain_of_stops_and_the_end_that_is_saved(tmp_path, whole):
     for moment in [("batch", 0, 1), ("batch", 0, 3), ("batch", 1, 0), ("evaluation", 1, 0), ("batch", 2, 3)]:
         code, _ = in_child(train, tmp_path / "part", moment)
@@ -161,6 +166,7 @@ def test_a_stop_in_the_last_step_is_no_stop(tmp_path):
     assert in_child(train, tmp_path / "part", ("evaluation", 2, 1))[0] == 0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("data", [None, Resumable()], ids=["indexed", "stream"])
 def test_stop_sees_each_sample_once(tmp_path, data):
     options = {"form": Stop, "collate": plain, "data": data}
@@ -171,14 +177,6 @@ def test_stop_sees_each_sample_once(tmp_path, data):
     assert (code, part[1]) == (0, seen[9:]), said(tmp_path / "part")
     why = "the order goes on" if data is None else "the stream goes on where its state_dict says"
     assert f"sealed and not exact: {why}" in said(tmp_path / "part")
-
-
-def test_a_stream_with_a_length_and_without_a_position_is_run_forward(tmp_path):
-    options = {"form": Stop, "collate": plain, "data": Sized()}
-    _, (_, whole, _) = in_child(train, tmp_path / "whole", **options)
-    assert in_child(train, tmp_path / "part", ("batch", 1, 3), **options)[0] == 75, said(tmp_path / "part")
-    _, (_, seen, _) = in_child(train, tmp_path / "part", **options)
-    assert seen == whole[-len(seen) :] and "16 samples are run forward" in said(tmp_path / "part")
 
 
 def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
@@ -269,6 +267,7 @@ def whole_alone(tmp_path_factory):
     return in_child(train_whole, tmp_path_factory.mktemp("whole") / "alone")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch, batch", [(0, 2), (1, 3), (2, 0)])
 def test_loaders_of_a_module_and_means_of_an_epoch(tmp_path, whole_alone, epoch, batch):
     whole, folder = whole_alone, tmp_path / "part"
@@ -311,6 +310,7 @@ def train_by_hand(folder, at):
     return digest(module, trainer.optimizers[0]), repr(states), module.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"), [(("batch", 0, 2), TERM), (("batch", 1, 1), KILL), (("batch", 1, 4), TERM)]
 )
@@ -340,6 +340,27 @@ class Counting(Module):
         self.counts = True
 
 
+class Unscheduled(Module):
+    """Its schedule is moved by hand."""
+
+    def configure_optimizers(self):
+        (optimizer,), (one,) = super().configure_optimizers()
+        self.schedule = one["scheduler"]
+        return optimizer
+
+
+class Beside(Module):
+    """Trains weights that are not its own."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([*self.parameters(), torch.nn.Parameter(torch.ones(3))])
+
+
+class Idle(Module):
+    def configure_optimizers(self):
+        return None
+
+
 class Steering(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.count = getattr(self, "count", 0) + 1
@@ -350,6 +371,17 @@ class Slowing(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.count = getattr(self, "count", 0) + 1
         trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / self.count
+
+
+class Average(Callback):
+    """Keeps an average of the weights, and no checkpoint holds it."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = copy.deepcopy(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for mine, weight in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            mine.data.lerp_(weight.data, 0.1)
 
 
 class Looking(Callback):
@@ -373,6 +405,13 @@ class Looking(Callback):
             {"callbacks": [Looking(), Slowing()]},
             r"exactly: callbacks\.Slowing steers[^;]*$",
         ),
+        (lambda: Module(ignore), None, {"callbacks": [Average()]}, r"callbacks\.Average"),
+        (lambda: Module(ignore), None, {"callbacks": [LearningRateFinder()]}, r"callbacks\.LearningRateFinder moves"),
+        (lambda: Module(ignore), None, {"callbacks": [BackboneFinetuning()]}, r"callbacks\.BackboneFinetuning moves"),
+        (lambda: Module(ignore), None, {"val_check_interval": timedelta(hours=1)}, "val_check_interval is a time"),
+        (lambda: Unscheduled(ignore), None, {}, "unsaved_schedule"),
+        (lambda: Beside(ignore), None, {}, "unsaved_weights"),
+        (lambda: Idle(ignore), None, {}, "No optimizer"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):
@@ -382,6 +421,69 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module,
         Exact(tmp_path, seed=1, every=2).fit(make_trainer(**options), one, batches)
     assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
     assert not list(tmp_path.glob("step-*"))
+
+
+class ByEpoch(Module):
+    """Does in each epoch what its number says, and its steps work within an epoch alone."""
+
+    def on_train_epoch_start(self):
+        self.factor, self.noted = 0.5**self.current_epoch, []
+
+    def training_step(self, batch, batch_idx):
+        self.noted.append(batch_idx)
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+class Halving(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.halves = 0.5**trainer.current_epoch
+
+
+def train_by_epoch(folder, at, kind=ByEpoch, **options):
+    """Train a module of some kind; return the hash of what it leaves, and where it was validated."""
+    module, places = kind(at), []
+
+    class Places(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                places.append(trainer.fit_loop.total_batch_idx)
+
+    trainer = make_trainer(callbacks=[Places(), Halving()], **options)
+    Exact(folder, seed=1, every=1, allow=("callbacks.Places",)).fit(trainer, module, loader(), loader())
+    return digest(module, trainer.optimizers[0]), places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [("batch", 1, 2), ("batch", 0, 4)], ids=["midway", "at its first batch"])
+def test_the_users_start_of_an_epoch_is_called_again_where_lightning_leaves_it_out(tmp_path, moment):
+    whole = in_child(train_by_epoch, tmp_path / "whole")[1]
+    assert "the model could not be tried" in said(tmp_path / "whole"), "a list that its epoch makes is not there before"
+    assert "no verdict whether the largest batch fits: AttributeError" in said(tmp_path / "whole")
+    assert in_child(train_by_epoch, tmp_path / "part", moment)[0] == 75, said(tmp_path / "part")
+    code, part = in_child(train_by_epoch, tmp_path / "part")
+    assert (code, part[0]) == (0, whole[0]), said(tmp_path / "part")
+    assert "is called again for the rest of the epoch, of Halving, ByEpoch" in said(tmp_path / "part")
+
+
+def test_a_training_that_something_has_moved_back_is_refused_at_its_resume(tmp_path):
+    class Back(Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
+
+    in_child(train, tmp_path / "part", ("batch", 1, 2))
+    with pytest.raises(UsageError, match="a callback has moved it from step 5 to 0"):
+        train(tmp_path / "part", ignore, callbacks=[Back()])
+
+
+def test_a_checkpoint_that_the_module_cannot_load_is_named(tmp_path):
+    class Wide(Module):
+        def __init__(self, at):
+            super().__init__(at)
+            self.net = torch.nn.Linear(4, 2)
+
+    in_child(train, tmp_path / "part", ("batch", 1, 2))
+    with pytest.raises(UsageError, match=r"step-5 cannot be loaded: RuntimeError: .*for Wide"):
+        train_by_epoch(tmp_path / "part", ignore, kind=Wide)
 
 
 def test_a_fast_run_of_a_step_leaves_nothing(tmp_path):

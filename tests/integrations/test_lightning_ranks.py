@@ -17,7 +17,7 @@ import ranked
 from jobs.contract import submit, wait_for_end
 from memfit.errors import UsageError
 from memfit.files import read_json
-from memfit.integrations.lightning import Exact, Stop
+from memfit.integrations.lightning import Exact
 from memfit.jobs import Job, LocalBackend, Parent, start_env
 from memfit.rundir import RunDir, read_events
 from training.loops import NUM_SAMPLES, Samples, digest, ids, masked
@@ -124,14 +124,6 @@ def test_a_killed_rank_ends_all_and_they_go_on_to_the_same_bytes(tmp_path, whole
     assert_whole(ranked.values(start(size, tmp_path / "part")), whole)
 
 
-def test_stop_sees_each_sample_once_with_a_validation_as_lightning_has_it(tmp_path):
-    assert ranked.values(start(2, tmp_path / "part", ("batch", 1, 1), form=Stop)) == [75, 75]
-    first, second = ranked.values(start(2, tmp_path / "part", form=Stop))
-    assert first[0] == second[0] and len(first[1]) == len(second[1]) == 3
-    begun = [one[1] for one in ranked.values(start(2, tmp_path / "whole", form=Stop))]
-    assert [one[-3:] for one in begun] == [first[1], second[1]]
-
-
 def job(folder):
     """Train as a rank of memfit's agent; rank 1 of the first group is killed."""
     is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -153,25 +145,6 @@ def test_memfit_begins_again_from_the_last_seal(tmp_path, whole):
     assert result == {"weights": whole[0][0], "num_batches": 6}
     lost = [one for one in read_events(run.events_dir) if one["kind"] == "rank_lost"]
     assert [(one["rank"], one["code"], one["place"]) for one in lost] == [(1, -9, "microbatch")]
-
-
-def saving(rank, folder, size):
-    """Train; rank 1 dies within the save of step 4."""
-    own = Trainer.save_checkpoint
-
-    def save(trainer, path, *args, **options):
-        if rank == 1 and path.parent.name == "step-4":
-            os.kill(os.getpid(), signal.SIGKILL)
-        own(trainer, path, *args, **options)
-
-    Trainer.save_checkpoint = save
-    return train(rank, folder, size)
-
-
-def test_a_save_in_which_a_rank_dies_is_not_taken(tmp_path, whole):
-    assert [end.code for end in ranked.run(2, tmp_path, saving, tmp_path / "part", 2)] == [79, -9]
-    assert [one.parent.name for one in (tmp_path / "part").glob("step-*/SEAL.json")] == ["step-2"]
-    assert_whole(ranked.values(start(2, tmp_path / "part")), whole)
 
 
 def test_another_number_of_ranks_is_refused_or_allowed_by_name(tmp_path):

@@ -15,7 +15,7 @@ from memfit.errors import ConfigError, UsageError  # noqa: E402
 from memfit.integrations import NotifySettings, _notify, notifier_of  # noqa: E402
 from memfit.rundir import EventWriter, RunDir  # noqa: E402
 
-SECRET = "s3cr3t-webhook-path"  # pragma: allowlist secret
+SECRET = "s3cr3t-webhook-path"
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def config(folder, notify):
     return path
 
 
+@pytest.mark.proves("S4-50")
 @pytest.mark.parametrize("status", [200, 500, None])
 def test_the_start_and_the_end_are_told_and_a_service_that_fails_costs_nothing(tmp_path, service, status, monkeypatch):
     service.status = status

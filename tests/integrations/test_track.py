@@ -27,7 +27,7 @@ for epoch in (1, 2, 3):
     record("epoch", epoch=epoch, num_epochs=3, train_loss=1 / epoch, memory={"cpu": {"weights_bytes": 1000}})
 exec(open(os.path.join(os.path.dirname(__file__), "then.py")).read())
 """
-KEY = "0123456789abcdef" * 2 + "fedcba98"  # pragma: allowlist secret
+KEY = "0123456789abcdef" * 2 + "fedcba98"
 
 
 @pytest.fixture
@@ -141,6 +141,7 @@ def test_a_run_is_closed_with_the_cause_when_the_supervisor_was_killed_and_goes_
     assert "interrupted" not in tensorboard(one.path)[1]
 
 
+@pytest.mark.proves("S4-47")
 @pytest.mark.parametrize("fault", ["raise OSError('no')", "import time; time.sleep(600)"])
 def test_one_that_fails_or_hangs_is_given_up_and_shows_all_when_the_run_starts_again(
     config, tmp_path, monkeypatch, fault
@@ -192,6 +193,7 @@ def test_a_server_that_answers_with_errors_holds_nothing_up_and_the_key_is_in_no
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.proves("S4-29")
 def test_without_a_key_it_starts_only_where_offline_is_said(config, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(UsageError, match="WANDB_API_KEY is not set"):

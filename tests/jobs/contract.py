@@ -404,6 +404,31 @@ class ProcessContract(BackendContract):
         assert 80 << 20 < status.peak_bytes < 200 << 20
         assert status.footprint is not None and status.footprint.private_bytes == status.peak_bytes
 
+    def test_a_command_that_answers_a_stop_with_0_is_done_only_where_something_shows_it(self, backend: Backend) -> None:
+        leaves = "import os, pathlib, signal, sys, time; from memfit.rundir import record\n"
+        leaves += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        folder = "pathlib.Path(os.environ['MEMFIT_RUN_DIR'], 'checkpoints', 'wrote')"
+        before = {
+            "left": "print('epoch 3/3 loss 0.1')\nprint('epoch 1/3 loss 0.2', flush=True)",
+            "counted": "print('epoch 3/3 loss 0.1', flush=True)",
+            "wrote": f"{folder}.mkdir(); ({folder} / 'result.json').write_text('{{}}')",
+            "told": "record('step', epoch=3); record('epoch', epoch=3, num_epochs=3)",
+            "told less": "record('epoch', epoch=3, num_epochs=3); record('step', epoch=1)",
+        }
+        jobs = {
+            name: python(name.replace(" ", "_"), f"{leaves}{code}\n{_MARK}; time.sleep(300)")
+            for name, code in before.items()
+        }
+        backend.submit([Submission(job) for job in jobs.values()])
+        for job in jobs.values():
+            wait_for(backend, lambda job=job: backend.poll()[job.id].phase == "train")
+            backend.cancel(job.id)
+        ends = {name: wait_for_end(backend, job.id) for name, job in jobs.items()}
+        assert {end.exit_code for end in ends.values()} == {0} and all(end.asked for end in ends.values())
+        assert {name for name, end in ends.items() if end.state == "completed"} == {"counted", "wrote", "told"}
+        assert {(ends[name].state, ends[name].ended_by) for name in ("left", "told less")} == {("preempted", "user")}
+        assert "nothing shows that it was done" in ends["left"].cause
+
     def test_a_job_cancelled_now_is_ended_with_its_grandchildren(self, backend: Backend, run_dir: RunDir) -> None:
         beats = run_dir.path / "beats"
         code = f"{_SPAWN}; import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -45,6 +45,9 @@ class Faults:
         elif fault == "smaller":
             beat("smaller")
             leave("out of memory with 8 at once; the group begins again with 4")
+        elif fault == "seals an old step":
+            beat("sealed", 1)
+            raise ValueError(fault)
         elif fault == "ends slowly":
             beat("end")
             time.sleep(3)

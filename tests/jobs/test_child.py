@@ -30,6 +30,14 @@ def test_a_child_that_a_signal_ended_is_no_fault_of_the_code(tmp_path, monkeypat
     assert "give the same command again" in caught.value.remedy and "code" not in caught.value.remedy
 
 
+def test_a_child_that_was_killed_once_is_tried_again(tmp_path, monkeypatch):
+    text = "import os, pathlib, signal\ndef now(mark):\n    if not pathlib.Path(mark).exists():\n"
+    text += "        pathlib.Path(mark).touch(); os.kill(os.getpid(), signal.SIGKILL)\n    return 'done'\n"
+    (tmp_path / "dies.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert call_in_child("dies:now", {"mark": str(tmp_path / "mark")}) == "done"
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

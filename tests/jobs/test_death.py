@@ -19,18 +19,22 @@ def death(returncode, **changes):
         "counters_before": CALM,
         "counters_after": CALM,
         "error": None,
-        "has_result": True,
+        "is_done": True,
         "peak_bytes": 5 << 30,
         "phase": "validate",
     }
     return Death(**(evidence | changes))
 
 
+@pytest.mark.proves("S0-01", "S3-01")
 @pytest.mark.parametrize(
     ("evidence", "state", "words"),
     [
         (death(0), "completed", ""),
-        (death(0, has_result=False), "failed", "left no result"),
+        (death(0, is_done=False), "failed", "left no result"),
+        (death(0, is_done=False, stopped_by="SIGTERM", is_asked=True), "preempted", "nothing shows that it was done"),
+        (death(0, is_done=False, stopped_by="SIGTERM"), "preempted", "nothing shows that it was done"),
+        (death(0, is_done=False, stopped_by="SIGTERM", is_asked=True, starved="too large"), "out_of_memory", "too large"),
         (death(75), "preempted", "goes on from there"),
         (death(-15), "preempted", "SIGTERM from outside memfit in phase validate"),
         (death(-2), "preempted", "SIGINT from outside memfit"),
@@ -55,6 +59,8 @@ def death(returncode, **changes):
         (death(-7), "failed", "SIGBUS"),
         (death(-7, met_above="run"), "out_of_memory", "run has met its limit"),
         (death(1, last_words="OSError: [Errno 12] Cannot allocate memory\n", met_above="run"), "out_of_memory", "run has met its limit"),
+        (death(126, last_words="env: bash: Argument list too long\n", met_above="run"), "out_of_memory", "run has met its limit"),
+        (death(126, last_words="env: bash: Argument list too long\n"), "failed", "exit code 126"),
         (death(1, last_words="ValueError: out of memory slots\n", met_above="run"), "failed", "exit code 1"),
         (death(-9, stopped_by="SIGKILL", is_asked=True, starved="too large"), "out_of_memory", "too large"),
         (death(0, stopped_by="SIGTERM", is_asked=True, starved="too large"), "completed", ""),
@@ -83,6 +89,8 @@ def test_a_death_is_explained_from_its_evidence(evidence, state, words):
         (death(-15), "platform"),
         (death(-15, stopped_by="SIGTERM", is_asked=True), "user"),
         (death(0, stopped_by="SIGTERM", is_asked=True), "job"),
+        (death(0, is_done=False, stopped_by="SIGTERM", is_asked=True), "user"),
+        (death(0, is_done=False, stopped_by="SIGTERM"), "platform"),
     ],
 )
 def test_who_ended_a_job_is_told(evidence, who):
@@ -93,6 +101,7 @@ def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():
     assert explain_death(death(137))[0] == "failed"
 
 
+@pytest.mark.proves("C-07")
 def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
     assert explain_death(death(1, counters_after=Counters({"/jobs": 4}, host=10)))[0] == "failed"
 

@@ -31,6 +31,7 @@ def gap_bytes(tight: bool) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.proves("S0-07")
 @pytest.mark.skipif(not read_heap(), reason="needs glibc 2.33 or newer (mallinfo2)")
 def test_the_jobs_allocator_settings_close_the_gap_between_live_and_resident_memory():
     loose, tight = gap_bytes(tight=False), gap_bytes(tight=True)

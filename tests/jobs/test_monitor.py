@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from memfit.files import write_json
 from memfit.jobs import JobStatus, Monitor
 from memfit.memory import GroupState, JobGroup
 from memfit.rundir import EventWriter, RunDir
@@ -48,6 +49,14 @@ def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, 
     room = Monitor(RunDir(tmp_path), ORDER, here("reader"), group, first=replace(first, wall_bytes=400 * MIB))
     room.look_at_group()  # what met the limit was page cache, which the kernel took back
     assert not room.known.wants_more
+    # The look after it sees the peak: the first one came when the process had freed nearly all on its way out.
+    freed = replace(raised, used_bytes=10 * MIB, wall_bytes=100 * MIB)
+    monkeypatch.setattr(JobGroup, "state", lambda self: freed)
+    leaving = Monitor(RunDir(tmp_path), ORDER, here("leaver"), group, first=first)
+    leaving.look_at_group()
+    assert not leaving.known.wants_more
+    leaving.note_refusals(freed, 100 * MIB)
+    assert leaving.known.wants_more
 
 
 def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
@@ -64,3 +73,19 @@ def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
     watch, used = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001")), os.times()
     watch.observe()
     assert watch.status().cpu_seconds >= sum(used[:4]) - 0.05 > 0
+
+
+def test_a_checkpoint_counts_as_new_if_no_earlier_attempt_had_it(tmp_path):
+    def save(attempt, *found):
+        folder = tmp_path / "jobs/fold_1"
+        folder.mkdir(parents=True, exist_ok=True)
+        watch = Monitor(RunDir(tmp_path), ORDER, replace(here("fold_1"), attempt=attempt, started=1.0))
+        for name, epoch, step in found:
+            watch._note_checkpoint({"time": 5.0, "path": f"{name}/step-{step}", "epoch": epoch, "step": step})
+        write_json(folder / f"outcome_{attempt}.json", watch.status().to_dict())
+        return watch.known.checkpointed
+
+    assert save(1, ("a", 0, 10), ("a", 1, 20)) == 5.0
+    assert save(2, ("a", 1, 20)) == 1.0  # its start
+    assert save(3) is None
+    assert save(4, ("a", 1, 20), ("a", 1, 30)) == save(5, ("b", None, 5)) == 5.0

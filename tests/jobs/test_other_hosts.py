@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shutil
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +217,16 @@ def test_events_are_read_to_their_end_although_the_size_of_their_file_is_an_old_
     assert tail.read() == []
     assert [event["value"] for event in tail.read(anew=True)] == [2]
     writer.close()
+
+
+def test_a_copy_of_a_run_ends_nothing_of_the_run_that_is_there_still(run_dir, tmp_path, monkeypatch):
+    folder, ended = order_elsewhere(run_dir, socket.gethostname()), []
+    write_json(folder / "job.json", {"attempt": 1, "group": "/jobs/a", "host": socket.gethostname()})
+    monkeypatch.setattr("memfit.jobs._local.end_group", lambda group, keep: ended.append(group.path))
+    for name in ("copy", "moved"):
+        shutil.copytree(run_dir.path, tmp_path / name)
+    LocalBackend(RunDir.open(tmp_path / "copy"))
+    assert not ended
+    shutil.rmtree(run_dir.path)
+    LocalBackend(RunDir.open(tmp_path / "moved"))
+    assert ended == [Path("/jobs/a")]

@@ -12,8 +12,8 @@ from jobs import group
 from jobs.contract import submit, wait_for_end, wait_until
 from memfit.errors import UsageError
 from memfit.files import read_json
-from memfit.jobs import Job, LocalBackend, Parent, start_env
-from memfit.rundir import RunDir, read_beats, read_events
+from memfit.jobs import Headway, Job, LocalBackend, Parent, start_env
+from memfit.rundir import Beat, RunDir, read_beats, read_events
 
 RANKS = 3
 pytestmark = pytest.mark.slow
@@ -55,6 +55,7 @@ def lost_in(run_dir):
     return [(one["rank"], one["code"], one["place"]) for one in found]
 
 
+@pytest.mark.proves("S3-36")
 @pytest.mark.parametrize(
     ("faults", "lost"),
     [
@@ -100,15 +101,32 @@ def test_a_lost_rank_costs_a_generation_and_no_result(backend, run_dir, faults, 
     assert len(set(ports)) == len(ports) == len(lost) + 1
 
 
-def test_two_generations_without_a_checkpoint_end_with_the_cause(backend, run_dir):
-    start(backend, [fault("an error", "load"), fault("kill", "microbatch", 2, 1, step=0)])
+@pytest.mark.parametrize(
+    ("faults", "lost", "cause"),
+    [
+        (
+            [fault("an error", "load"), fault("kill", "microbatch", 2, 1, step=0)],
+            [(1, 1, "load"), (2, -9, "microbatch")],
+            "rank 2 was ended by SIGKILL in microbatch of step 0",
+        ),
+        (
+            [fault("seals an old step", "load", generation=one) for one in range(9)],
+            3 * [(1, 1, "sealed")],  # the first has sealed something
+            "rank 1 ended with exit code 1 in sealed",
+        ),
+    ],
+    ids=["none", "the same at each start"],
+)
+def test_two_generations_without_a_new_checkpoint_end_with_the_cause(backend, run_dir, faults, lost, cause):
+    start(backend, faults)
     status = wait_for_end(backend, "j")
-    assert (status.state, status.exit_code) == ("failed", -9)
-    assert "rank 2 was ended by SIGKILL in microbatch of step 0" in status.cause
+    assert (status.state, status.exit_code) == ("failed", lost[-1][1])
+    assert cause in status.cause
     assert "2 generations in a row ended without a new checkpoint" in status.cause
-    assert lost_in(run_dir) == [(1, 1, "load"), (2, -9, "microbatch")]
+    assert lost_in(run_dir) == lost
 
 
+@pytest.mark.core
 def test_a_stop_reaches_all_ranks_and_the_next_start_goes_on(backend, run_dir):
     start(backend, [fault("slow", "microbatch", 0, step=2)])
     wait_until(lambda: "repeat" in {one.place for one in beats(run_dir)})
@@ -127,25 +145,54 @@ def beats(run_dir):
 
 PLAIN = """
 import os, sys, time
-rank = os.environ["RANK"]
+from pathlib import Path
+rank, code, pid = os.environ["RANK"], int(sys.argv[1]), Path(sys.argv[2])
 print("rank", rank, "of", os.environ["WORLD_SIZE"])
 if rank == "1":
-    raise SystemExit(7)
+    pid.write_text(f"/proc/{os.getpid()}")
+    raise SystemExit(code)
 sys.stderr.write("Connection closed by peer")
+while not code and (not pid.exists() or os.path.exists(pid.read_text() or "/")):
+    time.sleep(0.01)
+raise SystemExit(not code)
 """
 
 
-def test_a_command_without_memfit_in_it_ends_with_the_cause_and_is_not_begun_again(run_dir):
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (7, "rank 1 ended with exit code 7"),
+        (0, "rank 0 ended with exit code 1, after rank 1 had left with exit code 0"),
+    ],
+)
+def test_a_command_without_memfit_in_it_ends_with_the_cause_and_is_not_begun_again(run_dir, tmp_path, code, told):
     backend = LocalBackend(run_dir)
-    submit(backend, Job("j", command=(sys.executable, "-c", PLAIN), ranks=2))
+    submit(backend, Job("j", command=(sys.executable, "-c", PLAIN, str(code), str(tmp_path / "pid")), ranks=2))
     status = wait_for_end(backend, "j")
-    assert (status.state, status.exit_code) == ("failed", 7)
-    assert "rank 1 ended with exit code 7" in status.cause
+    assert (status.state, status.exit_code) == ("failed", code or 1)
+    assert told in status.cause
     assert sorted((run_dir.job_dir("j") / "out.log").read_text().splitlines()) == [
         "[rank1]: rank 1 of 2",
         "rank 0 of 2",
     ]
     assert len([one for one in read_events(run_dir.events_dir) if one["kind"] == "ranks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "num_starts"),
+    [
+        ([{"sealed": step} for step in (4, 8, 8, 12, 5, 12)], 6),
+        ([{"sealed": step, "training": fold} for fold, step in (("1", 90), ("2", 5), ("2", 9))], 5),
+        ([{"sealed": 9, "training": str(one)} for one in range(99)], 18),
+        ([{"count": 0}], 1),
+    ],
+    ids=["steps", "two trainings", "a new folder at each start", "no sign of life"],
+)
+def test_ranks_begin_again_while_a_sealed_step_grows_and_never_without_end(ends, num_starts):
+    headway, start = Headway(), 0
+    while headway.begins_again([Beat(0, 1, "h", "", "vote", **({"count": 9} | ends[min(start, len(ends) - 1)]))]):
+        start += 1
+    assert start + 1 == num_starts
 
 
 def test_each_rank_has_a_gpu_or_none_has():

@@ -103,7 +103,7 @@ def test_a_shim_is_in_a_session_of_its_own_and_leaves_no_empty_log(run_dir):
     assert not (run_dir.job_dir("quiet") / "shim.log").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_job_is_held_from_its_order_on_and_a_later_supervisor_does_not_start_it_again(run_dir):
     for number in range(5):
         job, starts = counting(run_dir, f"job_{number}", seconds=0.3)

@@ -73,6 +73,7 @@ def test_an_array_that_slurm_never_got_is_sent_again(tools, run_dir):
     assert calls().count("sbatch") == 2
 
 
+@pytest.mark.slow
 def test_thousands_of_jobs_cost_the_controller_a_few_calls_a_minute(tools, run_dir, tmp_path):
     lines = [f"7_{index}|PENDING|Priority|" for index in range(1000)]
     (tmp_path / "listed").write_text("\n".join(lines))
@@ -161,7 +162,7 @@ def test_queued_jobs_are_cancelled_without_a_supervisor_and_a_dead_controller_is
     monkeypatch.setattr("memfit.jobs._slurm._LATE_SECONDS", 0.0)
     tools(squeue="echo '7_0|CANCELLED|None|'")
     assert [status.state for status in stop(run_dir)] == []  # it is gone already
-    assert read_status(run_dir, "a").state == "cancelled"
+    assert read_status(run_dir, "a").cause == "stopped before it started"
 
 
 def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools, run_dir):

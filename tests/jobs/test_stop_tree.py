@@ -8,8 +8,6 @@ from jobs.contract import submit, wait_for_end, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.rundir import RunDir
 
-pytestmark = pytest.mark.slow
-
 SAVES = """
 import pathlib, signal, sys, time
 def save(*_):
@@ -57,6 +55,7 @@ def test_what_a_shell_runs_is_asked_too_and_may_save(backend, tmp_path):
     assert "after" not in (backend.run.job_dir("job") / "out.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_trainers_workers_are_not_asked(backend, tmp_path):
     status = stop(backend, tmp_path, sys.executable, "-c", WORKER, str(tmp_path / "saved"))
     assert (tmp_path / "saved").read_text() == "its worker lives"

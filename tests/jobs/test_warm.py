@@ -5,7 +5,6 @@ import signal
 import textwrap
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jobs.contract import is_alive, submit, wait_for_end, wait_until
@@ -14,8 +13,6 @@ from memfit.files import read_json
 from memfit.jobs import Job, LocalBackend, Parent, read_status, spawn, start_env
 from memfit.memory import Walls
 from memfit.rundir import RunDir
-
-pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 #: The user's module: what differs between a fork and a new interpreter if anything does.
@@ -40,6 +37,14 @@ CODE = """
             "score": open("/proc/self/oom_score_adj").read(),
             "name": open("/proc/self/comm").read(),
         }
+
+
+    def die_once(mark, whose):
+        if not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(getattr(os, whose)(), signal.SIGKILL)
+            time.sleep(60)
+        return "done"
 
 
     def draw():
@@ -145,6 +150,7 @@ def is_warm(status):
     return status.evidence.get("start") == "warm"
 
 
+@pytest.mark.core
 def test_a_forked_job_finds_what_a_new_interpreter_finds(run_dir, parent):
     job = function("look", env={"OWN": "1"}, cwd=str(run_dir.path))
     (status, warm), (_, fresh) = ended(LocalBackend(run_dir, parent=parent), job), ended(LocalBackend(run_dir), job)
@@ -156,6 +162,7 @@ def test_a_forked_job_finds_what_a_new_interpreter_finds(run_dir, parent):
     assert (run_dir.job_dir("look") / "err.log").read_text() == 2 * "to err\n"
 
 
+@pytest.mark.core
 def test_a_training_in_a_fork_ends_in_the_same_bytes(run_dir, parent):
     before = parent.used_bytes
     warm = ended(LocalBackend(run_dir, parent=parent), function("train"))
@@ -166,12 +173,14 @@ def test_a_training_in_a_fork_ends_in_the_same_bytes(run_dir, parent):
     assert warm[1] == fresh[1] and warm[1]["weights"]
 
 
+@pytest.mark.slow
 def test_jobs_that_seed_nothing_draw_different_numbers(run_dir, parent):
     backend = LocalBackend(run_dir, parent=parent)
     draws = [ended(backend, function("draw", f"job_{number}"))[1]["draws"] for number in (1, 2)]
     assert all(a != b for a, b in zip(*draws, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_fork_has_as_many_threads_as_it_is_given(run_dir, parent, threads):
     status, found = ended(LocalBackend(run_dir, parent=parent), function("threads", threads=threads))
@@ -179,6 +188,7 @@ def test_a_fork_has_as_many_threads_as_it_is_given(run_dir, parent, threads):
     assert found["torch"] == threads and set(found["pools"]) == {threads}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_walls", [pytest.param(True, marks=pytest.mark.root), False])
 def test_only_what_a_fork_writes_itself_is_its_memory(run_dir, parent, memory_group, with_walls):
     walls = Walls.build(f"warm-{os.getpid()}", 1024 * MIB) if with_walls else None
@@ -217,6 +227,7 @@ def test_a_driver_that_is_mapped_and_not_used_bears_a_fork(run_dir, parent_of):
     assert (status.state, is_warm(status)) == ("completed", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -236,6 +247,7 @@ def test_what_does_not_bear_a_fork_is_refused_and_runs_in_new_interpreters(run_d
     assert (status.state, is_warm(status)) == ("completed", False) and found["session"]
 
 
+@pytest.mark.slow
 def test_a_library_that_a_stage_uses_may_refuse_too(run_dir, parent, monkeypatch):
     Path("starts.py").write_text(f"import scipy.sparse\n{THREAD}\n")
     parent.load("starts")
@@ -247,6 +259,7 @@ def test_a_library_that_a_stage_uses_may_refuse_too(run_dir, parent, monkeypatch
     assert "threads after the imports" in parent.refused
 
 
+@pytest.mark.slow
 def test_a_job_with_another_environment_at_its_start_gets_a_new_interpreter(run_dir, parent):
     backend = LocalBackend(run_dir, parent=parent)
     for name, more in (("malloc", {"tight_malloc": False}), ("hash", {"env": {"PYTHONHASHSEED": "7"}})):
@@ -255,6 +268,7 @@ def test_a_job_with_another_environment_at_its_start_gets_a_new_interpreter(run_
     assert is_warm(ended(backend, function("look"))[0])
 
 
+@pytest.mark.core
 def test_a_dead_parent_costs_no_job(run_dir, parent):
     backend, said = LocalBackend(run_dir, parent=parent), []
     backend.say = said.append
@@ -277,6 +291,7 @@ def test_who_ends_one_twice_does_not_wait_for_what_has_ended(parent, monkeypatch
     assert waits == []
 
 
+@pytest.mark.slow
 def test_a_fork_that_crashes_before_its_first_step_is_tried_once_in_a_new_interpreter(run_dir, parent):
     backend = LocalBackend(run_dir, parent=parent)
     status, _ = ended(backend, function("crash"))
@@ -310,6 +325,14 @@ def test_a_call_returns_or_raises_as_in_a_new_interpreter(run_dir, parent):
         parent.call("user_code:crash", {"warm_only": False})
 
 
+@pytest.mark.parametrize("whose", ["getpid", "getppid"])
+def test_a_call_whose_fork_or_whose_process_is_killed_is_made_again_in_a_new_interpreter(run_dir, parent, whose):
+    mark = run_dir.path / "killed"
+    assert parent.call("user_code:die_once", {"mark": str(mark), "whose": whose}) == "done"
+    assert mark.exists() and is_alive(parent.pid) == (whose == "getpid")
+
+
+@pytest.mark.slow
 def test_it_ends_with_its_run_and_what_it_forked_goes_on(run_dir, parent):
     backend = LocalBackend(run_dir, parent=parent)
     submit(backend, function("hold", arguments={"mib": 1, "seconds": 2}))
@@ -324,16 +347,6 @@ def test_any_number_of_definitions_may_be_named(run_dir, parent):
     assert parent.refused == ""
     parent.load(uses=["no_such_module:fit"])
     assert parent.call("user_code:look", {})["session"]
-
-
-def test_one_that_was_started_early_is_taken_once_and_with_its_environment_alone():
-    before = {one.pid for one in psutil.Process().children()}
-    Parent.start_early()
-    (early,) = {one.pid for one in psutil.Process().children()} - before
-    parents = [Parent.start("", {**os.environ, **more}) for more in ({"OWN": "1"}, {}, {})]
-    assert [one.pid == early for one in parents] == [False, True, False]
-    for one in parents:
-        one.close()
 
 
 def test_a_fork_that_never_comes_to_its_function_is_a_new_interpreter_then(run_dir, parent_of):

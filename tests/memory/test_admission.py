@@ -43,15 +43,16 @@ def budget_of(tmp_path, *limits, device=None):
     """A budget of 100 GiB under further limits: (scope, limit, free), in GiB."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n")
-    budget = Budget.read(root=tmp_path, env={}, reserve_bytes=GIB)
+    budget, ids = Budget.read(root=tmp_path, env={}, reserve_bytes=GIB), {"group": "1:7", "job": ""}
     found = [
-        replace(budget.binding, scope=scope, limit_bytes=size * GIB, headroom_bytes=free * GIB)
+        replace(budget.binding, scope=scope, id=ids[scope], limit_bytes=size * GIB, headroom_bytes=free * GIB)
         for scope, size, free in limits
     ]
     devices = (Device(0, "GPU-0", "stand-in", 80 * GIB, device * GIB, 0, ()),) if device is not None else ()
     return replace(budget, limits=(*found, *budget.limits), devices=devices)
 
 
+@pytest.mark.proves("S0-24")
 def test_each_place_offers_what_is_free_less_its_reserve_and_what_is_reserved_and_not_used(tmp_path):
     rooms = rooms_of(budget_of(tmp_path, device=60), unused={HOST: 5 * GIB, "GPU-0": 20 * GIB})
     assert rooms[HOST].bytes == 94 * GIB
@@ -64,9 +65,13 @@ def test_the_smallest_limit_decides_and_what_jobs_give_back_may_bring_another(tm
     assert rooms_of(budget, {HOST: 30 * GIB})[HOST].bytes == 19 * GIB  # all of the second limit
 
 
-def test_other_runs_take_of_the_limits_that_they_share_alone(tmp_path):
-    rooms = rooms_of(budget_of(tmp_path, ("job", 30, 30), device=60), others={HOST: 40 * GIB, "GPU-0": 10 * GIB})
-    assert rooms[HOST].bytes == 29 * GIB
+@pytest.mark.parametrize(("scope", "others", "size"), [
+    ("job", {HOST: 40}, 29), ("group", {HOST: 40}, 29), ("group", {HOST: 40, "1:7": 20}, 9),
+])  # fmt: skip
+def test_other_runs_take_of_the_limits_that_they_share_alone(tmp_path, scope, others, size):
+    taken = {limit: taken * GIB for limit, taken in others.items()} | {"GPU-0": 10 * GIB}
+    rooms = rooms_of(budget_of(tmp_path, (scope, 30, 30), device=60), others=taken)
+    assert rooms[HOST].bytes == size * GIB
     assert rooms["GPU-0"].bytes == 50 * GIB - 256 * MIB
 
 
@@ -75,6 +80,7 @@ def test_a_place_that_is_free_offers_no_more_than_it_has(tmp_path):
     assert rooms["GPU-0"].headroom_bytes == 80 * GIB
 
 
+@pytest.mark.proves("S0-24")
 @pytest.mark.parametrize(
     ("lendable", "text"),
     [
@@ -144,7 +150,7 @@ def test_a_peak_that_leaves_less_than_a_twentieth_is_tight(upper, limit, is_tigh
 
 def test_the_limits_at_one_place_are_shown_apart(tmp_path):
     budget = budget_of(tmp_path, ("group", 50, 10), ("job", 20, 15), device=60)
-    found = bounds_of(budget, unused={HOST: 2 * GIB}, others={HOST: 3 * GIB}, reserve_bytes=0)
-    assert [(place, is_shared, room.bytes // GIB) for place, is_shared, room in found] == [
-        (HOST, True, 5), (HOST, False, 13), (HOST, True, 95), ("GPU-0", True, 59),
+    found = bounds_of(budget, unused={HOST: 2 * GIB}, others={HOST: 4 * GIB, "1:7": 3 * GIB}, reserve_bytes=0)
+    assert [(place, limit, room.bytes // GIB) for place, limit, room in found] == [
+        (HOST, "1:7", 5), (HOST, "", 13), (HOST, HOST, 94), ("GPU-0", "GPU-0", 59),
     ]  # fmt: skip

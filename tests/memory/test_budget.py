@@ -15,7 +15,7 @@ from memfit.errors import UsageError
 from memfit.memory import Budget
 
 RECORDED = Path(__file__).parents[1] / "recorded"
-#: Per tree the binding limit, as ``tests/recorded/README.md`` says; ``benchmarks/budgets.py`` reads it too.
+#: Per tree the binding limit, as ``tests/recorded/README.md`` says.
 EXPECTED = json.loads((RECORDED / "expected.json").read_text())
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -24,6 +24,7 @@ def read(tree, **options):
     return Budget.read(root=RECORDED / tree, **{"env": {}, **options})
 
 
+@pytest.mark.proves("S0-02")
 @pytest.mark.parametrize("tree", EXPECTED)
 def test_in_each_recorded_tree_the_limit_that_leaves_least_binds(tree):
     budget, fields = read(tree), ("name", "source", "limit_bytes", "headroom_bytes")
@@ -37,17 +38,9 @@ def test_every_recorded_tree_has_its_line_in_the_table():
     assert trees == set(EXPECTED)
 
 
-@pytest.mark.parametrize(("limit_bytes", "exit_code", "verdict"), [(512 * MIB, 0, "13 of 13"), (GIB, 1, "12 of 13")])
-def test_the_comparison_with_other_tools_finds_memfit_right_and_would_say_when_it_is_wrong(
-    tmp_path, limit_bytes, exit_code, verdict
-):
-    told = {**EXPECTED, "docker_v2": {**EXPECTED["docker_v2"], "limit_bytes": limit_bytes}}
-    (tmp_path / "expected.json").write_text(json.dumps(told))
-    program = Path(__file__).parents[2] / "benchmarks" / "budgets.py"
-    words = [sys.executable, str(program), "--recorded-only", "--expected", str(tmp_path / "expected.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == exit_code, done.stderr
-    assert f"memfit is right in {verdict} places" in done.stdout
+def test_the_host_s_total_which_psutil_tells_is_the_limit_in_few_of_the_trees():
+    totals = {tree: int((RECORDED / tree / "proc/meminfo").read_text().split()[1]) * 1024 for tree in EXPECTED}
+    assert 0 < sum(totals[tree] == one["limit_bytes"] for tree, one in EXPECTED.items()) < len(EXPECTED) / 2
 
 
 def test_a_limit_in_an_ancestor_is_seen_where_the_host_total_misleads():
@@ -105,6 +98,7 @@ def test_memory_and_swap_together_bind_once_swap_is_used(tmp_path):
     assert (binding.name, binding.limit_bytes) == ("memory.memsw.limit_in_bytes", 600 * MIB)
 
 
+@pytest.mark.proves("S0-08")
 def test_swap_is_what_the_groups_allow_and_is_never_part_of_the_headroom():
     scope, container = read("systemd_user_scope_v2"), read("docker_v2")
     assert (scope.swap.total_bytes, scope.swap.usable_bytes) == (536866816, 64 * MIB)
@@ -180,6 +174,7 @@ def test_a_folder_without_meminfo_is_refused(tmp_path):
         Budget.read(root=tmp_path, env={})
 
 
+@pytest.mark.proves("S0-08")
 @pytest.mark.parametrize(
     ("limit_bytes", "swap_bytes", "reserve_bytes"),
     [
@@ -236,20 +231,6 @@ def test_the_json_form_holds_every_limit_and_the_binding_one():
     assert found["binding"] == found["limits"][0]
     assert found["headroom_bytes"] == found["binding"]["headroom_bytes"] == 776719976
     assert len(found["limits"]) == 4
-
-
-def test_without_proc_the_total_is_the_machines(monkeypatch):
-    opened = os.open
-
-    def absent(path, *options, **more):
-        if str(path) == "/proc/meminfo":
-            raise FileNotFoundError(path)
-        return opened(path, *options, **more)
-
-    total = psutil.virtual_memory().total  # it reads that file too
-    monkeypatch.setattr(os, "open", absent)
-    [host] = [one for one in Budget.read().limits if one.scope == "host"]
-    assert (host.limit_bytes, host.source) == (total, f"psutil on {sys.platform}")
 
 
 def test_on_this_machine_the_headroom_is_no_more_than_the_host_has():

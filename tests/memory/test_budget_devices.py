@@ -78,6 +78,7 @@ def proc(tmp_path):
     return tmp_path
 
 
+@pytest.mark.proves("S4-43")
 def test_foreign_processes_are_named_and_the_own_tree_is_not_foreign(proc):
     gpu = {"uuid": "GPU-a", "used": 15 * GIB, "processes": [(101, 4 * GIB), (300, 9 * GIB), (999, None)]}
     [device], note = read_devices(FakeNvml([gpu]), root=proc, env={})
@@ -173,6 +174,7 @@ def test_a_machine_without_a_driver_has_no_device_reader():
     assert device_reader(FakeNvml([], library=False)) is None
 
 
+@pytest.mark.proves("S2-54")
 @pytest.mark.parametrize(
     "tree, limit, limit_bytes, num_cpus",
     [("bare_host_v2", "MemAvailable", 2048 * GIB, 256), ("slurm_v2", "memory.max", 500 * GIB, 32)],

@@ -16,6 +16,7 @@ PEAKS = st.builds(PhasePeak, SIZES, SIZES, SIZES, BY_NAME, st.floats(0, 1e6))
 FOOTPRINTS = st.builds(Footprint, SIZES, SIZES, BY_NAME, BY_NAME, st.dictionaries(NAMES, PEAKS, max_size=3))
 
 
+@pytest.mark.slow
 @given(FOOTPRINTS)
 def test_a_footprint_survives_json(footprint):
     assert Footprint.from_dict(json.loads(json.dumps(footprint.to_dict()))) == footprint

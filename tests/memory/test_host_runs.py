@@ -3,19 +3,25 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from memfit.memory import Claims, Others, list_entries, sweep_entries
+from memfit.memory import Budget, Claims, Entry, Others, claim_counts, list_entries, place_here, sweep_entries
+from memfit.rundir import RunDir
+from memfit.units import MIB
 from nobody import as_nobody, needs_root, shared_folder
+
+RECORDED = Path(__file__).parents[1] / "recorded"
 
 HOLD = """
 import sys, time
@@ -23,7 +29,7 @@ from collections import Counter
 from pathlib import Path
 from memfit.memory import Claims
 claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]))
-claims.write(used=Counter(host=300), unused=Counter(host=200), group="/group/of/it")
+claims.write(used=Counter(host=300), unused=Counter(host=200 << int((sys.argv[3:] or ["0"])[0])), group="/group/of/it")
 print("ready", flush=True)
 time.sleep(300)
 """
@@ -234,15 +240,33 @@ def test_a_list_that_others_may_write_to_is_not_used(tmp_path, listed):
     claims.close()
 
 
-def test_an_entry_of_another_host_is_listed_and_neither_counted_nor_swept(tmp_path, listed):
-    claims = Claims(tmp_path / "far", folder=listed)
-    claims.write(used=Counter(host=5000), unused=Counter(host=5000))
-    (path,) = listed.glob("*.run")
-    path.write_text(path.read_text().replace(socket.gethostname(), "another-host"))
-    claims.close(keep=True)
-    assert [entry.host for entry in list_entries(listed)] == ["another-host"]
-    assert unused_of_others(tmp_path / "run", listed) == 0
-    assert sweep_entries(listed) == []
+#: What an entry says of its place: changed, or taken out. Then whether it counts, and whether it is this host's to sweep.
+PLACES = {
+    "of another kernel": ({"boot": "another", "host": "another"}, False),
+    "of another kernel with this host's name": ({"boot": "another"}, False),
+    "of a container, which has another name": ({"host": "container"}, True),
+    "of jobs in Slurm's queue": ({"boot": "that of no job's host"}, False),
+    "of an earlier memfit": ({"boot": None, "groups": None, "sees_root": None}, True),
+    "of an earlier memfit on another host": (
+        {"boot": None, "groups": None, "sees_root": None, "host": "another"},
+        False,
+    ),
+    "of a later memfit": ({"more": 1}, True),
+}
+
+
+@pytest.mark.parametrize(("said", "does_count"), PLACES.values(), ids=PLACES)
+def test_an_entry_is_listed_wherever_it_is_from_and_counts_if_its_jobs_may_run_on_this_host(
+    tmp_path, listed, said, does_count
+):
+    with holder(tmp_path / "far", listed):
+        (path,) = listed.glob("*.run")
+        found = json.loads(path.read_bytes()) | said
+        path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}).ljust(1 << 14))
+        assert [entry.host for entry in list_entries(listed)] == [found["host"]]
+        assert unused_of_others(tmp_path / "run", listed) == 200 * does_count
+    if found["host"] != socket.gethostname():
+        assert [entry.run.name for entry in sweep_entries(listed)] == []
 
 
 def test_a_holder_that_is_stopped_is_passed_by_in_the_end(tmp_path, listed):
@@ -303,3 +327,130 @@ def test_an_entry_of_another_version_is_passed_over(tmp_path, field):
         assert list_entries(folder) == []
         with Claims(tmp_path / "b", folder=folder).deciding() as others:
             assert others == Others()
+
+
+# Which claims count against which limit
+
+
+def group_id(folder):
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """Makes entries of runs whose memory group is a folder; they see it and what is above it, up to a folder."""
+
+    def make(name, *, top="root", boot="kernel", **more):
+        folder = tmp_path / "root" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tops = [folder, *folder.parents]
+        above = tops[: tops.index(tmp_path / top) + 1] if top else []
+        groups = {group_id(one): str(one) for one in above}
+        return Entry(Path("/run"), "host", 1, 0.0, boot=boot, groups=groups, sees_root=top == "root", **more)
+
+    return make
+
+
+SEES_NOTHING, IN_CONTAINER = {"top": ""}, {"top": "root/slice/box"}
+#: A limit of mine, where I am, where the other is (more of it), and whether its claim counts.
+COUNTS = {
+    "of one group": ("slice/a", "slice/a", "slice/a", {}, True),
+    "of siblings, their parent's": ("slice", "slice/a", "slice/b", {}, True),
+    "of siblings, one's own": ("slice/a", "slice/a", "slice/b", {}, False),
+    "of siblings, the host's": ("host", "slice/a", "slice/b", {}, True),
+    "of siblings, a hidden one": ("hidden", "slice/a", "slice/b", {}, True),
+    "of one that holds the other": ("slice/a", "slice/a", "slice/a/inner", {}, True),
+    "of one within the other": ("slice/a/inner", "slice/a/inner", "slice/a", {}, False),
+    "of Slurm jobs of a node, a job's": ("slurm/job_1", "slurm/job_1/step_0", "slurm/job_2/step_0", {}, False),
+    "of steps of a Slurm job, the job's": ("slurm/job_1", "slurm/job_1/step_0", "slurm/job_1/step_1", {}, True),
+    "above a container that sees only itself": ("slice", "slice/a", "slice/box", IN_CONTAINER, True),
+    "beside a container that sees only itself": ("slice/a", "slice/a", "slice/box", IN_CONTAINER, False),
+    "beside one that sees no group": ("slice/a", "slice/a", "slice/b", SEES_NOTHING, True),
+    "of another kernel": ("slice/a", "slice/a", "slice/a", {"boot": "another"}, False),
+    "of another kernel, the host's": ("host", "slice/a", "slice/a", {"boot": "another"}, False),
+}
+
+
+@pytest.mark.parametrize(("limit", "mine", "other", "more", "expected"), COUNTS.values(), ids=COUNTS)
+def test_a_claim_counts_against_limits_that_hold_for_its_jobs_too(tmp_path, entry, limit, mine, other, more, expected):
+    mine, other = entry(mine), entry(other, **more)
+    limit = limit if limit in ("host", "hidden") else group_id(tmp_path / "root" / limit)
+    assert claim_counts(limit, mine, other) is expected
+
+
+def test_a_container_counts_others_against_limits_that_it_shares_with_its_host(tmp_path, entry):
+    mine, other = entry("slice/box", **IN_CONTAINER), entry("slice/a")
+    own = group_id(tmp_path / "root/slice/box")
+    assert [claim_counts(limit, mine, other) for limit in (own, "hidden", "host")] == [False, True, True]
+
+
+POD = "kubepods-burstable-pod0b5c7f2e_91d4_4c3a_8d27_6a1f3e5b9c04.slice"
+#: A tree, the group of its process, another one there, and the limits (by the last folder of their group) that they share.
+TREES = {
+    "v1, another Slurm job": ("slurm_v1", "uid_0/job_1/step_1/task_0", "uid_0/job_2/step_0/task_0", set()),
+    "v1, another step": ("slurm_v1", "job_1/step_1/task_0", "job_1/step_2/task_0", {"job_1"}),
+    "v2, another Slurm job": ("slurm_v2", "job_42/step_0/user/task_0", "job_43/step_0/user/task_0", set()),
+    "v2, another step": ("slurm_v2", "job_42/step_0/user/task_0", "job_42/step_1/user/task_0", {"job_42"}),
+    "v2, another container of a pod": ("kubernetes_v2", "/cri-containerd-", "/another-", {"kubepods.slice", POD}),
+    "v1, a fold beside": ("hybrid_v1_nested", "folds/fold_3", "folds/fold_4", {"folds", "memfit-recorded"}),
+}
+
+
+@pytest.mark.parametrize(("tree", "own", "other", "shared"), TREES.values(), ids=TREES)
+def test_in_recorded_trees_runs_share_the_limits_of_the_groups_that_hold_both(tmp_path, tree, own, other, shared):
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(RECORDED / tree, here, symlinks=True)
+    shutil.copytree(here / "proc", there / "proc", symlinks=True)
+    (there / "sys").symlink_to(here / "sys")
+    place = (here / "proc/self/cgroup").read_text()
+    (there / "proc/self/cgroup").write_text(place.replace(own, other))
+    mine = Entry(Path("/run"), "host", 1, 0.0, **place_here(here))
+    Path(next(iter(mine.groups.values())).replace(own, other)).mkdir(parents=True)
+    theirs = Entry(Path("/run"), "host", 1, 0.0, **place_here(there))
+    assert (mine.sees_root, len(mine.groups)) == (theirs.sees_root, len(theirs.groups))
+    limits = [one for one in Budget.read(root=here, env={}).limits if one.scope == "group"]
+    assert limits and all(one.id in mine.groups for one in limits)
+    assert all(claim_counts(one.id, mine, mine) for one in limits)
+    assert {Path(mine.groups[one.id]).name for one in limits if claim_counts(one.id, mine, theirs)} == shared
+
+
+def start_in(group, folder, *words, **options):
+    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *map(str, words)]
+    return subprocess.Popen(enter, cwd=folder, text=True, stdout=subprocess.PIPE, **options)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["nothing", "the group", "the group above"])
+def test_a_real_run_waits_for_another_whose_limit_holds_for_it_too_and_else_starts_at_once(
+    tmp_path, listed, memory_group, shared
+):
+    above = memory_group(1500 * MIB if shared == "the group above" else -1)
+    first = memory_group(-1 if shared == "the group above" else 1500 * MIB, above)
+    second = first if shared == "the group" else memory_group(-1 if "above" in shared else 1500 * MIB, above)
+    program = Path(sys.executable).with_name("memfit")
+    env = {**os.environ, "MEMFIT_CLAIMS_DIR": str(listed)}
+    held = start_in(first, tmp_path, sys.executable, "-c", HOLD, tmp_path / "held", listed, 22)  # 800 MiB
+    try:
+        assert held.stdout.readline() == "ready\n"
+        words = (program, "run", "--memory", "700MiB", "--", "true")
+        run = start_in(second, tmp_path, *words, env=env, stderr=subprocess.STDOUT)
+
+        def events(kind):
+            runs = RunDir.all(tmp_path / "runs", "true")
+            return [one for found in runs for one in found.events() if one["kind"] == kind]
+
+        deadline = time.monotonic() + 60
+        while shared != "nothing" and not events("wait") and run.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if shared != "nothing":
+            held.kill()
+        said, _ = run.communicate(timeout=60)
+        assert run.returncode == 0, said
+        assert bool(events("wait")) == (shared != "nothing"), said
+        assert not events("aside") and not events("retry")
+    finally:
+        held.kill()
+        held.communicate()

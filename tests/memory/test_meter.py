@@ -76,6 +76,7 @@ def mapped(tmp_path: Path) -> Iterator[Path]:
 MAP = "f = open({path!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); n = sum(m[::4096])"
 
 
+@pytest.mark.proves("S3-38")
 @linux
 def test_a_short_spike_between_two_samples_is_in_the_peak(child):
     meter = TreeMeter(child.pid)
@@ -193,6 +194,8 @@ def test_phases_get_their_own_peaks(child):
     assert phases["train"].pss_bytes > 0
 
 
+@pytest.mark.slow
+@pytest.mark.proves("C-12")
 @linux
 def test_three_processes_that_map_one_file_add_up_to_about_one_copy(child, mapped):
     meter = TreeMeter(child.pid)
@@ -401,6 +404,7 @@ def test_processes_that_vanish_between_two_reads_are_passed_over():
     assert sample.pss_bytes == 15 * MIB
 
 
+@pytest.mark.proves("S0-05")
 def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
     used, asked = {"GPU-a": 300}, []
     meter, _, _ = made_up(devices=lambda pids: asked.append(pids) or dict(used))

@@ -15,8 +15,7 @@ from memfit.units import MIB
 pytestmark = [
     pytest.mark.skipif(
         os.geteuid() != 0 or bool(why_no_walls()), reason=f"needs root and groups that can be made: {why_no_walls()}"
-    ),
-    pytest.mark.slow,
+    )
 ]
 
 HOLD = "import sys, time; mib, hold = int(sys.argv[1]), float(sys.argv[2]); block = bytearray(b'x') * (mib << 20); "
@@ -54,6 +53,7 @@ def printed(result):
     return sorted(path.read_text().strip() for path in (result.path / "jobs").glob("*/out.log"))
 
 
+@pytest.mark.core
 def test_bursts_that_nobody_announced_wait_for_one_another():
     words = ["{mib}", "0.6"]
     result, kills = run(HOLD, "mib=20,100,110,120", words=words, settings=["memory.limit=300MiB", "memory.job=16MiB"])
@@ -61,6 +61,7 @@ def test_bursts_that_nobody_announced_wait_for_one_another():
     assert printed(result) == ["100", "110", "120", "20"]
 
 
+@pytest.mark.core
 def test_leaks_that_cannot_all_stay_give_way_and_come_again():
     settings = ["memory.limit=320MiB", "memory.job=16MiB"]
     result, kills = run(LEAK, "mib=180,190,200", words=["{mib}"], settings=settings)
@@ -69,6 +70,7 @@ def test_leaks_that_cannot_all_stay_give_way_and_come_again():
     assert [status.attempt for status in result.statuses.values()] != [1, 1, 1] or events(result, "grow")
 
 
+@pytest.mark.slow
 def test_a_command_that_wants_more_than_the_whole_budget_is_ended_with_the_arithmetic_and_the_others_go_on():
     words = ["{mib}", "0.1"]
     result, kills = run(HOLD, "mib=10,600,20", words=words, settings=["memory.limit=256MiB"])
@@ -80,6 +82,8 @@ def test_a_command_that_wants_more_than_the_whole_budget_is_ended_with_the_arith
     assert printed(result) == ["", "10", "20"]
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-11")
 def test_a_sequence_peaks_where_one_of_it_peaks():
     result, _ = run(HOLD, "seed=1..4", words=["60", "0.4", "{seed}"], settings=["max_parallel=1"])
     peaks = [status.peak_bytes for status in result.statuses.values()]
@@ -87,6 +91,7 @@ def test_a_sequence_peaks_where_one_of_it_peaks():
     assert max(peaks) <= 1.05 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_spike_of_a_tenth_of_a_second_is_in_the_peak():
     spike = "import time; time.sleep(0.7); block = bytearray(b'x') * (150 << 20); del block; time.sleep(0.7)"
     result, _ = run(spike)
@@ -94,6 +99,7 @@ def test_a_spike_of_a_tenth_of_a_second_is_in_the_peak():
     assert 150 * MIB <= status.peak_bytes <= 200 * MIB
 
 
+@pytest.mark.slow
 def test_a_command_that_reads_a_file_of_twice_its_limit_finishes(folder):
     (folder / "large").write_bytes(os.urandom(MIB) * 400)
     code = "import mmap; f = open('large', 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); "

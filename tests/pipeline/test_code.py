@@ -13,8 +13,6 @@ import memfit
 from memfit.errors import UsageError
 from memfit.pipeline import code_of, plan_run
 
-pytestmark = pytest.mark.slow
-
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
 COUNTED = CONFIG | {"target": "flow:COUNTED"}
 #: A workload whose stages reach their code in other ways than by a plain function.
@@ -198,23 +196,19 @@ EDITS = [
     ([("parts.py", 'Path("here")', 'Path("there")')], {"object", "partial"}),  # another module counts whole
     ([("flow.py", '"begins"', '"it begins"')], {"plain"}),
     ([("flow.py", '{"a", "b", "c"}', '{"a", "b", "d"}'), ("inside.py", "return 1", "return 2")], {"object", "whole"}),
-    (
-        [
-            ("flow.py", '"xyz"', '"xyw"'),
-            ("parts.py", "unused():\n    return 1", "unused():\n    return 2"),
-        ],
-        {"partial"},
-    ),
+    ([("flow.py", '"xyz"', '"xyw"'), ("parts.py", "unused():\n    return 1", "unused():\n    return 2")], {"partial"}),
     ([("registry/first.py", "self.layers = 1", "self.layers = 2")], ALL),
     ([("registry/found_later.py", "VALUE = 1", "VALUE = 2")], ALL),  # by its name alone, in a loop
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edits", "expected"), EDITS)
 def test_what_a_stage_is_bound_to_or_registers_when_it_is_imported_counts_and_nothing_else(flow, edits, expected):
     assert reruns(*edits) == expected
 
 
+@pytest.mark.slow
 def test_constants_of_the_params_count_and_fields_do_not(flow):
     field = ("flow.py", "size: int = 1", "size: int = 2\n    newer: int = 0")
     assert reruns(field, config=COUNTED) == set()
@@ -318,6 +312,7 @@ def test_fields_count_where_no_setting_holds_their_value(tmp_path, monkeypatch):
     assert [then == now for then, now in zip(first, codes(), strict=True)] == [False, False]
 
 
+@pytest.mark.slow
 def test_an_object_without_content_is_refused(flow):
     with pytest.raises(UsageError, match="is bound to a lock, which has no content") as caught:
         reruns(("flow.py", "names=frozenset", "lock=__import__('threading').Lock(), names=frozenset"))

@@ -51,6 +51,7 @@ def kept(path, job):
     return (path / "checkpoints" / job).read_text()
 
 
+@pytest.mark.core
 def test_units_come_from_a_result_and_meet_and_a_join_gets_all_of_them():
     folds = '{"folds": [{"fold": "a", "rows": 1}, {"fold": "b.5", "rows": 2}]}'
     stages = {
@@ -86,6 +87,7 @@ def test_the_folders_of_several_units_within_a_word_are_refused_with_a_loop(comm
     assert 'for one in {fold}; do cat "$one"/result.json; done' in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_the_folders_of_several_units_are_words_of_a_command_or_of_a_loop():
     stages = {
         "fold": {"each": "fold in params.folds", "run": "echo {fold} > {dir}/own"},
@@ -133,6 +135,7 @@ def test_a_job_that_waits_for_what_runs_anew_or_is_asked_for_anew_is_stopped_and
     assert {job: one.attempt for job, one in result.statuses.items()} == {"a": 2, "b": 2, "c": 1}
 
 
+@pytest.mark.core
 def test_from_runs_what_reads_a_stage_from_the_beginning_and_never_in_a_finished_run():
     stages = {
         "a": {"run": "echo 1 > {dir}/out; echo a >>ran"},
@@ -172,6 +175,7 @@ def test_a_bad_result_file_fails_its_job_alone_and_the_run_goes_on():
     assert "result.json is not a JSON object" in result.statuses["bad"].cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("units", "message"),
     [
@@ -221,7 +225,7 @@ def test_large_outputs_are_hashed_while_other_jobs_start():
 
 
 def test_secrets_of_units_can_be_read_by_their_owner_alone():
-    secret = "s3cr3t-of-mine"  # pragma: allowlist secret
+    secret = "s3cr3t-of-mine"
     stages = {"pull": {"each": "one in params.accounts", "run": "echo done > {dir}/out"}}
     result = run(stages, params={"accounts": [{"one": "a", "api_key": secret}]})
     assert result.exit_code == 0
@@ -231,6 +235,7 @@ def test_secrets_of_units_can_be_read_by_their_owner_alone():
     assert stat.S_IMODE((again.path / "checkpoints/pull_a.json").stat().st_mode) == 0o600  # the reused one too
 
 
+@pytest.mark.slow
 def test_the_table_leaves_out_the_units_whose_code_has_changed_since():
     from pyarrow import feather
 

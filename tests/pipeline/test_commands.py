@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -43,6 +44,7 @@ def states(result):
     return {job: status.state for job, status in result.statuses.items()}
 
 
+@pytest.mark.core
 @here
 def test_every_combination_runs_once_and_is_kept_with_its_parameters():
     result = run_sh("echo {a}{b} >> ran; echo out {a}; echo err {b} >&2", "a=1..2", "b=x,y")
@@ -81,6 +83,7 @@ def test_an_unknown_setting_is_refused():
         run_sh("true", settings=["max_paralel=1"])
 
 
+@pytest.mark.slow
 @here
 def test_a_single_command_may_use_all_cores_unless_told_otherwise_and_has_the_environment(monkeypatch):
     cores = memfit.Budget.read().num_cpus
@@ -91,6 +94,69 @@ def test_a_single_command_may_use_all_cores_unless_told_otherwise_and_has_the_en
     assert lines("ran") == sorted([f"{cores}", f"{cores + 1}", "1 15 1"])
 
 
+OWN = {"OMP_NUM_THREADS": "3"}
+#: The parameters, the user's environment, the settings, what each process gets, and whether the run tells of a change.
+THREADS = {
+    "one command": ((), OWN, [], ["3"], False),
+    "jobs of a sweep": (("a=1",), OWN, [], ["3"], False),
+    "two ranks": ((), OWN, ["resources.ranks=2"], ["3", "3"], False),
+    "the same as the settings say": ((), OWN, ["threads_per_job=3"], ["3"], False),
+    "a list for nested teams": ((), {"OMP_NUM_THREADS": "3,2"}, [], ["3"], True),
+    "the settings": ((), OWN, ["threads_per_job=2"], ["2"], True),
+    "the environment's settings": ((), OWN | {"MEMFIT_THREADS_PER_JOB": "2"}, [], ["2"], True),
+    "no number": (("a=1",), {"OMP_NUM_THREADS": "all"}, [], ["1"], True),
+    "another library's alone": (("a=1",), {"MKL_NUM_THREADS": "3"}, [], ["1"], True),
+}
+
+
+@here
+@pytest.mark.parametrize(("params", "env", "settings", "given", "is_told"), THREADS.values(), ids=THREADS)
+def test_the_users_own_number_of_threads_counts_where_no_setting_says_another_and_a_change_is_told(
+    monkeypatch, params, env, settings, given, is_told
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    text = f"echo $OMP_NUM_THREADS {'{a}' if params else ''} >> ran"
+    result = run_sh(text, *params, settings=settings, env=env)
+    assert [line.split()[0] for line in lines("ran")] == given
+    told = [
+        one["text"]
+        for one in RunDir(result.path).events()
+        if one["level"] == "line" and " becomes " in one.get("text", "")
+    ]
+    assert len(told) == is_told
+    if is_told:
+        name, value = next(iter(env.items()))
+        assert told[0].startswith(f"{name}={value} becomes {given[0]}: threads_per_job, from ")
+
+
+@pytest.mark.slow
+@here
+def test_a_run_that_goes_on_keeps_its_number_of_threads_and_a_new_one_takes_the_users_own():
+    def go(env, **options):
+        return run_sh("echo $OMP_NUM_THREADS >> ran; test -e ready", env=env, **options)
+
+    first = go({"OMP_NUM_THREADS": "3"})
+    assert go({"OMP_NUM_THREADS": "5"}).path == go({}).path == first.path
+    assert go({"OMP_NUM_THREADS": "5"}, settings=["threads_per_job=2"]).path == first.path
+    Path("ready").touch()
+    assert go({"OMP_NUM_THREADS": "5"}, new=True).path != first.path
+    resume(first.path)
+    assert go({"OMP_NUM_THREADS": "7"}).path != first.path
+    assert Path("ran").read_text().split() == ["3", "3", "3", "2", "5", "2", "7"]
+
+
+@here
+def test_the_users_own_number_of_processes_of_joblib_counts_and_else_that_of_threads(monkeypatch):
+    for env in ({}, {"LOKY_MAX_CPU_COUNT": "5"}):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        run_sh("echo $LOKY_MAX_CPU_COUNT >> ran", settings=["threads_per_job=2"])
+    assert lines("ran") == ["2", "5"]
+
+
+@pytest.mark.slow
 @here
 def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
     first = run_sh("echo {a} >> ran", "a=1..2")
@@ -99,6 +165,9 @@ def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
     assert lines("ran") == ["1", "1", "2", "2"]
 
 
+@pytest.mark.core
+@pytest.mark.slow
+@pytest.mark.proves("S0-50")
 @here
 def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
     text = "echo {a} >> ran; test -e ready || test {a} != 2"
@@ -113,6 +182,7 @@ def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
     assert read_file(second.path / "config.yaml")["max_parallel"] == 1
 
 
+@pytest.mark.slow
 @here
 def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_path, monkeypatch):
     first = run_sh("echo {a}; false", "a=1")
@@ -139,6 +209,8 @@ def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S0-23")
 @real
 def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     with pytest.raises(DoesNotFitError, match=r"cmd_0001 needs 900\.00 TiB of host memory \(as declared\)"):
@@ -149,9 +221,10 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     assert forced.exit_code == 0 and "not checked against the budget (--force)" in admitted
 
 
+@pytest.mark.slow
 @real
 def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is_accepted():
-    limits = ["memory.limit=100MiB", "memory.reserve=1", "memory.job=97MiB"]
+    limits = ["memory.limit=100MiB", "memory.reserve=0", "memory.job=97MiB"]
     with pytest.raises(DoesNotFitError, match="cmd_0001 is tight, as declared: 97"):
         run_sh("echo {a} >> ran", "a=1", settings=limits)
     assert not Path("ran").exists()
@@ -162,6 +235,7 @@ def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is
         assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
 
 
+@pytest.mark.slow
 @here
 def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):
     programs = tmp_path / "programs"
@@ -179,6 +253,7 @@ def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch
         assert run_commands(command, env={"PATH": str(programs)}).path.parent.name == name
 
 
+@pytest.mark.slow
 @real
 def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a}"
@@ -219,6 +294,7 @@ def test_first_starts_at_the_same_moment_make_one_run(tmp_path):
     assert [path.name for path in Path("runs/sh").iterdir()] == [RunDir.all(Path("runs"), "sh")[0].path.name]
 
 
+@pytest.mark.slow
 @here
 def test_an_interrupted_run_goes_on_although_the_clock_was_set_back():
     text = "echo {a} >> ran; test -e ready"
@@ -242,6 +318,7 @@ def test_one_damaged_run_blocks_no_other(capsys):
     assert f"{first}/run.json is not a JSON object" in capsys.readouterr().err
 
 
+@pytest.mark.core
 @here
 def test_resume_goes_on_in_the_folder_and_with_the_settings_of_the_run(tmp_path, monkeypatch):
     text = "echo {a} $OMP_NUM_THREADS >> ran; test -e ready"
@@ -257,6 +334,43 @@ def test_resume_goes_on_in_the_folder_and_with_the_settings_of_the_run(tmp_path,
     assert lines(tmp_path / "ran") == ["1 2", "1 2", "2 2", "2 2"]
     again = resume(first.path)  # nothing is left to do
     assert again.exit_code == 0 and len(lines(tmp_path / "ran")) == 4
+
+
+@pytest.mark.slow
+@here
+@pytest.mark.parametrize("go_on", [lambda text, run: run_sh(text, "a=1..2"), lambda text, run: resume(run)])
+def test_a_run_goes_on_where_its_folder_was_moved_to_and_not_in_a_copy(tmp_path, monkeypatch, go_on):
+    text = "echo {a} >> ran; test -e ready || test {a} != 2"
+    (tmp_path / "before").mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    first = run_sh(text, "a=1..2")
+    shutil.copytree(tmp_path / "before", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    assert run_sh(text, "a=1..2").path.name != first.path.name and lines("ran") == ["1", "1", "2", "2"]
+    (tmp_path / "before").rename(tmp_path / "after")
+    (tmp_path / "after/ready").touch()
+    monkeypatch.chdir(tmp_path / "after")
+    moved = tmp_path / "after" / first.path.relative_to(tmp_path / "before")
+    second = go_on(text, moved)
+    assert (second.path, second.exit_code) == (moved, 0) and lines("ran") == ["1", "2", "2"]
+
+
+@here
+def test_an_unfinished_run_of_a_folder_that_is_gone_is_named_where_the_runs_lie_elsewhere(
+    tmp_path, monkeypatch, capsys
+):
+    settings = [f"runs_dir={tmp_path / 'runs'}"]
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        (tmp_path / "before" / "ran").exists() and (tmp_path / "before").rename(tmp_path / "gone")
+        run = run_sh("touch ran; false", settings=settings)
+    said = capsys.readouterr().err
+    (first,) = {*run.path.parent.glob("run_*")} - {run.path}
+    assert (
+        f"memfit: {first} is an unfinished run of this command, started in {tmp_path / 'before'}, which is gone" in said
+    )
+    assert said.endswith(f"ln -s {tmp_path / 'after'} {tmp_path / 'before'} && memfit resume {first}\n")
 
 
 @here

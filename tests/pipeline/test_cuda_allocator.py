@@ -41,6 +41,7 @@ def run_command(*settings, env=None):
     return seen, run_dir, told
 
 
+@pytest.mark.proves("S4-28", "C-06")
 def test_a_jobs_interpreter_starts_with_it_and_the_record_of_the_run_and_of_the_job_shows_it():
     flag = ("--cuda-allocator", f'memory.cuda_allocator="{GROWS}"')
     seen, run_dir, told = run_command(flag)

@@ -35,7 +35,7 @@ def finished(tmp_path_factory):
     """A folder in which the stages have run once."""
     folder = tmp_path_factory.mktemp("finished")
     with contextlib.chdir(folder), runs_here():
-        assert run()[2] == ["prepare", "fold_1", "fold_2", "join"]
+        assert sorted(run()[2]) == ["fold_1", "fold_2", "join", "prepare"]
     return folder
 
 
@@ -82,6 +82,7 @@ def rows(run):
     return (run.path / "checkpoints/stage_prepare/rows.txt").read_text()
 
 
+@pytest.mark.core
 def test_a_damaged_output_is_named_and_made_again_before_a_job_reads_it(first):
     forget(first, "fold_2", "stage_join")
     damage(first.path / "checkpoints/stage_prepare/rows.txt")
@@ -101,6 +102,7 @@ def test_a_damaged_result_that_no_job_reads_is_found_when_all_files_are_to_be_re
     assert run(choice=Choice(check_files=True))[2] == []
 
 
+@pytest.mark.core
 def test_a_host_reads_a_result_of_another_host_once_and_again_when_its_file_changed():
     first, _, _ = run()
     made_elsewhere(first, "stage_prepare")
@@ -118,6 +120,7 @@ def test_a_host_reads_a_result_of_another_host_once_and_again_when_its_file_chan
     assert rows(first) == "one 1\n"
 
 
+@pytest.mark.slow
 def test_without_a_record_the_file_is_read(first):
     made_elsewhere(first, "stage_prepare")
     damage(first.path / "checkpoints/stage_prepare/rows.txt", keep_time=True)
@@ -125,6 +128,7 @@ def test_without_a_record_the_file_is_read(first):
     assert run()[2] == ["prepare", "fold_1", "join"]
 
 
+@pytest.mark.slow
 def test_a_damaged_result_of_an_earlier_run_is_not_taken_over(first):
     damage(first.path / "checkpoints/stage_prepare/rows.txt")
     second, result, ran = run(folds=[1, 2, 3])
@@ -133,6 +137,7 @@ def test_a_damaged_result_of_an_earlier_run_is_not_taken_over(first):
     assert rows(second) == "one 1\n" and rows(first) == "Xne 1\n"
 
 
+@pytest.mark.slow
 def test_what_another_run_read_is_not_read_again_by_the_run_that_links_it():
     first, _, _ = run()
     made_elsewhere(first, "stage_prepare")
@@ -143,6 +148,7 @@ def test_what_another_run_read_is_not_read_again_by_the_run_that_links_it():
     assert not (second.path / "verified").exists()
 
 
+@pytest.mark.core
 def test_what_is_damaged_during_a_run_is_made_again_before_a_later_stage_reads_it():
     stages = {
         "prepare": STAGES["prepare"],
@@ -154,7 +160,7 @@ def test_what_is_damaged_during_a_run_is_made_again_before_a_later_stage_reads_i
     assert (first.path / "checkpoints/stage_user/own").read_text() == "one 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_kill_between_damage_and_repair_leaves_a_right_result(folder):
     slow = STAGES | {"prepare": {"run": "sleep 1; echo 'one 1' > {dir}/rows.txt"}}
     (folder / "config.yaml").write_text(json.dumps({"experiment": "demo", "stages": slow, "params": {"folds": [1, 2]}}))
@@ -170,6 +176,7 @@ def test_a_kill_between_damage_and_repair_leaves_a_right_result(folder):
     assert rows(again) == "one 1\n"
 
 
+@pytest.mark.slow
 def test_a_damaged_array_of_a_function_is_made_again_and_a_damaged_panel_is_named_with_what_to_remove(tiny):
     path = tiny(n_splits=2)
     first = memfit.run(path)
@@ -191,6 +198,8 @@ def test_a_damaged_array_of_a_function_is_made_again_and_a_damaged_panel_is_name
     assert memfit.run(path).exit_code == 0
 
 
+@pytest.mark.slow
+@pytest.mark.proves("S1-16")
 def test_a_manifest_that_was_changed_by_hand_does_not_count(finished):
     for change in ({"result": {"n": 2}}, {"digest": "0" * 64}, {"unforeseen": {"a": ["x"]}}, {"seconds": 10**400}):
         shutil.rmtree("runs", ignore_errors=True)
@@ -207,6 +216,7 @@ def test_a_key_that_is_no_text_is_another_key(first):
     assert run()[2] == ["join"]
 
 
+@pytest.mark.slow
 def test_a_result_with_integers_that_no_table_holds_is_a_result():
     for name, number in (("1", "9" * 400), ("2", "1152921504606846977")):
         Path(name).write_text(f'{{"n": {number}}}')

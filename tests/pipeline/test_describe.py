@@ -1,5 +1,8 @@
 """Stages that are commands, in a workload and in a config: one path describes both."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ import memfit
 from memfit.errors import ConfigError
 from memfit.pipeline import Choice, Output, order_of_config, plan_run
 
-pytestmark = pytest.mark.usefixtures("here")
+here = pytest.mark.usefixtures("here")
 
 WORKLOAD = """
 from pydantic import BaseModel
@@ -35,6 +38,8 @@ MIXED = Workload(Params, (
 """
 
 
+@pytest.mark.slow
+@here
 def test_a_stage_of_a_workload_that_is_a_command_works_as_one_of_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mixed.py").write_text(WORKLOAD)
@@ -54,6 +59,7 @@ def test_a_stage_of_a_workload_that_is_a_command_works_as_one_of_a_config(tmp_pa
     assert reruns() == {"own", "line", "join"}
 
 
+@here
 def test_a_command_that_names_no_setting_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stages = {"one": {"run": "echo {params.rate}"}}
@@ -80,6 +86,8 @@ SIZED = Workload(Params, (Stage("train", train, probe=Probe(memory=lambda params
 """
 
 
+@pytest.mark.slow
+@here
 def test_a_stage_says_what_its_jobs_take_by_arithmetic_when_it_is_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sized.py").write_text(SIZED)
@@ -114,6 +122,7 @@ CHOOSING = Workload(
 """
 
 
+@here
 def test_a_stage_runs_without_one_that_the_workload_left_out_and_with_it_where_it_is_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("choosing.py").write_text(CHOOSING)
@@ -156,6 +165,7 @@ CHECKED = Workload(Params, check=refuse_few, stages=(
 """
 
 
+@here
 def test_a_workload_and_its_stages_refuse_settings_before_the_first_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("checked.py").write_text(CHECKED)
@@ -171,9 +181,44 @@ def test_a_workload_and_its_stages_refuse_settings_before_the_first_job(tmp_path
     assert not Path("runs").exists()
 
 
+@here
 def test_a_stage_that_is_not_asked_for_refuses_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("checked.py").write_text(CHECKED)
     config = {"experiment": "checked", "target": "checked:CHECKED"}
     assert memfit.run(config, choice=Choice(until="train")).state == "completed"
     assert memfit.run(config | {"params": {"price": "close"}}).state == "completed"
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from memfit.pipeline import Stage, Workload
+from pydantic import BaseModel
+
+
+class Params(BaseModel):
+    pass
+
+
+def fingerprint(params):
+    with open("described", "a") as file:
+        file.write("x")
+    if len(Path("described").read_text()) <= int(os.environ["KILLS"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "data"
+
+
+ONE = Workload(Params, (Stage("train", lambda context, params: {"loss": 1.0}, reads=()),), fingerprint=fingerprint)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("warm", "kills", "code"), [("auto", 1, 0), ("never", 1, 0), ("never", 9, 4)])
+def test_a_run_whose_description_is_killed_describes_again_and_gives_up_in_the_end(tmp_path, warm, kills, code):
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = [sys.executable, "-m", "memfit", "run", "killed:ONE", "--set", f"warm={warm}"]
+    env = {**os.environ, "KILLS": str(kills)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "described").read_text() == "xx"

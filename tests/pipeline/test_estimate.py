@@ -13,8 +13,6 @@ from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 
-pytestmark = pytest.mark.slow
-
 PARAMS = {
     "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 2, "turnover": 0.3,
              "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2, "lookback": 10},
@@ -43,6 +41,7 @@ def config(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apart(config, tmp_path):
     found = estimate_workload(config("memory: {cuda_allocator: 'garbage_collection_threshold:0.8'}"), gpu="24GiB")
     assert (found["method"], found["verdict"], found["gpu"]["total_bytes"]) == ("traced", "fits", 24 << 30)
@@ -59,6 +58,7 @@ def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apar
     assert not (tmp_path / "runs").exists() and list((tmp_path / "panels").iterdir())
 
 
+@pytest.mark.slow
 def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
     params = RankerParams.model_validate(PARAMS)
     context, probe = StagesHere(tmp_path, RANKER, params, seed=0).context("fold", 1), RANKER.stage("fold").probe

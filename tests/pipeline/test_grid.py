@@ -27,6 +27,10 @@ def values(text):
         ("1..3,7, 9", ["1", "2", "3", "7", "9"]),
         ('"a,b",c', ["a,b", "c"]),
         ('"1..3"', ["1..3"]),
+        ('"1-5"', ["1-5"]),
+        ("2020-01", ["2020-01"]),
+        ("2024-01-31", ["2024-01-31"]),
+        ("a-5", ["a-5"]),
         ('"say ""hi"""', ['say "hi"']),
         ('""', [""]),
         ("a=b", ["a=b"]),
@@ -39,14 +43,10 @@ def test_a_parameter_has_these_values(text, expected):
     assert values(text) == expected
 
 
-def test_all_combinations_come_in_order_the_last_parameter_fastest(tmp_path):
-    grid = tmp_path / "grid.csv"
-    grid.write_bytes(b'\xef\xbb\xbfmodel,size\r\nbig,"1,5"\r\n\r\n small,2\r\n')
-    found = expand(["x", "{model}{size}{fold}{lr}"], ["fold=1..2", "lr=a,b"], grid)
-    models = [("big", "1,5"), (" small", "2")]
-    expected = [(*model, fold, lr) for model, fold, lr in itertools.product(models, "12", "ab")]
-    assert [tuple(combination.values()) for combination in found] == expected
-    assert list(found[0]) == ["model", "size", "fold", "lr"]
+def test_all_combinations_come_in_order_the_last_parameter_fastest():
+    found = expand(["x", "{size}{fold}{lr}"], ['size="1,5", 2', "fold=1..2", "lr=a,b"])
+    assert [tuple(combination.values()) for combination in found] == [*itertools.product(("1,5", "2"), "12", "ab")]
+    assert list(found[0]) == ["size", "fold", "lr"]
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1, unique=True))
@@ -67,6 +67,17 @@ def test_only_the_parameters_own_placeholders_are_replaced():
     ("command", "params", "what", "remedy"),
     [
         ("{a}", ["a"], "is not name=values", "--param fold=1..5"),
+        ("{a}", ["grid.csv"], "is not name=values", "a file of them is not read"),
+        ("{a}", ["a=1-5"], "is no range", """write a=1..5; for the text: --param 'a="1-5"'"""),
+        ("{a}", ["a=2,1...5"], "is no range", "write a=1..5;"),
+        (
+            "{a}",
+            ["a=1e-5..1e-3"],
+            "is no range",
+            "a=1e-5,1e-3, or search between them: memfit tune --param a=1e-5..1e-3;",
+        ),
+        ("{a}", ["a=1..x"], "is no range", "list the values: a=1,x; for the text"),
+        ("{a}", ["é=1"], "cannot name a parameter", "rename it"),
         ("{a}", ["1a=2"], "'1a' cannot name a parameter", "rename it"),
         ("{naïve}", ["naïve=1,2"], "'naïve' cannot name a parameter", "rename it"),
         ("{a}", ["a="], "has an empty value", 'a=""'),
@@ -92,46 +103,11 @@ def test_what_is_wrong_with_parameters_is_told_in_three_parts(command, params, w
     assert what in caught.value.what and remedy in caught.value.remedy and caught.value.rule
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"", "holds no combination"),
-        (b"a\n", "holds no combination"),
-        (b"a\n\n\n", "holds no combination"),
-        (b"a\n1\n\xff\n", "cannot be read as CSV"),
-        (b"a,b\n1,2\n3\n", ":3 has 1 value, and the header 2"),
-        (b"a\n1,2\n", ":2 has 2 values, and the header 1"),
-        (b"a,a\n1,2\n", "'a' in the header"),
-        (b"a,\n1,2\n", "'' in the header"),
-        (b"a,2b\n1,2\n", "'2b' in the header"),
-        (b'a\n"1\n', "cannot be read as CSV"),
-        (b'a\n"1"x\n', "cannot be read as CSV"),
-        (b"a\n\x00\n", "cannot be read as CSV: it holds a NUL byte"),
-        (b"a\n1\n2\n1\n", "the combination a=1 is given twice"),
-    ],
-)
-def test_what_is_wrong_with_a_csv_file_is_told_with_its_place(tmp_path, content, what):
-    grid = tmp_path / "grid.csv"
-    grid.write_bytes(content)
-    with pytest.raises(UsageError) as caught:
-        expand(["x", "{a}"], [], grid)
-    assert what in caught.value.what
-
-
-def test_a_file_that_is_not_there_and_one_that_names_a_parameter_again_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"absent\.csv cannot be read: No such file") as caught:
-        expand(["x", "{a}"], [], tmp_path / "absent.csv")
-    assert "quotes" not in caught.value.remedy
-    with pytest.raises(UsageError, match=r"a letter \(a to z\) or _; letters") as caught:
-        expand(["x", "{a}"], ["é=1"])
-    (tmp_path / "grid.csv").write_text("a\n1\n")
-    with pytest.raises(UsageError, match="the parameter a is given twice"):
-        expand(["x", "{a}"], ["a=2"], tmp_path / "grid.csv")
-
-
 def test_without_parameters_there_is_one_command_as_it_stands():
     assert expand(["echo", "{x}"], []) == [{}]
     assert fill(["echo", "{x}"], {}) == ("echo", "{x}")
+    several = fill(["join", "{fold}", "--out={dir}"], {"fold": ["a", "b c"], "dir": "d"})
+    assert several == ("join", "a", "b c", "--out=d")
 
 
 def test_half_a_range_is_refused_and_its_text_can_be_quoted() -> None:

@@ -1,14 +1,32 @@
 """A plain function that is run for several values of its settings."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 import memfit
-from memfit.pipeline import Choice
+from memfit.errors import UsageError
+from memfit.pipeline import Choice, Workload
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda: 0, "no context"),
+        (lambda *, c: 0, "no context"),
+        (lambda c, *more: 0, "*more"),
+        (lambda c, n, /: 0, "n"),
+    ],
+)
+def test_a_function_takes_a_context_first_and_then_named_settings(function, said):
+    with pytest.raises(UsageError, match=re.escape(f"<lambda> takes {said}.")):
+        Workload.of(function)
+    fields = Workload.of(lambda c, /, n=2, *, more: 0).params.model_fields
+    assert {name: one.is_required() for name, one in fields.items()} == {"n": False, "more": True}
 
 
 def test_a_units_seed_depends_on_its_values_and_not_on_its_place_in_the_list(tmp_path, monkeypatch):

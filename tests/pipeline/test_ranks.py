@@ -24,7 +24,7 @@ CODE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_function_runs_on_each_rank_and_rank_0_saves_and_reports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_ranks.py").write_text(textwrap.dedent(CODE))
@@ -48,6 +48,7 @@ def test_ranks_that_share_no_gpus_evenly_are_refused(tmp_path, monkeypatch):
         memfit.run(["true"], overrides=settings)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["sh", "-c", "exit $((WORLD_SIZE - 1))"]

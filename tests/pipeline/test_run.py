@@ -58,6 +58,9 @@ def finished(done, tmp_path, monkeypatch):
     return Path("config.yaml"), replace(done[1], path=tmp_path / done[1].path.relative_to(done[0]))
 
 
+@pytest.mark.core
+@pytest.mark.slow
+@pytest.mark.proves("S1-41", "S1-44")
 @real
 def test_folds_are_measured_tabled_and_kept(finished):
     config, result = finished
@@ -92,6 +95,7 @@ def test_folds_are_measured_tabled_and_kept(finished):
     assert kept["fold"]["jobs"] == [f"fold_{i}" for i in range(1, 4)] and kept["fold"]["seconds"] > 1
 
 
+@pytest.mark.slow
 @here
 def test_the_table_holds_the_folds_of_all_commands_and_how_they_are_admitted_makes_no_other_run(tiny):
     config = tiny()
@@ -119,8 +123,7 @@ def test_a_command_that_ends_by_an_error_says_so_in_its_events(tiny):
 
 @here
 def test_the_resolved_config_is_itself_a_valid_input(tiny):
-    begun = Choice(until="prepare")
-    env = dict(os.environ) | {"MEMFIT_SEED": "9"}
+    begun, env = Choice(until="prepare"), {**os.environ, "MEMFIT_SEED": "9"}
     first = memfit.run(tiny(), overrides=["params.num_epochs=1"], env=env, choice=begun)
     again = memfit.run(first.path / "config.yaml", choice=begun)
     assert again.path == first.path
@@ -142,45 +145,37 @@ def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
 
 
 @here
-def test_an_unknown_parameter_of_the_workload_is_refused_before_anything_is_made(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="num_epoch"):
-        memfit.run(tiny(num_epoch=3))
-    assert not (tmp_path / "runs").exists()
-
-
-@here
-def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitter(tiny):
-    with pytest.raises(SplitError):
-        memfit.run(tiny(num_dates=3))
-
-
-@here
-def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "values", "overrides", "error", "said"),
+    [
+        ("", {"num_epoch": 3}, (), ConfigError, "num_epoch"),
+        ("", {}, ["units=9-2"], ConfigError, "'9-2' names no unit"),
+        ("", {"num_dates": 3}, (), SplitError, "."),
+        ("panels_dir: taken", {}, (), DataError, "panels cannot be kept in"),
+    ],
+)
+def test_bad_input_is_refused_and_a_wrong_config_makes_nothing(tiny, tmp_path, more, values, overrides, error, said):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(DataError, match="panels cannot be kept in"):
-        memfit.run(tiny("panels_dir: taken"))
+    with pytest.raises(error, match=said):
+        memfit.run(tiny(more, **values), overrides=overrides)
+    assert error is not ConfigError or not (tmp_path / "runs").exists()
 
 
-@here
-def test_a_choice_without_meaning_is_refused_before_anything_is_made(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="'9-2' names no unit"):
-        memfit.run(tiny(), overrides=["units=9-2"])
-    assert not (tmp_path / "runs").exists()
-
-
+@pytest.mark.slow
+@pytest.mark.proves("S0-17")
 @real
 def test_a_users_limit_bounds_how_many_run_at_once(tiny):
     config = tiny("memory: {limit: 500MiB, reserve: 50MiB}", hold_mib=120, epoch_seconds=0.8)
     result = memfit.run(config)
-    assert result.exit_code == 0
     decided = json.loads((result.path / "plan.json").read_text())
-    assert decided["limited_by"] == "memory"
+    assert (result.exit_code, decided["limited_by"]) == (0, "memory")
     assert decided["num_parallel"] in (1, 2)
     measured = min(e["time"] for e in events_of(result, "footprint") if e["job"].startswith("fold"))
     later = [e["num_running"] for e in events_of(result, "admit") if e["time"] > measured]
     assert max(later, default=0) < 3  # before, three small ones may run that could grow
 
 
+@pytest.mark.core
 @real
 def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     config = tiny(num_epochs=5, epoch_seconds=0.4, n_splits=2)
@@ -199,6 +194,7 @@ def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     assert epochs == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @real
 def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny):
     config = tiny(epoch_seconds=300)
@@ -214,6 +210,7 @@ def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny)
     wait_until(lambda: not is_alive(child))
 
 
+@pytest.mark.core
 @real
 def test_the_supervisor_loads_no_heavy_module(tiny):
     config = tiny()
@@ -226,6 +223,7 @@ def test_the_supervisor_loads_no_heavy_module(tiny):
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @here
 def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(finished):
     config, result = finished
@@ -234,6 +232,7 @@ def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(finished):
     assert RunDir(result.path).state == "completed"
 
 
+@pytest.mark.slow
 @here
 def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_path, monkeypatch):
     result = memfit.run(tiny(), overrides=["max_parallel=2", "units=1"])
@@ -251,6 +250,20 @@ def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_pat
         resume(result.path)
 
 
+@pytest.mark.slow
+@real
+def test_a_run_goes_on_with_its_panel_where_its_folder_was_moved_to(finished, tmp_path, monkeypatch):
+    config, result = finished
+    shutil.rmtree(result.path / "checkpoints/fold_1")
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    monkeypatch.chdir(moved)
+    again = memfit.run(config)
+    assert again.path == moved / result.path.relative_to(tmp_path) and again.metrics == result.metrics
+    assert {job: one.attempt for job, one in again.statuses.items() if one.attempt != 1} == {"fold_1": 2}
+    panel = next(again.path.rglob("*.panel.json"))
+    assert Path(panel.parent, read_json(panel)["path"]).resolve().parent == moved / "panels"  # not the first folder's
+
+
 @real
 def test_run_takes_the_words_of_a_command_and_no_function_itself(tiny):
     tiny()
@@ -259,6 +272,7 @@ def test_run_takes_the_words_of_a_command_and_no_function_itself(tiny):
         memfit.run(print)
 
 
+@pytest.mark.core
 @real
 def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
     config = tiny(n_splits=2)
@@ -271,6 +285,7 @@ def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
     assert fresh.metrics == result.metrics and events_of(fresh, "warm") == []
 
 
+@pytest.mark.slow
 @real
 def test_the_process_that_is_forked_counts_once_in_the_budget(tiny):
     """A fold that fits a limit only without it has it end, and runs in a new interpreter."""

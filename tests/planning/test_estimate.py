@@ -166,7 +166,6 @@ def wait_until(holds) -> bool:
     return bool(holds())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
     path = tmp_path / "pid"
     order = {"args": ["sh", "-c", f"echo $PPID > {path}; exec sleep 5"]}

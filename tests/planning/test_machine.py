@@ -43,6 +43,7 @@ def test_what_is_no_machine_is_refused_in_three_parts(read, text, what):
     assert "--set" not in caught.value.remedy  # there is only the file
 
 
+@pytest.mark.proves("S3-09")
 def test_ranks_fill_a_node_before_the_next_and_more_than_there_are_tasks_are_refused(read):
     machine = read(NODES)
     shapes = {ranks: machine.layout(ranks) for ranks in (1, 4, 5, 16)}

@@ -26,6 +26,7 @@ def test_all_run_at_once_when_all_fit(budget):
     assert (found.num_parallel, found.limited_by) == (5, "jobs")
 
 
+@pytest.mark.proves("S0-09")
 def test_memory_bounds_how_many_run_at_once(budget):
     # 48 GiB available, each reserves 11.
     found = plan(Footprint(10 * GIB), 5, budget=budget, slack=0.1)

@@ -15,7 +15,7 @@ SEEN = Diagnosis(
     checks=("df -h /dev/shm",),
 )  # fmt: skip
 REMEDIES = [
-    Remedy("a larger /dev/shm", "--shm-size=2g", "none", "it was full", "shm", 1 << 30, True),
+    Remedy("a larger /dev/shm", "--shm-size=2g", "it was full", "none", "", 1 << 30, True),
     Remedy("a smaller model", reason="it is another memory", helps=False),
 ]
 

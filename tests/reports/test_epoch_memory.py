@@ -43,6 +43,7 @@ def test_the_log_has_it_where_more_is_asked_for(made, verbose):
     assert second.partition("  ")[2] == "epoch 2/2"
 
 
+@pytest.mark.proves("S4-19")
 def test_the_summary_has_that_of_each_jobs_last_epoch(trained):
     texts = []
     for verbose in (False, True):

@@ -71,6 +71,7 @@ def test_what_a_command_left_in_shared_memory_is_said_also_where_its_end_has_no_
     assert left in shown.file.getvalue()
 
 
+@pytest.mark.proves("S0-14")
 def test_each_event_is_one_stamped_line_where_there_is_no_terminal(finished):
     shown, files = Shown(), sorted((finished.path / "events").iterdir())
     contents = {path: path.read_text() for path in files}
@@ -186,17 +187,7 @@ def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
     view = view_of(made, 5)
-    assert table_lines(view, 80)[1].split() == [
-        "prepare",
-        "build",
-        "50.0",
-        "MiB",
-        "270.0",
-        "MiB",
-        "-",
-        "5.0s",
-        "-",
-    ]
+    assert table_lines(view, 80)[1].split() == ["prepare", "build", "50.0", "MiB", "270.0", "MiB", "-", "5.0s", "-"]
 
 
 def test_the_log_says_how_many_units_are_left_and_for_how_long(made):
@@ -301,35 +292,6 @@ def test_a_job_shows_the_phase_that_it_marked_or_its_logs_counter_or_that_it_run
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize(
-    ("job", "log", "is_told"),
-    [
-        ({"state": "running"}, "Epoch 1/3", True),
-        ({"state": "running"}, "loading", False),
-        ({"state": "running", "phase": "train"}, "Epoch 1/3", False),
-        ({"state": "preempted"}, "", True),
-        ({"state": "failed"}, "", False),
-    ],
-)
-def test_a_hint_is_printed_once_when_a_job_without_marks_counts_or_has_ended(commands, job, log, is_told):
-    made, file = commands(1), io.StringIO()
-    made.event(0, "run", state="started")
-    live = LiveRun(Console(file=file, width=80), hint="three steps")
-    tick = live.show(made.run)
-    name = "status.json" if job["state"] == "running" else "outcome.json"
-    made.job("cmd_0001", name=name, pid=1, **job)
-    (made.run.job_dir("cmd_0001") / "out.log").write_text(log)
-    tick()
-    made.event(9, "run", state="completed")
-    live.close()
-    assert file.getvalue().count("three steps") == int(is_told)
-    made.event(10, "run", state="continued")
-    again = LiveRun(Console(file=file, width=80), hint="a second time")
-    again.show(made.run)()
-    again.close()
-    assert "a second time" not in file.getvalue()
-
-
 def test_where_a_terminal_is_narrow_jobs_go_by_what_differs_and_sizes_give_way(commands):
     made = commands(2)
     for name in ("cmd_0001", "cmd_0002"):
@@ -405,6 +367,7 @@ def test_a_single_command_that_prints_is_not_talked_over(commands, monkeypatch):
     assert len(shown.lines) == 2
 
 
+@pytest.mark.slow
 def test_of_a_thousand_jobs_the_table_shows_those_that_run_and_counts_the_others(commands):
     made = commands(1000)
     for number in range(1, 416):

@@ -1,7 +1,9 @@
 """Ranks in the live table, the summary and the page of a run."""
 
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from memfit.reports import Room, print_summary, render, summarize, write_page
@@ -39,6 +41,7 @@ def shown(what):
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
+@pytest.mark.proves("S3-26")
 def test_the_table_has_a_line_for_each_rank_of_a_running_job(made):
     state = with_ranks(made, "running", "status.json")
     lines = shown(lambda console: console.print(render(state, Room(8 * GIB, GIB, "MemAvailable"))))
@@ -56,3 +59,13 @@ def test_summary_and_page_tell_which_ranks_were_lost_and_the_peak_of_each(made, 
     assert [one["place"] for one in job["ranks"]] == ["vote", "microbatch"]
     page = write_page(made.run, tmp_path / "page.html").read_text()
     assert "<h2>Ranks</h2>" in page and f"{LOST} (generation 0)" in page
+
+
+def test_what_the_agent_recorded_of_a_lost_rank_wins_over_the_log_of_a_rank_that_waited(made):
+    state = with_ranks(made, "failed", "outcome.json")
+    waited = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
+    (made.run.job_dir("fold_1") / "err.log").write_text(waited)
+    for evidence, is_told in ({}, True), ({"rank": 1}, False):
+        job = replace(state.jobs["fold_1"], cause=LOST, evidence=evidence)
+        lines = shown(lambda console, job=job: print_summary(replace(state, jobs={"fold_1": job}), console))
+        assert any("diagnosis: collective timeout" in line for line in lines) is is_told

@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from memfit.reports import count_kills, explain_record, forecast_error
 from memfit.rundir import JobState, RunDir
 
@@ -33,6 +35,7 @@ def test_a_record_without_a_kill_is_in_the_json_form_alone(tmp_path):
     assert count_kills(run)["num_jobs"] == 1 and explain_record(run, []) == []
 
 
+@pytest.mark.proves("C-09")
 def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed(tmp_path):
     rows = [row(100, 110), row(100, 90), row(100, 130), row(100, None), row(100, 500, "failed")]
     found = forecast_error(rows)
@@ -42,6 +45,7 @@ def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_comple
     assert explain_record(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
 
 
+@pytest.mark.proves("S0-22")
 def test_no_text_of_memfits_speaks_of_a_risk_in_percent():
     texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     assert not [text for text in texts if re.search(r"\d\s?%\s*(OOM )?(risk|chance|probab)", text)]

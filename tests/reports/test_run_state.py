@@ -243,6 +243,7 @@ def test_jobs_are_in_the_order_of_their_stages_and_numbers(made):
     assert [row.stage for row in rows[:2]] == ["prepare", "fold"]
 
 
+@pytest.mark.proves("S1-25")
 def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):
     made.event(0, "run", state="continued")
     made.stage(0, "prepare", "reused", why="/runs/demo/run_1/checkpoints/stage_prepare.json", seconds=7.5)
@@ -350,6 +351,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EVENTS)
 def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
     path, view, fields = finished.path / "events" / "job-1-1.jsonl", reader_of(finished), EVENTS[kind]

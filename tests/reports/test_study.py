@@ -123,6 +123,7 @@ def test_the_best_trial_is_by_the_direction_and_of_equal_ones_the_first(study, d
     assert (found["trial"], found["n"]) == (best, 2)
 
 
+@pytest.mark.proves("S2-27")
 def test_the_time_left_is_from_measured_seconds_and_the_trials_at_once(study):
     run = study.begin(n_trials=10, num_slots=4)
     study.trial(0, value=0.1, seconds=100.0)
@@ -211,6 +212,7 @@ def worthless(num_trials, num_folds, seed):
     return [[one + rng.gauss(0, 1) for one in hard] for _ in range(num_trials)]
 
 
+@pytest.mark.slow
 def test_the_best_of_worthless_trials_is_told_to_be_what_luck_reaches(study):
     found = []
     for seed in range(30):
@@ -358,6 +360,7 @@ def test_only_the_summary_of_a_study_has_one(finished):
     assert "study" not in summarize(read(finished.run))
 
 
+@pytest.mark.proves("S2-28")
 @pytest.mark.slow
 def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     pytest.importorskip("optuna")

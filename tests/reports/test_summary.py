@@ -68,6 +68,7 @@ def test_the_summary_of_a_wide_console_is_this(finished):
     assert printed(finished.run, 120) == WIDE
 
 
+@pytest.mark.proves("S0-21")
 def test_verbose_adds_what_enforces_the_limit_what_jobs_waited_for_and_how_exact_the_forecasts_were(finished):
     added = [line for line in printed(finished.run, 120, verbose=True).splitlines() if line not in WIDE.splitlines()]
     assert added == [
@@ -106,6 +107,7 @@ def test_a_metric_wider_than_the_console_is_a_table_alone(made):
     assert "1.5000" in text and "2.5000" in text
 
 
+@pytest.mark.proves("S0-14")
 def test_the_total_is_the_wall_clock_and_not_the_sum_of_folds_side_by_side(made):
     made.event(0, "run", state="started")
     made.event(70, "run", state="completed")
@@ -257,10 +259,10 @@ run       runs/demo/run_20261121_090000_0123abcd (failed)
 """
 
 
-def test_the_summary_of_commands_has_their_last_numbers_beside_their_params(commands):
-    made = commands(2)
-    for fold, loss in ((1, 0.5), (2, 0.25)):
-        made.job(f"cmd_{fold:04}")
+def test_the_summary_of_commands_has_the_last_numbers_of_those_that_completed_beside_their_params(commands):
+    made = commands(3)
+    for fold, loss, state in ((1, 0.5, "completed"), (2, 0.25, "completed"), (3, 9.0, "preempted")):
+        made.job(f"cmd_{fold:04}", state, exit_code=0)
         made.event(fold, "epoch", f"cmd_{fold:04}", epoch=3, num_epochs=3, valid_loss=loss)
     lines = printed(made.run, 80).splitlines()
     at = lines.index("job        epoch    loss")
@@ -271,9 +273,37 @@ def test_the_summary_of_commands_has_their_last_numbers_beside_their_params(comm
         "sd of 2           0.1768",
     ]
     assert [job["reported"] for job in summarize(read(made.run))["jobs"]][1] == {"epoch": 3.0, "loss": 0.25}
-    commands(2, "width")  # a mean over widths says nothing
+    commands(3, "width")  # a mean over widths says nothing
     said = printed(made.run, 80)
     assert "width=1      3  0.5000\nwidth=2      3  0.2500\n\n" in said and "mean of" not in said
+
+
+@pytest.mark.parametrize(
+    ("log", "reported"),
+    [
+        ("epoch 1/2 loss 0.5 time 3.25\nepoch 2/2 loss 0.25\n", {"epoch": 2, "loss": 0.25}),
+        ("{'eval_loss': 0.75, 'epoch': 1.5}\n{'eval_loss': 0.5, 'epoch': 2.0}\n", {"epoch": 2, "eval_loss": 0.5}),
+        ("step 10/20: val_acc=0.5\rstep 20/20: val_acc=0.75\r", {"step": 20, "val_acc": 0.75}),
+        ("epoch 2 step 7/9 loss 0.5\nepoch 3 begins\n", {"epoch": 2, "step": 7, "loss": 0.5}),
+        ("fold 4 ic 0.0412\n", {"ic": 0.0412}),
+        ("Fold=4: rank_ic=-4.1e-2, seconds 3\n", {"rank_ic": -0.041}),
+        # As LightGBM 4.7 and XGBoost 3.2 print it.
+        ("[10]\tvalid_0's l2: 1.21725\n[20]\tvalid_0's l2: 1.00\n", {"round": 20, "valid_0's l2": 1.0}),
+        ("[13]\ttraining's auc: 0.9\tvalid_1's auc: 0.8\n", {"round": 13, "training's auc": 0.9, "valid_1's auc": 0.8}),
+        ("[10]\tvalid's l2: 1.16482 + 0.0888897\n", {"round": 10, "valid's l2": 1.16482}),
+        ("[0]\tvalidation-rmse:0.9\n[19]\tvalidation-rmse:0.5\n", {"round": 19, "validation-rmse": 0.5}),
+        ("[9]\ttest-ndcg@10:0.5+0.02\n", {"round": 9, "test-ndcg@10": 0.5}),
+        ("[0] NCCL INFO comm 0x7f nRanks 4\nmanifold 3 loss 0.5\nmy score 1\nnothing 0.5\n", {}),
+    ],
+)
+def test_of_commands_that_report_nothing_the_summary_has_the_last_numbers_of_their_logs(commands, log, reported):
+    made = commands(2)
+    for job in ("cmd_0001", "cmd_0002"):
+        made.job(job)
+    (made.run.job_dir("cmd_0001") / "out.log").write_text("fold 1 ic 0.03\n")  # which counts nothing
+    (made.run.job_dir("cmd_0002") / "out.log").write_text(log)
+    assert summarize(read(made.run))["jobs"][1]["reported"] == reported
+    assert all(f"  {name}" in printed(made.run, 120) for name in reported)
 
 
 def test_the_summary_of_commands_is_a_stamped_line_for_each_and_the_wall_clock(swept):

@@ -146,7 +146,6 @@ def test_what_needs_torch_says_the_line_that_installs_it(call, tmp_path):
     (tmp_path / "train.py").write_text("def train(ctx):\n    from memfit import Trainer\n")
     for extra, words in (
         ("torch", ("memfit", "run", "train:train")),
-        ("torch", ("memfit", "average", "a.pt", "b.pt", "--output", "c.pt")),
         ("torch", ("python", "-c", "from memfit import Trainer")),
         ("huggingface", ("python", "-c", "import memfit.integrations.huggingface")),
         ("hpo", ("memfit", "tune", "--param", "a=1..2", "--objective", "x", "--minimize", "--", "true", "{a}")),

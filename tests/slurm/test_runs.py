@@ -80,6 +80,7 @@ def run_of(folder, name):
     return RunDir.all(folder / "runs", name)[0]
 
 
+@pytest.mark.proves("C-17")
 def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_killed(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "3")
     first = start("run", "--backend", "slurm", "--memory", "60MiB", "--name", "once", "--param", "n=1..10", *command)
@@ -96,6 +97,7 @@ def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_ki
         assert max(one.peak_bytes for one in read_series(run.job_dir(f"cmd_{n:04d}") / "memory.jsonl")) >= 10 << 20
 
 
+@pytest.mark.proves("S3-43")
 @pytest.mark.long
 def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(start, tmp_path):
     command = ("--", sys.executable, "job.py", "1", "100", "1")
@@ -110,7 +112,9 @@ def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(s
 
 
 @pytest.mark.long
-def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
+@pytest.mark.parametrize("answer", [75, 0])
+def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path, answer):
+    (tmp_path / "job.py").write_text(JOB.replace("exit(75)", f"exit({answer})"))
     command = ("--", sys.executable, "job.py", "{n}", "10", "60")
     options = ("--backend", "slurm", "--set", "slurm.partition=low", "--memory", "60MiB", "--name", "low")
     run = start("run", *options, "--param", "n=1..2", *command)
@@ -121,7 +125,7 @@ def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     assert cluster.wait(number) == ["COMPLETED"]
     assert starts(tmp_path) == {"1": 2, "2": 2}
     first = read_json(run_of(tmp_path, "low").job_dir("cmd_0001") / "outcome_1.json")
-    assert (first["state"], first["ended_by"]) == ("preempted", "platform")
+    assert (first["state"], first["ended_by"], first["exit_code"]) == ("preempted", "platform", answer)
 
 
 @pytest.mark.long
@@ -184,7 +188,7 @@ try:
         dist.all_reduce(x)
         if rank == 0 and step % 5 == 0 and step > first:
             sealed.write_text(str(step))
-            beat("sealed")
+            beat("sealed", step)
 except RuntimeError as error:
     if not peers_lost(error):
         raise
@@ -362,10 +366,12 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")])
-def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "answer"), [((), 75), (("--nproc", "2"), 75), ((), 0), (("--nproc", "2"), 0)])
+def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks, answer):
     (tmp_path / "rank.py").write_text(
-        JOB.replace("sys.argv[1]", "os.environ['SLURM_NODEID']").replace("sys.argv", "[0, 0, 10, 20]")
+        JOB.replace("exit(75)", f"exit({answer})")
+        .replace("sys.argv[1]", "os.environ['SLURM_NODEID']")
+        .replace("sys.argv", "[0, 0, 10, 20]")
     )
     options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "60MiB", "--name", "two")
     run = start("run", *options, *ranks, "--", sys.executable, "rank.py")
@@ -408,6 +414,7 @@ print("loss", (float(sys.argv[1]) - 0.3) ** 2)
     assert broken == whole and {state for state, *_ in whole} == {"completed"} and len(whole) == 6
 
 
+@pytest.mark.proves("S1-38")
 @pytest.mark.long
 def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path):
     (tmp_path / "job.py").write_text(JOB.replace("def save(*_):", "def save(*_):\n    time.sleep(3)"))
@@ -489,6 +496,7 @@ time.sleep(3 * (sys.argv[1] != "first"))
     assert status["device_used_bytes"] == {"0": 0, "1": 0}  # without a driver a GPU has its number for a name
 
 
+@pytest.mark.proves("S3-16")
 @pytest.mark.long
 def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
     (tmp_path / "train.py").write_text(

@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from trajectory import Trial
+from memfit_workloads.trajectory.bench import Trial
 
 pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 SETTINGS = (

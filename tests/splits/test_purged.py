@@ -117,6 +117,7 @@ def test_every_row_of_every_fold_is_accounted_for(case: Case) -> None:
         assert summary.num_test_dates == len(set(case.dates[test].tolist()))
 
 
+@pytest.mark.proves("S0-04")
 @settings(max_examples=100, deadline=None)
 @given(st.integers(10, 80), st.integers(2, 10), st.integers(0, 5))
 def test_a_fixed_reach_purges_what_the_same_label_ends_purge(num_dates: int, n_splits: int, reach: int) -> None:
@@ -203,6 +204,7 @@ def test_a_purge_of_the_horizon_leaks_nothing_and_one_less_leaks(horizon: int) -
 # Sizes that a user can expect.
 
 
+@pytest.mark.proves("C-45")
 @pytest.mark.parametrize(("num_dates", "middle"), [(242, 183), (484, 376), (700, 549)])
 def test_a_purge_by_label_overlap_leaves_most_dates_to_train_on(num_dates: int, middle: int) -> None:
     summaries = PurgedKFold(5, purged_size=5, embargo_size=1).describe(range(num_dates))
@@ -212,6 +214,7 @@ def test_a_purge_by_label_overlap_leaves_most_dates_to_train_on(num_dates: int, 
     assert [summary.num_purged_after for summary in summaries] == [5, 5, 5, 5, 0]
 
 
+@pytest.mark.proves("S0-04")
 def test_a_long_look_back_purge_is_refused_before_the_first_fold_with_the_sizes() -> None:
     splitter = PurgedKFold(5, purged_size=5, embargo_size=5, lookback_size=200)
     with pytest.raises(SplitError, match=r"1 of 5 folds \(fold 3\)") as caught:

@@ -42,6 +42,7 @@ def allowed_by_brute_force(dates: np.ndarray, ends: np.ndarray, splitter: WalkFo
     return [row for row in left if dates[row].item() in last]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_the_training_rows_are_exactly_those_that_a_row_by_row_check_allows(case) -> None:

@@ -5,6 +5,11 @@ import pytest
 from memfit import rundir
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _dynamo(dynamo):
+    pass
+
+
 @pytest.fixture
 def events(tmp_path, monkeypatch):
     """Gives the events of a kind that were recorded so far."""

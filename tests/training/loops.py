@@ -82,10 +82,14 @@ def plain(items):
     return batch, batch
 
 
-def parts(rate=1e-2):
+def bare(rate=1e-2):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    return model, torch.optim.AdamW(model.parameters(), lr=rate)
+
+
+def parts(rate=1e-2):
+    model, optimizer = bare(rate)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 

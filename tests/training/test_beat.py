@@ -15,26 +15,19 @@ from tests.forked import call
 
 from memfit.errors import ConfigError, PeerFailedError
 from memfit.files import write_json
-from memfit.rundir import (
-    JOB_ID_VARIABLE,
-    RUN_DIR_VARIABLE,
-    STATUS,
-    Beat,
-    RunDir,
-    launch_of,
-    open_beats,
-    read_beats,
-)
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, STATUS, Beat, RunDir, launch_of, open_beats, read_beats
 from memfit.training import beat, keep_beats, leave, peers_lost
 
-pytestmark = pytest.mark.slow
 LEFT = PeerFailedError.exit_code
 HANG = 0.3
 
 
 def _become(rank: int, folder: Path, does: Callable[[], None], hang: float) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MEMFIT_HANG_SECONDS": str(hang)}
-    keep_beats(folder)
+    if folder.name == "ranks":  # that of torchrun for this start
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"
+    else:
+        keep_beats(folder)
     beat("begin")
     does()
 
@@ -79,9 +72,15 @@ def does_something_else() -> None:
     time.sleep(4 * HANG)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["computes for ever", "stopped"])
-def test_all_ranks_leave_when_one_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_stopped: bool) -> None:
-    ranks = _group(tmp_path, [waits, hangs])
+@pytest.mark.parametrize(
+    ("is_stopped", "folder"),
+    [(False, "."), (True, "."), (True, "ranks")],
+    ids=["computes for ever", "stopped", "torchrun"],
+)
+def test_all_ranks_leave_when_one_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_stopped: bool, folder: str
+) -> None:
+    ranks = _group(tmp_path / folder, [waits, hangs])
     if is_stopped:
         while read_beats(tmp_path / "ranks").get(1, Beat(1, 0, "", "", "")).step != 3:
             time.sleep(0.01)
@@ -94,6 +93,7 @@ def test_all_ranks_leave_when_one_hangs(tmp_path: Path, capfd: pytest.CaptureFix
     assert re.search("rank 0 leaves with exit code 79: rank 1 (?:hangs|left: it hangs): no sign of life", said)
 
 
+@pytest.mark.slow
 def test_a_wait_and_a_repeat_and_what_is_not_watched_are_no_hang(tmp_path: Path) -> None:
     for peer in (takes_long_and_says_so, does_something_else):
         folder = tmp_path / peer.__name__

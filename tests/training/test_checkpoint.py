@@ -14,14 +14,7 @@ import pytest
 import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
-from memfit.training import (
-    CheckpointFolder,
-    CheckpointWarning,
-    Trainer,
-    average_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from memfit.training import CheckpointFolder, CheckpointWarning, Trainer, load_checkpoint, save_checkpoint
 
 STATE = {"epoch": 3, "model": {"weight": torch.arange(6.0)}, "note": (1, None, "x")}
 
@@ -65,6 +58,13 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
     assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
     assert (loaded["epoch"], loaded["note"]) == (3, (1, None, "x"))
     assert names(tmp_path) == ["a.pt"]
+
+
+def test_a_save_is_proved_by_a_mapped_load_that_reads_no_tensor(tmp_path, monkeypatch):
+    asked, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **options: asked.append(options) or load(*args, **options))
+    save_checkpoint(tmp_path / "a.pt", STATE, prove=True)
+    assert [one["mmap"] for one in asked] == [True]
 
 
 def test_a_checkpoint_is_an_ordinary_torch_file_with_checksums_even_where_they_are_switched_off(tmp_path):
@@ -136,6 +136,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path):
             load_checkpoint(path)
 
 
+@pytest.mark.proves("C-30")
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_beside_it(tmp_path, monkeypatch):
     path = tmp_path / "a.pt"
     save_checkpoint(path, STATE, prove=False)
@@ -165,6 +166,7 @@ def test_state_that_a_safe_load_refuses_fails_in_the_first_epoch_and_not_at_the_
     assert names(tmp_path) == []
 
 
+@pytest.mark.proves("S1-35", "S1-37")
 def test_the_newest_epochs_and_the_best_one_are_kept(tmp_path):
     _, result = train_to(tmp_path, 6, values=[3.0, 1.0, 2.0, 2.0, 2.0, 2.0], keep_epochs=2)
     assert result.best_epoch == 2
@@ -226,15 +228,6 @@ def test_a_checkpoint_of_another_format_in_the_folder_of_a_fit_is_refused(tmp_pa
     assert names(tmp_path) == ["latest_checkpoint.pt"]
 
 
-def test_an_average_in_the_place_of_a_checkpoint_is_refused(folder):
-    average_checkpoints([folder / "checkpoint_epoch_3.pt"], folder / "mean.pt")
-    for path in folder.glob("checkpoint_*.pt"):
-        path.unlink()
-    os.replace(folder / "mean.pt", folder / "latest_checkpoint.pt")
-    with pytest.raises(UsageError, match="is no checkpoint of a Trainer"):
-        train_to(folder, 4, values=[1.0])
-
-
 def test_links_that_lead_nowhere_do_not_start_a_fit_over(folder):
     for path in folder.glob("*.pt"):
         path.unlink()
@@ -272,6 +265,7 @@ def saved(folder, *positions):
         folder.save((epoch, step), {"memfit_checkpoint": 2, **state})
 
 
+@pytest.mark.proves("S1-36")
 def test_a_flip_a_cut_and_a_missing_file_each_fall_back_to_the_last_good_one(tmp_path):
     saved(folder := CheckpointFolder(tmp_path, 3), (0, 0), (1, 0), (1, 2))
     newest = tmp_path / "checkpoint_epoch_2_step_2.pt"
@@ -335,6 +329,7 @@ def test_a_damaged_newer_file_does_not_take_the_place_of_a_kept_one(tmp_path):
     assert (tmp_path / "checkpoint_epoch_2.pt").exists()
 
 
+@pytest.mark.proves("S1-37")
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_a_step_is_made(tmp_path, monkeypatch):
     free = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free[-1]))

@@ -223,6 +223,8 @@ def half(path, *calls, **settings):
     return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=path, seed=1, **settings)
 
 
+@pytest.mark.core
+@pytest.mark.proves("C-26")
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "num_workers"), [(0.0, 0), (600.0, 2)])
 def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_same_bytes(
@@ -430,6 +432,7 @@ def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path):
 # --- before the first step
 
 
+@pytest.mark.proves("S2-49")
 def test_the_record_of_a_fit_says_which_optimizer_and_schedule_ran_with_which_settings(events):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.RAdam(model.parameters(), lr=0.25, weight_decay=0.5)

@@ -9,8 +9,6 @@ import torch
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, record
 from memfit.training import OomKind, _flight, write_flight_record
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def trained():
@@ -38,6 +36,7 @@ def write(trained, **changed):
     return write_flight_record("no room", OomKind.HOST, **{**given, **changed})
 
 
+@pytest.mark.proves("S1-12")
 def test_a_record_tells_what_failed_where_and_what_lived(trained, job):
     for step in range(30):
         record("step", step=step)

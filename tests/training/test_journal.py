@@ -41,6 +41,7 @@ def make(path=None, *, seconds=0.0, **settings):
     )
 
 
+@pytest.mark.proves("C-38", "C-59", "S4-02")
 @pytest.mark.slow
 @pytest.mark.parametrize(("load", "step", "least", "most"), [(0.2, 0.0, 0.6, 1.0), (0.0, 0.2, 0.0, 0.4)])
 def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events, load, step, least, most, capfd):
@@ -53,7 +54,7 @@ def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events
     assert event["seconds"] == pytest.approx(entry.seconds) == pytest.approx(4 / entry.samples_per_second)
     assert event["num_threads"] >= 1
     assert "device_use" not in event  # of a GPU alone
-    assert event["text"].endswith(f" samples/s  waits {entry.wait_share * 100:.1f} %")
+    assert event["text"].endswith(f" samples/s  waits for data {entry.wait_share * 100:.1f} %")
     assert not capfd.readouterr().err  # a run shows its events
 
 
@@ -69,7 +70,7 @@ def test_a_loop_without_a_trainer_is_read_as_a_training(tmp_path, events, capfd)
     journal.epoch(3, {"train_loss": 0.5}, journal.pace())
     journal.stop("SIGTERM", (3, 0))
     (epoch,), (step,), (saved,) = events("epoch"), events("step"), events("checkpoint")
-    assert epoch["text"] == "fold_1 epoch 3  train_loss 0.5  4.00 samples/s  waits 50.0 %"
+    assert epoch["text"] == "fold_1 epoch 3  train_loss 0.5  4.00 samples/s  waits for data 50.0 %"
     assert (epoch["num_epochs"], epoch["seconds"], list(epoch["memory"]["phases"])) == (None, 2.0, ["train"])
     assert (step["epoch"], step["num_steps"], step["loss"], saved["bytes"], saved["step"]) == (3, 4, None, 7, 1)
     assert events("stop")[0]["signal"] == "SIGTERM" and events("resume")[0]["text"] == "fold_1 continues after epoch 2"
@@ -88,6 +89,7 @@ def test_the_use_of_a_gpu_is_the_mean_of_what_its_driver_says(monkeypatch):
     assert journal.pace() == {}, "the next epoch begins with nothing"
 
 
+@pytest.mark.proves("S4-19")
 def test_a_devices_peaks_are_those_of_each_phase(monkeypatch, events):
     peak, starts = {"now": 0}, []
 

@@ -411,7 +411,6 @@ def test_a_worker_that_is_busy_is_killed(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_workers_die_with_a_killed_trainer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

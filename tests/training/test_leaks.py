@@ -32,6 +32,7 @@ class Cycle:
         self.held = torch.zeros(1 << 18)
 
 
+@pytest.mark.proves("S1-01", "S4-38")
 @pytest.mark.slow
 def test_a_clean_up_tells_what_it_freed_and_cost(run):
     gc.collect()
@@ -49,6 +50,7 @@ def test_a_clean_up_tells_what_it_freed_and_cost(run):
     assert (event["kind"], event["num_objects"]) == ("cleanup", done.num_objects)
 
 
+@pytest.mark.proves("S1-03", "S4-11")
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_a_training_cleans_up_after_an_out_of_memory_and_on_no_schedule(run, fails_at):
     steps = []
@@ -65,6 +67,7 @@ def test_a_training_cleans_up_after_an_out_of_memory_and_on_no_schedule(run, fai
     assert sum(event["kind"] == "cleanup" for event in run.events()) == (fails_at is not None)
 
 
+@pytest.mark.proves("S1-31", "S4-10", "C-01")
 def test_nothing_but_a_clean_up_empties_the_device_s_cache():
     package = Path(memfit.__file__).parent
     assert [path.name for path in package.rglob("*.py") if ".empty_cache()" in path.read_text()] == ["_oom.py"]
@@ -105,6 +108,7 @@ def test_a_clean_loop_has_no_leak(loop):
     assert loop(12, detector=LeakDetector(floor_bytes=10 << 10, floor_objects=1000)) == {}
 
 
+@pytest.mark.proves("S1-06")
 def test_garbage_that_a_collection_would_free_is_no_leak(loop):
     gc.disable()
     try:
@@ -137,6 +141,7 @@ def test_losses_kept_with_their_graphs_are_found_within_five_epochs_by_shape_and
     assert [event["series"] for event in events] == ["host heap"]
 
 
+@pytest.mark.proves("C-02")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("series", "keep"),
@@ -154,6 +159,7 @@ def test_what_an_attribute_gathers_is_found_whoever_holds_its_memory(loop, serie
     assert any(text.startswith("list Recorder.kept: ") for text in leaks[5].holders), leaks[5]
 
 
+@pytest.mark.slow
 def test_growth_that_ends_is_no_leak_and_a_lasting_one_is_not_said_every_epoch(loop):
     kept = []
     assert loop(8, lambda model: kept.append(torch.zeros(1 << 16)) if len(kept) < 80 else None) == {}
@@ -171,6 +177,7 @@ def test_the_detector_leaves_the_random_state_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
 def test_a_tensor_whose_size_is_a_symbol_is_left_out():
     """As ``torch.compile`` keeps them."""
     from torch._subclasses.fake_tensor import FakeTensorMode

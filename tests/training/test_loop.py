@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from memfit.errors import StoppedError, UsageError
-from memfit.training import CheckpointWarning, Loop, SafeStep
+from memfit.training import CheckpointWarning, Loop, LoopParts, SafeStep
 from training import loops
-from training.loops import in_child, loader, masked, parts, plain, said, train
+from training.loops import bare, in_child, loader, masked, parts, plain, said, train
 
 
 def ignore(moment):
@@ -53,6 +53,7 @@ def test_ctrl_c_and_sigusr1_stop_too(number, tmp_path):
     assert f"Stopped by {number.name} after step 1" in said(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_six_stops_in_one_training(tmp_path, whole):
     folder = tmp_path / "out"
     chain = [("batch", 0, 2), ("batch", 0, 3), ("batch", 0, 5), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 2)]
@@ -99,11 +100,18 @@ def with_generator(made):
     return DataLoader(made.dataset, made.batch_size, shuffle=True, collate_fn=plain, generator=generator)
 
 
+def with_nested_generator(made):
+    order = torch.utils.data.RandomSampler(made.dataset, generator=torch.Generator().manual_seed(5))
+    batches = torch.utils.data.BatchSampler(order, made.batch_size, drop_last=False)
+    return DataLoader(made.dataset, batch_sampler=batches, collate_fn=plain)
+
+
 STOPS = [({"collate": plain}, True), ({"collate": masked}, False), ({"collate": plain, "workers": 2}, True)]
-STOPS += [({"wrap": with_generator}, True)]
+STOPS += [({"wrap": with_generator}, True), ({"wrap": with_nested_generator}, True)]
 
 
-@pytest.mark.parametrize("options, same", STOPS, ids=["plain", "masked", "workers", "generator"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options, same", STOPS, ids=["plain", "masked", "workers", "generator", "nested generator"])
 def test_stop_sees_each_sample_once_and_says_what_is_not_exact(options, same, tmp_path, whole):
     folder, options = tmp_path / "out", {"seed": None, **options}
     unbroken, seen, _ = whole(**options)
@@ -112,7 +120,21 @@ def test_stop_sees_each_sample_once_and_says_what_is_not_exact(options, same, tm
     code, (digest, rest, _) = in_child(train, folder, **options)
     assert rest[:3] == seen[7:10]
     assert (digest == unbroken) is same
-    assert "sealed and not exact" in said(folder)
+    assert "sealed and not exact: the order goes on" in said(folder)
+
+
+class Own(torch.utils.data.RandomSampler):
+    """Another order in each epoch, which it counts itself."""
+
+
+def test_an_order_that_nobody_can_make_again_is_not_said_to_go_on():
+    data = loops.Samples()
+    own, plain_one = (DataLoader(data, 4, sampler=kind(data)) for kind in (Own, torch.utils.data.RandomSampler))
+    for made, draws_again, goes_on in ((own, True, False), (plain_one, True, True), (plain_one, False, False)):
+        text = LoopParts.order_again(made, draws_again=draws_again)
+        assert text.startswith("the order goes on") == goes_on
+        assert ("some samples come twice in it, and some not at all" in text) != goes_on
+    assert LoopParts.order_again(DataLoader(data), draws_again=False).startswith("the order goes on")
 
 
 def test_a_stream_goes_on_where_its_state_says(tmp_path, whole):
@@ -151,7 +173,7 @@ class Numbered:
 @pytest.mark.parametrize("early", [True, False])
 def test_an_epoch_that_is_left_ends_with_the_steps_that_were_made(early, tmp_path):
     def go(folder, num_epochs):
-        model, optimizer, _ = parts()
+        model, optimizer = bare()
         loop = Loop(folder, seed=1, every=99, model=model, optimizer=optimizer)
         for _ in loop.epochs(num_epochs):
             for batch in loop(loader()):
@@ -186,6 +208,7 @@ def test_what_is_watched(events):
     last = events("epoch")[-1]
     assert (last["epoch"], last["num_epochs"]) == (3, 3)
     assert last["train_loss"] > 0 and 0 <= last["score"] < 1 and 0 < last["wait_share"] < 1
+    assert last["samples_per_second"] > 1
     assert {"epoch": 1, "step": 1, "num_steps": 3, "num_epochs": 3}.items() <= events("step")[0].items()
 
 
@@ -223,7 +246,7 @@ def test_stop_and_resume_are_events(tmp_path, events):
 
 
 def test_a_stop_before_anything_was_trained_saves_nothing(tmp_path, events):
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
     for kept in ("nothing was trained yet", "step-5 holds all steps so far"):
         loop = Loop(tmp_path, every=9, model=model, optimizer=optimizer)
         with pytest.raises(StoppedError, match=kept), loop:
@@ -258,7 +281,7 @@ SCHEDULES += [lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ten
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_an_allowed_rate_is_the_one_that_holds(make, tmp_path):
     def begin(rate, allow=()):
-        model, optimizer, _ = parts(rate)
+        model, optimizer = bare(rate)
         schedule = make(optimizer) if make else None
         own = {"schedule": schedule} if make else {}
         return (
@@ -288,7 +311,7 @@ def warm_up(step, num_steps):
 
 def test_arguments_of_a_function_of_the_rate_are_compared(tmp_path):
     for num_steps in (10, 10, 20):
-        model, optimizer, _ = parts()
+        model, optimizer = bare()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, num_steps=num_steps))
         loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer, schedule=schedule)
         if num_steps == 10:
@@ -300,7 +323,7 @@ def test_arguments_of_a_function_of_the_rate_are_compared(tmp_path):
 
 def test_another_schedule_is_refused_or_holds(tmp_path):
     def begin(step_size, allow=()):
-        model, optimizer, _ = parts()
+        model, optimizer = bare()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
         return (
             Loop(tmp_path, every=1, allow=allow, model=model, optimizer=optimizer, schedule=schedule),
@@ -404,7 +427,7 @@ def one_epoch(loop, backward, optimizer, batches=None):
 @pytest.mark.filterwarnings("ignore:.*script_method")
 def test_what_compiles_by_shapes_or_timings_is_refused_before_the_first_step(tmp_path):
     def begin(compile, allow=()):
-        model, optimizer, _ = parts()
+        model, optimizer = bare()
         return Loop(tmp_path, seed=1, every=1, allow=allow, model=compile(model), optimizer=optimizer)
 
     def in_place(model):
@@ -440,7 +463,7 @@ def compiled(folder, at):
         def __len__(self):
             return 6
 
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
     net = torch.compile(model, dynamic=False, backend="aot_eager")  # in C++: the long test of transformers
     loop = Loop(
         folder, seed=1, every=1, loss=lambda batch: net(batch[1]).square().mean(), model=net, optimizer=optimizer
@@ -497,7 +520,7 @@ def test_a_loss_that_is_given_says_before_the_first_step_whether_the_largest_bat
 
 
 def test_the_rehearsal_leaves_no_cast_weights_to_autocast(tmp_path):
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
     loop = Loop(tmp_path, seed=1, every=1, model=model, optimizer=optimizer)
 
     def backward(batch):
@@ -510,7 +533,7 @@ def test_the_rehearsal_leaves_no_cast_weights_to_autocast(tmp_path):
 
 
 def test_a_loop_that_cannot_count_is_refused(tmp_path):
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
     with pytest.raises(UsageError, match="every is None"):
         Loop(tmp_path, model=model)
     with pytest.raises(UsageError, match="No optimizer"):
@@ -527,9 +550,55 @@ def test_a_loop_that_cannot_count_is_refused(tmp_path):
             list(loop(loader()))
 
 
+def test_an_optimizer_of_which_no_checkpoint_holds_all_is_refused_before_the_first_step(tmp_path):
+    model, head = torch.nn.Linear(4, 1), torch.nn.Linear(1, 1)
+    both = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    moved = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(moved, 3)
+    weights = {"model": model, "optimizer": both}
+    rate = {"model": model, "optimizer": moved}
+    for number, (given, missing, name) in enumerate(
+        ((weights, {"head": head}, "unsaved_weights"), (rate, {"schedule": schedule}, "unsaved_schedule"))
+    ):
+        loop = partial(Loop, tmp_path / str(number), every=1)
+        with pytest.raises(UsageError, match=f"{name}"), loop(**given):
+            pass
+        with loop(**given, **missing), loop(**given, allow=(name,)):
+            pass
+
+
+def test_a_part_that_cannot_be_loaded_names_the_checkpoint(tmp_path):
+    for size in (4, 5):
+        model = torch.nn.Linear(4, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer)
+        if size == 4:
+            one_epoch(loop, lambda batch: None, optimizer)
+        else:
+            with pytest.raises(UsageError, match=r"step-5 cannot be loaded: RuntimeError: .* size mismatch for weight"):
+                loop.__enter__()
+
+
+def test_the_number_of_a_groups_weights_is_no_setting_to_take(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    LoopParts({"model": model, "optimizer": optimizer}).take({"optimizer group 0, params": 3})
+    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in model.parameters()]
+
+
+def test_a_training_that_is_over_says_that_nothing_is_left(tmp_path, capsys):
+    for _ in range(2):
+        model, optimizer = bare()
+        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1):
+            for _ in loop(loader()):
+                optimizer.step()
+    assert "nothing is left to train" in capsys.readouterr().err
+
+
 def safe(folder, at, backward=torch.Tensor.backward, fits=3):
     """Train by a SafeStep, in a loop whose device fits three samples."""
-    model, optimizer, _ = parts()
+    model, optimizer = bare()
 
     def loss(model, batch):
         if len(batch[0]) > fits:
@@ -555,10 +624,11 @@ def test_safe_step_in_a_loop_recovers_stops_and_resumes(tmp_path):
 
 def scaled(folder, at):
     """Train with a gradient scaler and two optimizers; one step in four has gradients that are not finite."""
-    model, optimizer, _ = parts()
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    model, optimizer = bare()
+    weight = torch.nn.ParameterList([torch.ones(1)])
+    other = torch.optim.SGD(weight, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-    loop = Loop(folder, seed=1, every=2, model=model, optimizer=optimizer, other=other, scaler=scaler)
+    loop = Loop(folder, seed=1, every=2, model=model, weight=weight, optimizer=optimizer, other=other, scaler=scaler)
     for epoch in loop.epochs(2):
         for batch in loop(loader()):
             loss = model(batch[1]).square().mean() * (torch.inf if loop.batch == 3 else 1)

@@ -124,6 +124,7 @@ def test_a_fit_is_the_same_bit_for_bit_with_and_without(tmp_path):
     assert trained(True) == trained(False)
 
 
+@pytest.mark.proves("S4-01")
 @pytest.mark.slow
 def test_the_longest_batch_shrinks_before_the_first_step():
     model = torch.nn.Linear(4, 1)
@@ -179,6 +180,7 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is():
         preflight(SafeStep(model, adam(model), squared), longest=Longest(batches(4)[0], "given"), validate=broken)
 
 
+@pytest.mark.proves("S3-30")
 @pytest.mark.slow
 def test_peaks_are_told_by_phase_and_recorded(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path, "demo", "0123abcd" * 8)
@@ -334,6 +336,7 @@ def fit_under_a_limit(folder):
     return caught.value.what, len(steps), len(trainer.optimizer.state)
 
 
+@pytest.mark.proves("C-18")
 @pytest.mark.slow
 def test_a_validation_that_does_not_fit_a_real_limit_fails_before_the_first_step(tmp_path):
     said, *counts = forked.call(fit_under_a_limit, tmp_path)
@@ -378,11 +381,25 @@ def test_a_rehearsal_loses_nothing_of_a_stream_and_says_so(capsys):
     assert len(list(read)) == 1
 
 
-def test_a_rehearsal_whose_loss_is_not_finite_is_no_verdict(capsys):
+def outside(model, x):
+    return model.set_by_the_loop(x)  # an attribute that is set where the training has begun
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer", "why"),
+    [
+        (lambda model, x: model(x).sum() * torch.inf, torch.optim.SGD, ""),
+        (outside, torch.optim.SGD, "AttributeError: 'Linear' object has no attribute"),
+        (lambda model, x: model(x).sum(), torch.optim.LBFGS, "LBFGS evaluates the loss several times"),
+    ],
+    ids=["not finite", "outside of its loop", "LBFGS"],
+)
+def test_a_rehearsal_that_raises_an_error_is_no_verdict_and_ends_nothing(loss, optimizer, why, capsys):
     model = torch.nn.Linear(4, 4)
-    loss = lambda x: model(x).sum() * torch.inf  # noqa: E731
-    assert rehearse(model, torch.optim.SGD(model.parameters()), loss, [torch.ones(3, 4)]) is None
-    assert "no verdict" in capsys.readouterr().err
+    made = optimizer(model.parameters())
+    assert rehearse(model, made, lambda x: loss(model, x), [torch.ones(3, 4)]) is None
+    said = capsys.readouterr().err
+    assert f"no verdict whether the largest batch fits: {why}" in said and "allow=('rehearsal',)" in said
 
 
 def test_no_further_batch_is_sampled_once_that_takes_long(monkeypatch, capsys):

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranked
 from memfit.errors import HalfUpdatedError, MemfitError, PeerFailedError, SampleTooLargeError, UsageError
-from memfit.training import SafeStep, SkipPolicy, rng_state, set_rng_state
-
-pytestmark = pytest.mark.slow
+from memfit.rundir import read_beats
+from memfit.training import SafeStep, SkipPolicy, keep_beats, rng_state, set_rng_state
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(5)).double()
@@ -116,6 +115,7 @@ def with_and_without_faults(rank, faults, num_steps):
     return plain.digest(), made.digest(), all(same), made.step.num_ooms, unused.grad is None, len(made.optimizer.state)
 
 
+@pytest.mark.core
 def test_ranks_that_run_out_of_memory_at_any_place_end_with_the_same_bytes(tmp_path, capfd):
     rng = random.Random(1)
     faults = {(rng.randrange(4), number): rng.choice(PLACES) for number in range(14) for _ in range(2)}
@@ -156,6 +156,7 @@ def as_one(rank, size, num_steps):
     return max(*loss, *(float((one - other).detach().abs().max()) for one, other in pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_make_the_step_of_one_process_over_all_their_samples(tmp_path, size):
     assert max(ranked.values(ranked.run(size, tmp_path, as_one, size, 12))) < 1e-12
@@ -258,7 +259,8 @@ class Told:
         return summed(model, x)
 
 
-def after_errors(rank):
+def after_errors(rank, folder):
+    keep_beats(folder)
     loss = Told()
     model = Sums()
     step = over(DistributedDataParallel(model), loss, microbatch_size=None, skip=SkipPolicy(2, 1.0))
@@ -268,7 +270,9 @@ def after_errors(rank):
     try:
         step(torch.ones(2))
     except Exception as error:
-        told.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        told.append(
+            f"{type(error).__name__}: {error}".partition("\n")[0] + f" ({read_beats(folder / 'ranks')[rank].place})"
+        )
     told.append(model.weight.item() == before)
     try:
         step({"x": torch.ones(2), "y": torch.ones(2 + rank)} if rank else torch.ones(2))  # refused before the loss
@@ -287,10 +291,11 @@ def after_errors(rank):
     return told
 
 
+@pytest.mark.proves("S1-13")
 def test_an_error_of_one_rank_is_raised_on_all_and_skipped_batches_are_counted_together(tmp_path):
-    first, second = ranked.values(ranked.run(2, tmp_path, after_errors))
-    assert first[:3] == ["PeerFailedError: Rank 1 failed: ValueError: a bug", True, "PeerFailedError"]
-    assert second[:3] == ["ValueError: a bug", True, "UsageError"]
+    first, second = ranked.values(ranked.run(2, tmp_path, after_errors, tmp_path))
+    assert first[:3] == ["PeerFailedError: Rank 1 failed: ValueError: a bug (vote)", True, "PeerFailedError"]
+    assert second[:3] == ["ValueError: a bug (microbatch)", True, "UsageError"]
     skipped = [(1, 7, 2.0, False), (2, 9, 2.0, False), "In this step 3 of 11 batches of all ranks were skipped."]
     assert first[3:] == second[3:] == [*skipped, True]
 
@@ -382,14 +387,10 @@ def lost(rank, how):
     return "went on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
-    [
-        ("kill in the update", -9),
-        ("error in the update", 79),
-        ("kill in the backward pass", -9),
-        ("another step", 79),
-    ],
+    [("kill in the update", -9), ("error in the update", 79), ("kill in the backward pass", -9), ("another step", 79)],
 )
 def test_all_leave_with_79_at_once_when_one_is_lost_or_fails_alone_in_the_update(tmp_path, how, code, capfd):
     ends = ranked.run(3, tmp_path, lost, how)

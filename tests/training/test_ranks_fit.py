@@ -123,7 +123,7 @@ def test_a_fit_of_ranks_stopped_by_a_signal_to_one_resumes_to_the_same_bytes(tmp
     assert [found[:2] for found in again] == [found[:2] for found in expected]
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_killed_rank_ends_all_with_79_and_the_next_group_ends_with_the_same_bytes(tmp_path):
     expected = fits(3, tmp_path / "plain", "keyed", 0.2)
     (tmp_path / "killed").mkdir()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -107,6 +106,7 @@ def alone(folder):
     return weights(model)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
 def test_ranks_that_pass_together_train_as_one_process_and_resume_to_the_same_bytes(tmp_path, kind):
     expected = ranked.values(fits(2, tmp_path / "plain", kind, 0.2))
@@ -163,21 +163,6 @@ def test_a_killed_rank_ends_all_with_79_and_damaged_shards_are_passed_over_by_na
     assert ranked.values(fits(2, tmp_path / "killed", "sharded", 0.2))[0][:2] == expected[:2]
     # warnings are silent on these ranks; the checkpoint before it was taken
     assert f"run/sharded-{int(newest.name[8:]) - 1})" in capfd.readouterr().err
-
-
-def stuck_in_a_save(rank, folder):
-    """Hang on rank 1 while the shards are written."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MEMFIT_HANG_SECONDS": "0.5"}
-    save = torch.distributed.checkpoint.save
-    if rank:
-        torch.distributed.checkpoint.save = lambda *words, **settings: time.sleep(25) or save(*words, **settings)
-    return fitted(rank, "sharded", folder)
-
-
-def test_a_rank_that_hangs_while_shards_are_written_is_noticed(tmp_path, capfd):
-    ends = ranked.run(2, tmp_path, stuck_in_a_save, tmp_path / "run")
-    assert [end.code for end in ends] == [79, 79]
-    assert "no sign of life for 15 s in save" in capfd.readouterr().err
 
 
 def refusals(rank):

@@ -9,8 +9,6 @@ import ranked
 from memfit.errors import MemfitError
 from memfit.training import Ranks, SealedFolder, Stopper
 
-pytestmark = pytest.mark.slow
-
 
 def saved(rank, path, victim=None):
     """Save twice; ``victim`` dies within the second save."""

@@ -32,6 +32,7 @@ def drive(sizes, fits, count, num_steps):
     return used, failures
 
 
+@pytest.mark.proves("S1-14", "S4-16")
 @given(count=st.integers(1, 3000), fits=st.integers(1, 3000))
 @settings(max_examples=60, deadline=None)
 def test_the_first_step_halves_at_most_log2_times_and_never_below_one(count, fits):
@@ -41,6 +42,7 @@ def test_the_first_step_halves_at_most_log2_times_and_never_below_one(count, fit
     assert used[0] == count or 2 * used[0] + 1 >= min(count, fits + 1)
 
 
+@pytest.mark.proves("S2-50", "S4-01")
 @pytest.mark.slow
 def test_it_converges_to_the_largest_size_that_fits_and_then_fails_ever_more_rarely():
     sizes = MicrobatchSizes()

@@ -2,15 +2,12 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 
 import pytest
 
 from memfit.training import Stack, likely_cause, register_stack_dump, stacks_of
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 LOCK = threading.Lock()
 

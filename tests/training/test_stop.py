@@ -12,8 +12,6 @@ from memfit.training import Trainer, load_checkpoint, seed_everything
 from training import stop_driver
 from training.stop_driver import KINDS, sweep
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def in_a_run(tmp_path, monkeypatch):
@@ -26,13 +24,11 @@ def in_a_run(tmp_path, monkeypatch):
     signal.signal(signal.SIGTERM, earlier)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("in_a_run")
 @pytest.mark.parametrize(
     ("name", "every"),
-    [
-        *zip(KINDS, (5, 7, 6, 12), strict=True),
-        pytest.param("SequenceLoader, early stop", 1, marks=pytest.mark.long),
-    ],
+    [*zip(KINDS, (5, 7, 6, 12), strict=True), pytest.param("SequenceLoader, early stop", 1, marks=pytest.mark.long)],
 )
 def test_a_fit_that_is_stopped_at_any_moment_goes_on_to_identical_bytes(name, every, tmp_path):
     names, different = sweep(tmp_path, KINDS[name], every)
@@ -42,6 +38,7 @@ def test_a_fit_that_is_stopped_at_any_moment_goes_on_to_identical_bytes(name, ev
     assert len(names) >= 35
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_run")
 def test_a_real_signal_between_two_processes_loses_nothing(tmp_path):
     answer = stop_driver.stopped_for_real(tmp_path)
@@ -63,6 +60,7 @@ def make(folder):
     return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=folder), loader
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_the_finished_epochs_last_position_goes_on_with_the_next_epoch(tmp_path):
     whole = make(tmp_path / "whole")
     expected = whole[0].fit(whole[1], num_epochs=3)

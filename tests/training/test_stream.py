@@ -357,6 +357,34 @@ def test_a_rehearsal_refuses_what_the_first_pass_has_set(kind):
         check_model(model, lambda: model(x))
 
 
+class Forces(torch.nn.Module):
+    """Needs gradients in each forward pass."""
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+
+
+class InWorkers(Noisy):
+    """Its file is opened in a worker alone."""
+
+    def __getitem__(self, index):
+        return self.file[index]
+
+
+def test_what_cannot_be_tried_is_said_and_ends_nothing(capsys):
+    probes = [
+        ("rehearsal", lambda allow: check_model(Forces(), lambda: Forces()(torch.ones(2)), allow)),
+        ("data", lambda allow: check_loader(DataLoader(InWorkers()), allow)),
+    ]
+    for name, probe in probes:
+        probe(())
+        said = capsys.readouterr().err
+        assert "could not be tried" in said and "Error: " in said and f"allow=('{name}',)" in said
+        probe((name,))
+        assert not capsys.readouterr().err
+
+
 def test_a_metric_may_count():
     torchmetrics = pytest.importorskip("torchmetrics")
     model = torch.nn.ModuleDict({"metric": torchmetrics.MeanMetric(), "layer": torch.nn.Linear(2, 2)})
@@ -464,6 +492,7 @@ with folder.held():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_another_process_that_trains_there_is_named_and_loses_nothing(tmp_path, is_killed):
     folder = SealedFolder(tmp_path)

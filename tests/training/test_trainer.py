@@ -23,17 +23,7 @@ from torch.distributed.tensor import distribute_module
 
 import forked
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
-from memfit.training import (
-    CheckpointWarning,
-    Ema,
-    SafeStep,
-    Trainer,
-    average_checkpoints,
-    load_checkpoint,
-    seed_everything,
-)
-
-pytestmark = pytest.mark.slow
+from memfit.training import CheckpointWarning, Ema, SafeStep, Trainer, load_checkpoint, seed_everything
 
 
 class Shuffled:
@@ -90,6 +80,9 @@ def crashes(tmp_path_factory):
 LEAST = {"indexed": 40, "workers": 6, "keyed": 6}
 
 
+@pytest.mark.core
+@pytest.mark.slow
+@pytest.mark.proves("S1-34")
 @pytest.mark.parametrize("kind", LEAST)
 def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
     """Within saves, at steps, with loader workers; keyed data are resumed with another number of workers."""
@@ -97,13 +90,6 @@ def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
     assert found["num_moments"] >= LEAST[kind] and found["num_tried"] >= LEAST[kind] // 6
     assert found["num_in_save"] >= 5 or kind != "indexed"
     assert (found["died"], found["different"]) == (found["num_tried"], [])
-
-
-@pytest.mark.long
-def test_a_fit_killed_at_every_moment_resumes_to_identical_bytes(tmp_path):
-    crashes = crash(tmp_path, 1)
-    for found in (crashes[kind] for kind in LEAST):
-        assert (found["died"], found["different"]) == (found["num_moments"], [])
 
 
 def test_how_workers_are_started_changes_nothing_not_even_at_a_resume(crashes):
@@ -158,6 +144,7 @@ def test_validation_may_draw_random_numbers_without_changing_the_training():
     assert same_tensors(plain.model.state_dict(), measured.model.state_dict())
 
 
+@pytest.mark.proves("S1-35")
 def test_the_best_epoch_follows_the_named_metric_and_its_direction_and_is_never_nan(tmp_path):
     values = {"ic": [math.nan, 0.3, 0.1, 0.3]}
     result = make(tmp_path).fit(
@@ -310,6 +297,7 @@ def test_a_resume_with_other_threads_warns_that_it_is_not_bit_exact(tmp_path):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.proves("S2-24", "S3-07")
 def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_path, monkeypatch, events):
     monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 0.1).__next__)
     make(tmp_path / "checkpoints").fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2, preflight=False)
@@ -580,6 +568,7 @@ def test_a_fit_that_stopped_early_stays_stopped_and_a_resume_counts_the_epochs_b
     assert second.stopped_early and third.stopped_early
 
 
+@pytest.mark.proves("S0-26")
 def test_an_early_stop_names_the_snapshots_that_there_will_not_be(tmp_path, events):
     with pytest.warns(CheckpointWarning, match=r"no average .* epochs \[6\]: the training ended after epoch 3"):
         fit_with_patience(tmp_path, [0.5, 0.4, 0.3], patience=2, ema=Ema(0.5), milestones=(1, 2, 6))
@@ -588,18 +577,17 @@ def test_an_early_stop_names_the_snapshots_that_there_will_not_be(tmp_path, even
     assert [(event["epoch"], event["best_epoch"]) for event in events("early_stop")] == [(3, 1)]
 
 
-def test_every_checkpoint_and_snapshot_and_their_mean_says_where_it_comes_from(tmp_path):
+def test_every_checkpoint_and_snapshot_says_where_it_comes_from(tmp_path):
     told = {"run": "ab", "fold": 3, "trained": [["2020-01-01", "2020-02-01"]]}
     trainer = make(tmp_path, provenance=told, ema=Ema(0.5), milestones=(1, 2))
     trainer.fit(Shuffled(), num_epochs=2)
     names = ["latest_checkpoint.pt", "ema_epoch_1.pt", "ema_epoch_2.pt"]
     assert [load_checkpoint(tmp_path / name)["provenance"] for name in names] == [told] * 3
-    average_checkpoints([tmp_path / name for name in names[1:]], tmp_path / "mean.pt")
-    assert load_checkpoint(tmp_path / "mean.pt")["provenance"] == told
     # It is no part of what a resume compares: a run's folder may be moved.
     make(tmp_path, provenance={"run": "cd"}, ema=Ema(0.5), milestones=(1, 2)).fit(Shuffled(), num_epochs=3)
 
 
+@pytest.mark.proves("S1-04")
 def test_functions_of_the_users_are_called_after_each_step_and_epoch_and_can_end_the_fit(tmp_path):
     seen = []
 

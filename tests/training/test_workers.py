@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -82,6 +80,7 @@ def loader_of(dataset, method="fork", **settings):
     return DataLoader(dataset, 2, num_workers=2, multiprocessing_context=method, **settings)
 
 
+@pytest.mark.proves("S2-04", "C-36")
 @pytest.mark.slow
 def test_workers_forked_while_a_thread_held_a_lock_are_explained_and_ended(events, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -120,25 +119,50 @@ def test_the_preflight_and_validation_are_watched_too():
             fit([torch.ones(2, 1)], loader_of(Locked()))
 
 
-class Busy(InWorkers):
-    """Computes, by itself or in a process that it starts, for three times as long as an idle worker may."""
+def compute(order, done, in_child):
+    """Compute a tenth of a second at each order, in this process or in one that it starts; read nothing."""
+    if in_child:
+        child = multiprocessing.Process(target=compute, args=(order, done, False))
+        child.start()
+        child.join()
+    while not in_child and order.acquire(timeout=60):
+        end = time.process_time() + 0.1
+        while time.process_time() < end:
+            pass
+        done.release()
+
+
+class Busy:
+    """Its one batch does not come in time, three times: no clock runs, and its worker has computed meanwhile."""
+
+    _timeout, waits = 0, 3
 
     def __init__(self, *, in_child):
-        self.in_child = in_child
+        self.order, self.done = multiprocessing.Semaphore(0), multiprocessing.Semaphore(0)
+        self._workers = [multiprocessing.Process(target=compute, args=(self.order, self.done, in_child))]
 
-    def act(self, index):
-        compute = "import time\nend = time.monotonic() + 1.2\nwhile time.monotonic() < end: pass"
-        if index == 0:
-            if self.in_child:
-                subprocess.run([sys.executable, "-c", compute], check=True)
-            else:
-                exec(compute)
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        self._workers[0].start()
+        return self
+
+    def __next__(self):
+        self.waits -= 1
+        if self.waits < 0:
+            if self.waits == -1:
+                return torch.ones(2, 1)
+            raise StopIteration
+        self.order.release()
+        self.done.acquire()
+        raise RuntimeError("DataLoader timed out after 0.4 seconds")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_child", [False, True])
 def test_busy_workers_are_waited_for(in_child, events):
-    assert len(fit(loader_of(Busy(in_child=in_child))).history) == 1
+    assert len(fit(Busy(in_child=in_child)).history) == 1
     assert events("loader_stuck") == []
 
 
@@ -155,10 +179,7 @@ class Dies(InWorkers):
 
 
 DEATHS = {
-    "killed": (
-        -signal.SIGKILL,
-        r"was killed( by the kernel for memory| \(SIGKILL\), perhaps for memory)",
-    ),
+    "killed": (-signal.SIGKILL, r"was killed( by the kernel for memory| \(SIGKILL\), perhaps for memory)"),
     "bus error": (-signal.SIGBUS, r"bus error \(SIGBUS\).*/dev/shm has .* \(\d+ bytes\) free of"),
     "crash": (-signal.SIGSEGV, "was ended by SIGSEGV; its stack is on standard error"),
     "exit": (7, r"ended by itself with exit code 7 without an exception"),

@@ -12,10 +12,7 @@ from memfit.pipeline import Output
 from memfit.rundir import RunDir
 from memfit.tuning import Study, Trial, read_trials
 
-SPACE = [
-    {"name": "params.lr", "low": 1e-3, "high": 0.5, "log": True},
-    {"name": "params.width", "low": 1, "high": 9},
-]
+SPACE = [{"name": "params.lr", "low": 1e-3, "high": 0.5, "log": True}, {"name": "params.width", "low": 1, "high": 9}]
 KIND = {"name": "params.kind", "choices": ["a", "b"]}
 _HERE = Path(__file__).parent
 

@@ -20,6 +20,7 @@ from memfit.tuning import (
     make_study,
     read_param,
     read_trials,
+    tune,
     why_infeasible,
     write_trial,
 )
@@ -82,8 +83,7 @@ def test_a_second_draw_of_a_trial_differs_and_is_drawn_again_alike():
     first = draw(settings, [], [], 0)
     refused = [{"params": first, "why": "too large"}]
     second = draw(settings, [], refused, 0)
-    assert second != first
-    assert second == draw(settings, [], refused, 0)
+    assert first != second == draw(settings, [], refused, 0)
 
 
 def test_out_of_memory_and_refused_draws_are_told_as_pruned_and_a_failure_as_failed():
@@ -104,9 +104,8 @@ def test_out_of_memory_and_refused_draws_are_told_as_pruned_and_a_failure_as_fai
 
 
 def test_a_trial_is_pruned_after_the_startup_trials_and_the_warm_up_alone():
-    steps = {step: 1.0 / step for step in range(1, 4)}
+    steps, worse = {step: 1.0 / step for step in range(1, 4)}, {1: 2.0, 2: 2.0}
     earlier = [Trial(f"trial_{n:04d}", n, "completed", {}, value=1 / 3, intermediate=steps) for n in range(4)]
-    worse = {1: 2.0, 2: 2.0}
     assert is_to_prune(make_study(settings_of(pruner_startup=4), earlier), worse)
     assert not is_to_prune(make_study(settings_of(pruner_startup=5), earlier), worse)
     assert not is_to_prune(make_study(settings_of(pruner_warmup=3), earlier), worse)
@@ -132,8 +131,6 @@ def test_a_trial_is_pruned_after_the_startup_trials_and_the_warm_up_alone():
     ],
 )
 def test_a_bad_section_is_refused_in_three_parts_that_name_it(study, more, said):
-    from memfit.tuning import tune
-
     with pytest.raises(ConfigError) as caught:
         tune(study(tune=more))
     assert said in str(caught.value)
@@ -148,6 +145,7 @@ def test_a_bad_section_is_refused_in_three_parts_that_name_it(study, more, said)
 LIMITS = {"host": 16 * GIB, "device": None}
 
 
+@pytest.mark.proves("S2-26")
 def test_an_out_of_memory_refuses_what_is_estimated_at_more_unless_one_that_large_completed():
     def of(name, state, gib):
         return Trial(name, 0, state, {}, measured={"estimates": {"fold": gib * GIB}, "failed_stage": "fold"})
@@ -157,9 +155,8 @@ def test_an_out_of_memory_refuses_what_is_estimated_at_more_unless_one_that_larg
         return why_infeasible(order, seen, limits)
 
     ran_out = of("trial_0003", "out_of_memory", 10)
-    assert why(12, ran_out) == (
-        "fold is estimated at 12.00 GiB; trial_0003 was estimated at 10.00 GiB and ran out of memory"
-    )
+    said = "fold is estimated at 12.00 GiB; trial_0003 was estimated at 10.00 GiB and ran out of memory"
+    assert why(12, ran_out) == said
     assert why(9, ran_out) == ""
     assert why(12, ran_out, of("trial_0004", "completed", 13)) == ""
     # An estimate far below the limit does not say why it ran out.
@@ -206,11 +203,8 @@ def recorded(tmp_path):
     params = {"params.lr": 0.1, "params.width": 3, "params.kind": "a"}
     refused = [{"params": params | {"params.width": 9}, "why": "too large"}]
     for number, state in enumerate(("completed", "pruned", "completed", "out_of_memory", "failed", "completed")):
-        steps = {1: 2.0, 2: 1.0 + number}
-        one = Trial(
-            f"trial_{number:04d}", number, state, params, value=1.5, intermediate=steps, refused=refused[number:]
-        )
-        write_trial(run, one)
+        more = {"value": 1.5, "intermediate": {1: 2.0, 2: 1.0 + number}, "refused": refused[number:]}
+        write_trial(run, Trial(f"trial_{number:04d}", number, state, params, **more))
     write_trial(run, Trial("trial_0006", 6, "running", params))
     write_trial(run, Trial("canary_1", state="completed", value=0.1))
     return run
@@ -226,13 +220,11 @@ def test_an_export_holds_all_ended_trials_and_replaces_the_file_that_is_there(re
         warnings.simplefilter("ignore")
         storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
     opened = optuna.load_study(study_name="study", storage=storage)
-    assert [one.user_attrs["memfit_trial"] for one in opened.trials] == [
-        f"trial_{number:04d}" for number in (0, 0, 1, 2, 3, 4, 5)
-    ]
+    names = [f"trial_{number:04d}" for number in (0, 0, 1, 2, 3, 4, 5)]
+    assert [one.user_attrs["memfit_trial"] for one in opened.trials] == names
     assert [one.user_attrs["memfit_state"] for one in opened.trials][:2] == ["infeasible", "completed"]
-    assert opened.direction.name == "MINIMIZE"
+    assert (opened.direction.name, opened.trials[1].intermediate_values) == ("MINIMIZE", {1: 2.0, 2: 1.0})
     assert opened.trials[1].params == {"params.lr": 0.1, "params.width": 3, "params.kind": "a"}
-    assert opened.trials[1].intermediate_values == {1: 2.0, 2: 1.0}
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 

@@ -1,7 +1,4 @@
-"""A study killed at random is the same study, and so is one whose trials run one at a time.
-
-`benchmarks/study_kills.py` kills a longer one more often.
-"""
+"""A study killed at random is the same study, and so is one whose trials run one at a time."""
 
 import random
 import uuid
@@ -64,6 +61,8 @@ def events(run, kind):
     return [event for event in run.events() if event["kind"] == kind]
 
 
+@pytest.mark.core
+@pytest.mark.proves("S2-25", "S2-53")
 def test_a_study_killed_at_any_moment_is_the_unbroken_study(studies):
     quiet, killed = left_by(studies.quiet), left_by(studies.killed)
     assert killed == quiet

@@ -73,6 +73,7 @@ def test_a_study_goes_on_with_more_trials_and_is_done_with_fewer(mixed):
     assert [one.params["params.width"] for one in trials] == [2, 4, 3, 5, 2, 1]
 
 
+@pytest.mark.proves("S2-03", "C-37")
 def test_a_failed_trial_has_its_class_and_cause_and_no_value(mixed):
     trial = trials_of(mixed[0][0])[2]
     assert (trial.state, trial.kind, trial.job, trial.value) == ("failed", "ValueError", "trial_0002.fold_1", None)
@@ -92,6 +93,7 @@ def test_a_trial_that_runs_out_of_memory_says_so_and_the_study_goes_on(mixed):
     assert [one.state for one in trials_of(results[0])[4:]] == ["completed", "completed"]
 
 
+@pytest.mark.proves("S2-32")
 def test_records_have_what_was_measured_by_stage_and_what_the_metric_named_report_gave(mixed):
     trial = trials_of(mixed[0][0])[0]
     assert trial.measured["peaks"]["fold"] > 60 * MIB
@@ -108,6 +110,7 @@ def test_a_trial_with_the_settings_of_another_takes_its_result(mixed):
     assert "trial_0000.fold_1" in jobs and "trial_0004.fold_1" not in jobs
 
 
+@pytest.mark.proves("S2-38")
 def test_a_study_begins_with_short_trials_of_the_configs_own_settings(mixed):
     run = RunDir(mixed[0][0].path)
     canaries = [read_trial(run, f"canary_{number}") for number in (1, 3)]
@@ -117,6 +120,7 @@ def test_a_study_begins_with_short_trials_of_the_configs_own_settings(mixed):
     assert "canary_1.prepare" in jobs_of(run) and "canary_3.prepare" not in jobs_of(run)
 
 
+@pytest.mark.proves("S2-47")
 def test_the_best_config_runs_and_gives_the_value_of_the_best_trial(mixed):
     results, _ = mixed
     best = results[1].best
@@ -163,6 +167,7 @@ def pruned(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.proves("S2-46")
 def test_pruning_ends_the_process_at_once_and_the_record_at_the_epoch(pruned):
     run, trial = RunDir(pruned.path), trials_of(pruned)[2]
     assert (trial.state, list(trial.intermediate)) == ("pruned", [1, 2])
@@ -222,6 +227,7 @@ def test_a_study_whose_draws_never_fit_has_failed_and_says_the_last_reason(study
     assert jobs_of(RunDir(result.path)) == []
 
 
+@pytest.mark.proves("S2-03")
 def test_refused_draws_are_read_after_a_restart_and_not_decided_again(study):
     path = study({"num_epochs": 1}, {"num_slots": 1, "sampler": "random"})
     plain = tune(path, overrides=["tune.n_trials=2"])
@@ -307,13 +313,7 @@ def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeyp
     assert result.best.value == min(one.value for one in trials)
 
 
-@pytest.mark.parametrize(
-    ("report", "said"),
-    [
-        ("value=10**400, step=1", "inf"),
-        ("value=1e200, step=1", r"1e\+200"),
-    ],
-)
+@pytest.mark.parametrize(("report", "said"), [("value=10**400, step=1", "inf"), ("value=1e200, step=1", r"1e\+200")])
 def test_a_report_that_is_no_number_of_sane_size_fails_its_trial_with_the_reason(tmp_path, monkeypatch, report, said):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(

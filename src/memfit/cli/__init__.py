@@ -7,20 +7,20 @@ import importlib
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from memfit.cli._files import expand_files
 from memfit.errors import MemfitError, UsageError, nearest
-from memfit.masking import mask
+from memfit.masking import mask, strip_controls
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-__all__ = ["app", "expand_files", "load_verb", "main"]
+__all__ = ["main"]
 
 #: What users' commands begin with.
 _PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
@@ -39,7 +39,6 @@ _VERBS = {
     "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
     "doctor": ("_doctor:doctor", "Find what will go wrong on this machine, or with a command.", _COMMAND),
     "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
-    "average": ("_average:average", "Average checkpoints of one training.", None),
     "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
     "panel": ("_panel:panel", "Build, check, extend and prune panels.", None),
 }
@@ -52,22 +51,16 @@ _EPILOGS = {
     "  memory.slack=0.2  memory.job=2GiB  notify.url_variable=NOTIFY_URL  track.to=[tensorboard]\n"
     "  canary_seconds=600  canary_phases=[train,validate,checkpoint]"
 }
-#: Verbs and flags that are no more, and what to type.
-_DROPPED = {
-    "bench": "memfit.data.measure_loader(make_loader).text in Python; docs/loading.md shows it",
+#: What people type, and how memfit calls it.
+_MEANT = {
+    **dict.fromkeys(("status", "list", "ls", "jobs"), "memfit ps"),
+    **dict.fromkeys(("logs", "log", "tail", "top"), "memfit watch"),
+    **dict.fromkeys(("kill", "cancel"), "memfit stop"),
+    "help": "memfit --help",
     "map": "memfit run --param fold=1..5 -- COMMAND",
-    "--compare": "memfit compare A B, or write each run's page",
-    "--data-path": "--set params.NAME=PATH",
-    "--export": "Study.open(run).export(path) in Python; docs/tune.md shows it",
-    "--num-slots": "--set tune.num_slots=N",
-    "--output-dir": "--set runs_dir=FOLDER",
-    "--stage": "--from STAGE --until STAGE",
-    "--threads": "--set threads_per_job=N",
-    "--no-tight-malloc": "--set memory.tight_malloc=false",
-    "--cuda-allocator": "--set memory.cuda_allocator=KEY:VALUE",
-    "--targets": "memfit_workloads.finance.judge_targets(FILE, RUN) in Python; docs/workflow.md shows it",
-    "--record": "memfit_workloads.finance.decide_on_record(...) in Python; docs/workflow.md shows it",
-    "--horizon": "memfit_workloads.finance.decide_on_record(...) in Python; docs/workflow.md shows it",
+    **dict.fromkeys(("--jobs", "-j", "-n", "--n-jobs", "--parallel"), "--max-parallel"),
+    **dict.fromkeys(("--param-file", "--grid"), "--param"),
+    "--timeout": "-- timeout 1h python train.py; on Slurm: --set slurm.time=01:00:00",
 }
 
 
@@ -95,11 +88,10 @@ class _Verbs(TyperGroup):
         elif ctx.resilient_parsing:  # a shell that completes a line
             return None
         else:
-            near = nearest(cmd_name, self.list_commands(ctx))
             raise UsageError(
                 f"memfit has no verb '{cmd_name}'.",
                 rule="memfit --help lists the verbs.",
-                remedy=f"type {_DROPPED[cmd_name]}" if cmd_name in _DROPPED else near,
+                remedy=_suggest(cmd_name, self.list_commands(ctx)),
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -190,7 +182,7 @@ def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageErr
 
 
 def _end(error: MemfitError) -> NoReturn:
-    print(f"memfit: {error}", file=sys.stderr)
+    print(f"memfit: {strip_controls(str(error))}", file=sys.stderr)
     sys.exit(error.exit_code)
 
 
@@ -203,12 +195,18 @@ def _misused(error: Any, path: str) -> MemfitError:
     path, text = context.command_path if context else path, text.partition(" (Possible")[0].rstrip(".")
     flags = [flag for one in context.command.params for flag in one.opts] if context else []
     name = error.option_name if hasattr(error, "possibilities") else ""
-    near = f"type {_DROPPED[name]}" if name in _DROPPED else nearest(name, flags) if name else ""
+    near = _suggest(name, flags) if name else ""
     return UsageError(
         f"{path}: {text[:1].lower()}{text[1:]}.",
         rule=" ".join(context.get_usage().split()) if context else f"{path} --help says what it takes.",
-        remedy=near if near.startswith(("did", "type")) else f"see {path} --help",
+        remedy=near if near.startswith("did") else f"see {path} --help",
     )
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """Return what was probably meant by a verb or a flag."""
+    meant = _MEANT.get(name, "")
+    return f"did you mean {meant}?" if meant and (meant in known or " " in meant) else nearest(name, known)
 
 
 def _refused(error: OSError) -> UsageError:

@@ -11,7 +11,7 @@ from memfit.cli._terminal import AsJson, answer
 from memfit.config import write_yaml
 from memfit.memory import Budget
 from memfit.planning import Machine
-from memfit.units import parse_bytes
+from memfit.units import parse_memory
 
 
 def budget(
@@ -37,8 +37,8 @@ def budget(
     Exit codes: 0 done, 2 a size that cannot be read.
     """
     found = Budget.read(
-        cap_bytes=None if limit is None else parse_bytes(limit),
-        reserve_bytes=None if reserve is None else parse_bytes(reserve),
+        cap_bytes=None if limit is None else parse_memory(limit),
+        reserve_bytes=None if reserve is None else parse_memory(reserve),
     )
     if as_machine:
         machine = Machine.here(found).model_dump(mode="json", exclude_none=True)

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from memfit.cli._files import read_model_config
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, heartbeat
+from memfit.cli._terminal import AsJson, Console, answer, console, heartbeat
 from memfit.errors import UsageError
 from memfit.files import check_owner, write_atomic
 from memfit.rundir import RunDir
@@ -28,13 +27,12 @@ _READS = "it reads run directories, logs, folders of logs, and - for standard in
 class Flags:
     """The flags of this verb."""
 
-    sacct: Annotated[Text, Option(help="The job's number, or a file that sacct printed.", metavar="FILE|JOBID")] = None
+    sacct: Annotated[
+        Text, Option("--sacct", "--job", help="The job's number, or a file that sacct printed.", metavar="FILE|JOBID")
+    ] = None
     script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE", exists=True)] = None
     kernel_log: Annotated[
         Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE", exists=True)
-    ] = None
-    hf_config: Annotated[
-        Path | None, Option(help="The model's config.json, to say how many bytes each remedy saves.", metavar="FILE")
     ] = None
     fix: Annotated[bool, Option("--fix", help="Write a corrected copy of --script beside it.")] = False
     report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
@@ -51,7 +49,7 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Run directories, logs, folders of logs, or - for standard input.",
+            help="Logs, folders of logs, run directories, names of experiments, or - for standard input.",
             metavar="PATH...",
         ),
     ] = None,
@@ -62,7 +60,8 @@ def diagnose(
 
     \b
     memfit diagnose runs/demo
-    memfit diagnose slurm-123.err --sacct 123 --script train.slurm --fix
+    memfit diagnose --job 123
+    memfit diagnose slurm-123.err --job 123 --script train.slurm --fix
 
     --fix writes NAME.fixed.EXT with a reason for each changed line. After the next run, --verify RUN --against
     NAME.fixed.EXT says whether its settings were in force.
@@ -75,14 +74,7 @@ def diagnose(
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
-    for path in paths or ():
-        if str(path) != "-" and not path.exists():
-            raise UsageError(
-                f"path '{path}' does not exist.", rule=_READS, remedy="check its name; --sacct takes a job's number"
-            )
-    named, verify = [_newest_run(path) for path in paths or ()], flags.verify and _newest_run(flags.verify)
-    if flags.report is not None and not flags.report.absolute().parent.is_dir():
-        raise _no_report(flags.report, f"there is no folder {flags.report.parent}")
+    named, verify = [_find(path) for path in paths or ()], flags.verify and _newest_run(flags.verify)
     accounting = read_accounting(flags.sacct) if flags.sacct is not None else ""
     if verify is not None and flags.against is not None:
         _verify(verify, flags.against, named, accounting, as_json=flags.as_json)
@@ -97,12 +89,18 @@ def diagnose(
     _diagnose(named, accounting, flags)
 
 
-def _no_report(report: Path, what: str) -> UsageError:
-    return UsageError(
-        f"--report {report} cannot be written: {what}.",
-        rule="--report names a file in a folder that exists and may be written to.",
-        remedy="--report incident.md",
-    )
+def _find(path: Path) -> Path:
+    """Return the log or run that a word means: a path, an experiment of ./runs, one of its runs or jobs."""
+    if str(path) == "-" or path.exists():
+        return _newest_run(path)
+    from memfit.reports import find_target
+
+    remedy = f"memfit diagnose --job {path} asks sacct" if str(path).isdigit() else "check its name"
+    try:
+        found = find_target(str(path))
+    except UsageError:
+        raise UsageError(f"path '{path}' does not exist.", rule=_READS, remedy=remedy) from None
+    return found.run.path / "jobs" / found.job_id if found.job_id else found.run.path
 
 
 def _newest_run(path: Path) -> Path:
@@ -114,7 +112,7 @@ def _newest_run(path: Path) -> Path:
         for other in path.glob("run_*/run.json"):
             check_owner(other.parent)
         return path
-    typer.echo(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}", err=True)
+    console(stderr=True).say(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}")
     return runs[0].path
 
 
@@ -127,16 +125,19 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
     with heartbeat("reading the logs"):
         found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
     job = job_of(read_ran(named, accounting), script)
-    config = read_model_config(flags.hf_config) if flags.hf_config is not None else None
-    remedies = list_remedies(found, job, config=config)
-    fixed = make_fix(script, found, job, config=config) if flags.fix and script is not None else None
+    remedies = list_remedies(found, job)
+    fixed = make_fix(script, found, job) if flags.fix and script is not None else None
     if fixed is not None and fixed.edits:
         fixed = fixed.write()
     if report is not None:
         try:
             write_atomic(report, write_incident(found, remedies, fixed))
         except OSError as error:  # it names the file that is written aside
-            raise _no_report(report, error.strerror or str(error)) from None
+            raise UsageError(
+                f"--report {report} cannot be written: {error.strerror or error}.",
+                rule="--report names a file in a folder that exists and may be written to.",
+                remedy="--report incident.md",
+            ) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))
 
     def show(out: Console) -> None:
@@ -155,7 +156,7 @@ def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, 
     from memfit.reports import print_verification
 
     before = read_ran(named, "") if named else None
-    checks = verify_fix(read_ran([verify], accounting, whole=True), against, before=before)
+    checks = verify_fix(read_ran([verify], accounting), against, before=before)
     answer([check.to_dict() for check in checks], as_json, partial(print_verification, checks))
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(4)

@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, bar
+from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
@@ -29,9 +29,6 @@ class Flags:
     workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None
     batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None
     threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None
-    secrets: Annotated[
-        bool, Option("--secrets", help="Look for keys and passwords in this repository's files and history instead.")
-    ] = False
     strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False
     verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False
     as_json: AsJson = False
@@ -44,20 +41,15 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
     \b
     memfit doctor
     memfit doctor -- python train.py
-    memfit doctor --secrets
 
     It reads the script's imports, loaders and forks, and starts its interpreter once. Each finding has a reason and a
     remedy.
 
     Exit codes: 0 no problem, 2 a problem (with --strict also a warning), or bad usage.
     """
-    from memfit.doctor import examine, scan_secrets
+    from memfit.doctor import examine
 
-    if flags.secrets:
-        with bar("scanning") as progress:
-            checks = scan_secrets(Path.cwd(), progress)
-    else:
-        checks = examine(context.obj or (), _setup(flags))
+    checks = examine(context.obj or (), _setup(flags))
     answer([check.to_dict() for check in checks], flags.as_json, partial(_print, checks, verbose=flags.verbose))
     bad = {"problem", "warning"} if flags.strict else {"problem"}
     raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
@@ -73,7 +65,6 @@ def _setup(flags: Flags) -> Setup:
     are_set = settings.origins["threads_per_job"] != DEFAULT
     return Setup(
         threads=settings.value.threads_per_job if flags.threads is None and are_set else flags.threads,
-        tight_malloc=settings.value.memory.tight_malloc,
         cuda_allocator=settings.value.memory.cuda_allocator,
         runs_dir=Path(settings.value.runs_dir),
         num_workers=flags.workers,

@@ -1,4 +1,4 @@
-"""The files that words of the command line name."""
+"""The model's file that a word of the command line names."""
 
 from __future__ import annotations
 
@@ -6,33 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import ConfigError, UsageError
-from memfit.units import natural_order
-
-_NUM_NAMED = 10
-
-
-def expand_files(words: tuple[str, ...]) -> list[Path]:
-    """The files that words name: a word that is no file and holds ``*``, ``?`` or ``[`` names all that match."""
-    found: list[Path] = []
-    for word in words:
-        path = Path(word)
-        if path.is_file():
-            found.append(path)
-            continue
-        anchor = Path(path.anchor)
-        matches = anchor.glob(str(path.relative_to(anchor))) if set("*?[") & set(word) else ()
-        files = sorted(matches, key=natural_order)
-        if not files:
-            there = sorted((entry.name for entry in path.parent.glob("*.pt")), key=natural_order)
-            raise UsageError(
-                f"{word} is not there" + (f"; {path.parent} has {', '.join(there[:_NUM_NAMED])}." if there else "."),
-                rule="every name is a file and every pattern finds one: a training that stopped early has not written "
-                "the snapshots of later epochs.",
-                remedy="name the snapshots that are there, or take all that are by a pattern: 'ema_epoch_*.pt'",
-            )
-        found += files
-    return found
+from memfit.errors import ConfigError
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

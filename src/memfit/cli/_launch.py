@@ -13,7 +13,7 @@ from typer import Option
 from memfit import slurm
 from memfit.amounts import Amount
 from memfit.cli._settings import AcceptTight, Set, with_flags
-from memfit.cli._terminal import AsJson, Console, answer
+from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import plan_launch
@@ -44,7 +44,7 @@ def launch(
     *,
     flags: Flags,
 ) -> None:
-    """Print what starts a config elsewhere: a batch script, a Kubernetes Job, or files of a container.
+    """Print what starts a config elsewhere: a batch script, a Kubernetes Job, or a Compose file.
 
     \b
     memfit launch config.yaml
@@ -79,7 +79,7 @@ def launch(
     def show(_: Console) -> None:
         typer.echo(text, nl=False)
         for note in filter(None, notes):
-            typer.echo(f"memfit: {note}", err=True)
+            console(stderr=True).say(f"memfit: {note}")
 
     answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, show)
 

@@ -38,6 +38,7 @@ Sources = Annotated[
 ]
 _NUM_NAMED = 12
 _TYPE_WIDTH = 24
+_SIZES = ("disk_bytes", "pandas_bytes", "panel_bytes")
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -265,13 +266,12 @@ def sizes(
     flag: Annotated[float, Option(help="Flag columns of at least this ratio.", min=1, metavar="RATIO")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each column of Parquet or Arrow files takes on disk, in pandas 2 and 3, and in a panel.
+    """Show what each column of files takes on disk, in pandas, and in a panel.
 
     memfit panel sizes prices.parquet --index date,code
 
-    The ratio is that of the larger pandas to the disk. Text that repeats is small on disk and large in memory. A panel
-    has a float32 for each date and asset of --index, without it for each row. Reading takes more than the result: the
-    decoded columns, and pandas' copy of them.
+    The ratio is pandas to disk. Text that repeats is small on disk and large in memory. A panel has a float32 for each
+    date and asset of --index, without it for each row.
 
     Exit codes: 0 done, whatever is flagged; 2 bad input.
     """
@@ -284,25 +284,27 @@ def sizes(
         )
     with bar("reading") as progress:
         num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
-    columns = [{**asdict(one), "ratio": one.ratio, "flagged": one.ratio >= flag} for one in found]
-    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
-    total = {name: sum(column[name] or 0 for column in columns) for name in names}
+    names = ("name", *_SIZES, "ratio", "remedy")
+    columns = [
+        {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= flag}
+        for one in found
+    ]
+    total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
     facts = {"num_rows": num_rows, "flag_ratio": flag, "columns": columns, "total": total}
     answer(facts, as_json, lambda log: log.say("\n".join(_sizes(facts))))
 
 
 def _sizes(facts: dict[str, Any]) -> list[str]:
     total = facts["total"]
-    ratio = max(total["pandas_bytes"], total["pandas2_bytes"]) / max(1, total["disk_bytes"])
+    ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
     rows = [*facts["columns"], {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}]
-    names = ("disk_bytes", "pandas_bytes", "pandas2_bytes", "panel_bytes")
-    cells = [["column", "type", "on disk", "pandas 3", "pandas 2", "panel", "ratio"]]
+    cells = [["column", "type", "on disk", "pandas", "panel", "ratio"]]
     for row in rows:
-        sizes = ["-" if row[name] is None else format_bytes(row[name]) for name in names]
+        sizes = ["-" if row[name] is None else format_bytes(row[name]) for name in _SIZES]
         cells.append(
             [row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{' !' if row.get('flagged') else ''}"]
         )
-    widths = [max(len(row[at]) for row in cells) for at in range(7)]
+    widths = [max(len(row[at]) for row in cells) for at in range(6)]
     lines = [
         "  ".join(
             cell.ljust(width) if at < 2 else cell.rjust(width)

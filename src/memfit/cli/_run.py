@@ -20,8 +20,8 @@ from typer import Option
 
 from memfit.checks import check_one_given
 from memfit.cli._settings import Flags, Output, Text, with_flags
-from memfit.cli._terminal import Console, answer, console, heartbeat, survive_hangup
-from memfit.doctor import explain_steps
+from memfit.cli._terminal import Console, answer, console, heartbeat, how_to_go_on, survive_hangup
+from memfit.doctor import explain_cores
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own, write_json
 from memfit.masking import mask
@@ -29,7 +29,6 @@ from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import Reader, RunDir
-from memfit.units import list_some
 
 if TYPE_CHECKING:
     from memfit.pipeline import RunPlan
@@ -37,11 +36,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
-_MOST_NAMES = 5
 #: The flags that choose among stages and units.
 _CHOOSING = frozenset({"until", "from_", "skip", "units", "check_files"})
-#: Those that fill in a command.
-_COMBINING = frozenset({"param", "param_file"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class RunFlags(Flags):
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
     units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
-    out: Annotated[Path | None, Option(help="Keep the plan, for memfit compare.", metavar="JSON")] = None
+    out: Annotated[Path | None, Option(help="Keep the plan, for --planned.", metavar="JSON")] = None
     planned: Annotated[Text, Option(help="A kept plan: say what is not as in it.", metavar="JSON")] = None
     check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
     canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop.")] = False
@@ -97,7 +93,7 @@ def run(
     if command:
         _check_no_stages(flags)
     what: str | Sequence[str] = command or source or ""
-    combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
+    combinations = expand(None, flags.param) if flags.param else ()
     chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_, "check_files": flags.check_files}
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units),
@@ -117,24 +113,26 @@ def run(
     if flags.plan:
         from memfit.pipeline import plan_run
 
-        but = _CHOOSING | {"new", "on", "out"} | (_COMBINING if command else set())
+        but = _CHOOSING | {"new", "on", "out"} | ({"param"} if command else set())
         _close_plan(plan_run(what, start=_start_of(context, but=but), on=flags.on, **how), flags)
     show = _show_command if command and not combinations else show_run
-    hint = explain_steps(command, cwd=Path.cwd(), env=os.environ) if command else ""
-    show(partial(run_anything, what, force=flags.force, **how), flags, hint)
+    is_told = len(combinations) > 1 and not flags.quiet
+    if command and is_told and (hint := explain_cores(command, len(combinations), cwd=Path.cwd(), env=os.environ)):
+        console(stderr=True).say(hint, "yellow")
+    show(partial(run_anything, what, force=flags.force, **how), flags)
 
 
-def show_run(start: Callable[..., RunResult], output: Output, hint: str = "") -> NoReturn:
-    """Show a run while it goes on, print its summary, and exit with its code; ``hint`` as for ``LiveRun``."""
-    result, log, reader = follow(start, output, hint)
+def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
+    """Show a run while it goes on, print its summary, and exit with its code."""
+    result, log, reader = follow(start, output)
     _close(result, log, reader, output, exit_code=result.exit_code)
 
 
-def follow(start: Callable[..., R], output: Output, hint: str = "") -> tuple[R, Console, Reader | None]:
+def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, Reader | None]:
     """Show a run while it goes on; return its result, the console, and what followed the run."""
     log = console(stderr=output.as_json)
     survive_hangup()
-    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
+    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:
         with heartbeat("loading the code", quiet=output.quiet) as loaded:
 
@@ -171,12 +169,12 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
     return shlex.join(mask(words))
 
 
-def _show_command(start: Callable[..., RunResult], output: Output, hint: str) -> NoReturn:
+def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
     """Pass on what a single command prints, and exit with its code; with ``--json`` it prints to standard error."""
     log = console(stderr=True)
     log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
-    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose, hint=hint)
+    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     echo = _Echo(to_stderr=output.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
@@ -218,7 +216,7 @@ def _close_plan(plan: RunPlan, flags: RunFlags) -> NoReturn:
     if flags.out is not None:
         write_json(flags.out, plan.to_dict())
     answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
-    raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
+    raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
 
 
 def _close(result: RunResult, log: Console, reader: Reader | None, output: Output, *, exit_code: int) -> NoReturn:
@@ -233,23 +231,8 @@ def _close(result: RunResult, log: Console, reader: Reader | None, output: Outpu
         for line in result.canary["text"] if result.canary else ():
             log.say(line)
         if result.exit_code == StoppedError.exit_code:
-            log.say(f"\n{_how_to_go_on(result)}")
+            log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
     raise typer.Exit(exit_code)
-
-
-def _how_to_go_on(result: RunResult) -> str:
-    """Return how to continue a stopped run, and which of its jobs then start from the beginning."""
-    anew = [
-        status.job_id
-        for status in result.statuses.values()
-        if status.state == "cancelled" and status.started is not None and status.checkpointed is None
-    ]
-    text = f"stopped; to go on: memfit resume {result.path}"
-    if not anew:
-        return text
-    names = list_some(anew, _MOST_NAMES)
-    start = "starts" if len(anew) == 1 else "start"
-    return f"{text}\n{names} {start} from the beginning, unless the command saves and loads checkpoints of its own"
 
 
 class _Echo:

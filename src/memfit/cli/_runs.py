@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from memfit.cli._settings import Output, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, console
+from memfit.cli._terminal import AsJson, Console, answer, console, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
 from memfit.reports import (
@@ -179,7 +179,7 @@ def stop(
     for status in ended:
         log.say(f"{status.job_id} {show_state(status.state)}{f': {status.cause}' if status.cause else ''}")
     if any(status.state != "completed" for status in ended):
-        log.say(f"to go on: memfit resume {found.run.path}")
+        log.say(how_to_go_on(found.run, ended))
 
 
 @with_flags

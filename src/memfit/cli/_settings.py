@@ -6,7 +6,6 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from typer import Option
@@ -40,21 +39,15 @@ class Flags(Output):
         list[str] | None,
         Option(help="Values of {fold}, such as fold=1..5 or fold=1,3.", metavar="NAME=VALUES"),
     ] = None
-    param_file: Annotated[Path | None, Option(help="A CSV file: each row is a combination.", metavar="CSV")] = None
     plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many fit.")] = False
-    max_parallel: Annotated[
-        Text, Option(help="Run at most N jobs at once, or as many as fit.", metavar="auto|N"), "max_parallel"
-    ] = None
+    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
     memory: Annotated[
         Text,
         Option(help="Expected peak of one job; {name}: a parameter.", metavar="SIZE"),
         "memory.job",
     ] = None
-    num_gpus: Annotated[Text, Option(help="GPUs of each job. It sees no others.", metavar="N"), "memory.num_gpus"] = (
-        None
-    )
-    gpu_memory: Annotated[
-        Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE"), "memory.gpu_job"
+    max_parallel: Annotated[
+        Text, Option(help="Run at most N jobs at once, or as many as fit.", metavar="auto|N"), "max_parallel"
     ] = None
     nproc: Annotated[
         Text, Option(help="Processes (ranks) of each job, as of torchrun.", metavar="N"), "resources.ranks"
@@ -62,16 +55,23 @@ class Flags(Output):
     backend: Annotated[
         Text, Option(help="Run jobs here, or as job arrays of Slurm.", metavar="local|slurm"), "backend"
     ] = None
-    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
+    set_: Set = None
+    name: Annotated[  # typer 0.27 would call the flag --NAME
+        Text, Option("--name", help="The experiment, a folder below the runs.", metavar="NAME"), "experiment"
+    ] = None
+    new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
+    num_gpus: Annotated[Text, Option(help="GPUs of each job. It sees no others.", metavar="N"), "memory.num_gpus"] = (
+        None
+    )
+    gpu_memory: Annotated[
+        Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE"), "memory.gpu_job"
+    ] = None
     reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE"), "memory.reserve"] = None
     retries: Annotated[Text, Option(help="Restarts after a kill or an out-of-memory.", metavar="N"), "retries"] = None
     on_failure: Annotated[
         Text,
         Option(help="After a failure: stop all jobs, or continue.", metavar="stop|continue"),
         "on_failure",
-    ] = None
-    name: Annotated[  # typer 0.27 would call the flag --NAME
-        Text, Option("--name", help="The experiment, a folder below the runs.", metavar="NAME"), "experiment"
     ] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
     grace: Annotated[
@@ -80,8 +80,6 @@ class Flags(Output):
         "grace_seconds",
     ] = None
     accept_tight: AcceptTight = False
-    set_: Set = None
-    new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
 
     def overrides(self, **more: str | None) -> list[Override]:
@@ -119,7 +117,8 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     record, keyword = last.annotation, inspect.Parameter.KEYWORD_ONLY
     hints = get_type_hints(record, include_extras=True)
     known = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(record)}
-    names = [name for kind in record.__mro__ for name in vars(kind).get("__annotations__", {}) if name in known]
+    kinds = sorted(record.__mro__, key=lambda kind: kind is not Flags)  # those used most first
+    names = [name for kind in kinds for name in vars(kind).get("__annotations__", {}) if name in known]
     flags = [inspect.Parameter(name, keyword, default=known[name], annotation=hints[name]) for name in names]
 
     def call(**given: Any) -> None:

@@ -7,16 +7,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.console
 import typer
+from rich.segment import Segment
 from typer import Option
 
-from memfit.rundir import finite
-from memfit.units import format_duration
+from memfit.errors import StoppedError
+from memfit.files import read_json
+from memfit.masking import strip_controls
+from memfit.rundir import RunDir, finite
+from memfit.units import format_duration, list_some
+
+if TYPE_CHECKING:
+    from memfit.jobs import JobStatus
 
 #: A command says after so long a silence that it goes on.
 _SILENCE_SECONDS = 10.0
@@ -25,19 +33,24 @@ AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, time
 
 
 class Console(rich.console.Console):
-    """A console that goes on when its reader ends, as ``| head`` does."""
+    """A console that goes on when its reader ends, as ``| head`` does. Texts hold no markup and no orders to it."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        """Yield the pieces of what is printed."""
+        for one in super().render(renderable, options):
+            yield one if one.control else Segment(strip_controls(one.text), one.style)
 
     def on_broken_pipe(self) -> None:
         _to_nowhere(2 if self.stderr else 1)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Print text without markup and without folding long lines."""
-        self.print(text, style=style, markup=False, soft_wrap=True)
+        """Print text without folding long lines."""
+        self.print(text, style=style, soft_wrap=True)
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console; one that writes to a file has at least 120 columns."""
-    made = Console(stderr=stderr, highlight=False)
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)
     return made
@@ -100,3 +113,18 @@ def _to_nowhere(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(null, descriptor)
     os.close(null)
+
+
+def how_to_go_on(run: RunDir, ended: Sequence[JobStatus]) -> str:
+    """Return how to continue a stopped run, which of its jobs then start from the beginning, and what changes that."""
+    text, states = f"to go on: memfit resume {run.path}", ("cancelled", "preempted")
+    ran = [one for one in ended if one.state in states and one.started is not None and one.checkpointed is None]
+    anew = [one.job_id for one in ran if one.exit_code != StoppedError.exit_code]
+    if not anew:
+        return text
+    from memfit.doctor import explain_stop
+
+    job = read_json(run.job_dir(anew[0]) / "job.json", {"command": [str], "cwd": str}) or {"command": [], "cwd": "."}
+    hint = explain_stop(job["command"], cwd=Path(job["cwd"]), env=os.environ)
+    text += f"\n{list_some(anew)} start{'s' * (len(anew) == 1)} from the beginning"
+    return f"{text}, unless the command saves and loads checkpoints of its own; {hint}"

@@ -49,7 +49,9 @@ class Training:
     selective_checkpointing: Annotated[bool, Option(help="Keep the results of expensive operations.")] = False
     attention: Annotated[str, Option(help="sdpa, flash, or eager, which keeps its scores.", metavar="NAME")] = "sdpa"
     loss_chunks: Annotated[int, Option(min=1, help="Make the logits in so many pieces.", metavar="N")] = 1
-    compiled: Annotated[bool, Option("--compile/--no-compile", help="Blocks run through torch.compile.")] = False
+    compiled: Annotated[
+        bool, Option("--compile/--no-compile", help="Blocks run through torch.compile: counted as without.")
+    ] = False
     lora: Annotated[str | None, Option(help="Adapters: rank, and modules.", metavar="RANK[:NAME,NAME]")] = None
     quantization: Annotated[str, Option("--quant", help="Frozen weights: none, nf4, int8.", metavar="FORM")] = "none"
     world_size: Annotated[int, Option(min=1, help="Devices.", metavar="N")] = 1

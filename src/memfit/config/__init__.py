@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 from memfit.config._problems import ARGUMENT as ARGUMENT
 from memfit.config._problems import DEFAULT as DEFAULT
-from memfit.config._problems import OVERRIDE as OVERRIDE
 from memfit.config._problems import Override as Override
 from memfit.config._problems import variable as variable
 from memfit.config._resolve import INTERNAL_VARIABLES as INTERNAL_VARIABLES
@@ -27,5 +26,7 @@ from memfit.config._types import to_plain as to_plain
 
 if TYPE_CHECKING:
     from memfit.config._yaml import write_yaml as write_yaml
+
+__all__ = ["Resolved", "Settings", "fingerprint", "read_file", "resolve", "resolve_nested", "to_plain"]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -12,52 +12,45 @@ from pydantic import BaseModel, ValidationError
 
 from memfit.errors import ConfigError
 from memfit.masking import MASK
+from memfit.units import suggest_size
 
 PREFIX = "MEMFIT_"
 OVERRIDE = "--set"
 #: ``name=value`` as given with ``--set``; or, after the flag that stands for the setting, the same.
 Override = str | tuple[str, str]
-#: The origin of a value that was handed in from Python.
-ARGUMENT = "argument"
+ARGUMENT = "argument"  # the origin of a value that was handed in from Python
 DEFAULT = "default"
 VARIABLE = "environment "
 
+#: What people call a setting that has another name.
+_MEANT = {"command": "run", "cmd": "run", "script": "run", "jobs": "max_parallel", "n_jobs": "max_parallel"}
 #: The part of an address that may be shown, and its path, which may be a secret.
 _ADDRESS = re.compile(r"(\w+://[^/\s\"@]*/)[^\s\"]+")
 _STRICT = "the types and bounds of settings are strict, wherever a value comes from"
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """Return the name of a setting as people write it.
-
-    >>> dotted(("model", "layers", 0, "width"))
-    'model.layers[0].width'
-    """
+    """Return the name of a setting as people write it, such as ``model.layers[0].width``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def variable(name: str) -> str:
-    """Return the environment variable of a setting.
-
-    >>> variable("memory.reserve")
-    'MEMFIT_MEMORY__RESERVE'
-    """
+    """Return the environment variable of a setting: ``MEMFIT_MEMORY__RESERVE`` of ``memory.reserve``."""
     return PREFIX + name.replace(".", "__").upper()
 
 
-def known_names(annotation: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of a model, or of the models that a field's annotation names."""
+def known_fields(annotation: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all settings of a model, or of the models that a field's annotation names: dotted names, with each."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
-            yield prefix + name
-            yield from known_names(field.annotation, f"{prefix}{name}.")
+            yield prefix + name, field
+            yield from known_fields(field.annotation, f"{prefix}{name}.")
     else:
         for part in get_args(annotation):
-            yield from known_names(part, prefix)
+            yield from known_fields(part, prefix)
 
 
 def report(problems: Sequence[ConfigError]) -> ConfigError:
-    """Return one error for all problems."""
     if len(problems) == 1:
         return problems[0]
     by_remedy: dict[str, list[str]] = {}
@@ -92,11 +85,12 @@ def from_pydantic(
             whole = name.partition("[")[0]  # a part of a list has no variable
             remedy = f"write {whole if '[' in name else path[-1]}: in the file"
             remedy += "" if is_file_alone else f", or give {OVERRIDE} {whole}=..., or {variable(whole)}=..."
-            problems.append(ConfigError(f"{name} is missing.", rule=f"{model.__name__} needs it", remedy=remedy))
+            problems.append(ConfigError(f"{name} is missing.", rule="this setting has no default", remedy=remedy))
         elif kind == "extra_forbidden":
             problems.append(_unknown(name, model, origin_of(name, origins), prefix))
         else:
-            problems.append(_bad_value(name or model.__name__, group, origin_of(name or prefix, origins)))
+            fields = dict(known_fields(model, prefix))
+            problems.append(_bad_value(name or "the settings", group, origin_of(name or prefix, origins), fields))
     return problems
 
 
@@ -126,46 +120,63 @@ def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> Con
         given, write = origin.removeprefix(VARIABLE), variable
         what, rest = f"{given} in the environment names no setting.", given[len(variable(name)) :]
     above, _, last = re.sub(r"\[\d+\]", "", name).rpartition(".")
-    known = {one: one.rpartition(".") for one in known_names(model, prefix)}
+    known = {one: one.rpartition(".") for one, _ in known_fields(model, prefix)}
     beside = {tail: one for one, (parent, _, tail) in known.items() if parent == above}
+    if not beside and (outer := above.rpartition(".")[0]):  # below a name of the user's own, such as that of a stage
+        beside = {tail: f"{above}.{tail}" for parent, _, tail in known.values() if parent == outer}
     anywhere = {tail: one for one, (_, _, tail) in reversed(known.items())} | beside
-    near = [*difflib.get_close_matches(last, beside, n=1), *difflib.get_close_matches(last, anywhere, n=1)]
+    near = [_MEANT[last]] if _MEANT.get(last) in beside else difflib.get_close_matches(last, beside, n=1)
+    near += difflib.get_close_matches(last, anywhere, n=1)
     remedy = f"known: {', '.join(sorted(map(write, beside.values())))}" if beside else "take it away"
     if near:
         remedy = f"did you mean '{write(anywhere[near[0]])}{rest}'?"
-    rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
+    rule = "an unknown name is refused, so that no setting is silently off"
     return ConfigError(what, rule=rule, remedy=remedy)
 
 
-def _bad_value(name: str, group: list[Any], origin: str) -> ConfigError:
+def _bad_value(name: str, group: list[Any], origin: str, fields: Mapping[str, Any]) -> ConfigError:
     """Return the error for a value, in pydantic's words: ``Input should be a valid integer`` is ``must be ...``."""
     subject, source = subject_of(name, origin)
     messages = dict.fromkeys(details["msg"].removeprefix("Value error, ") for details in group)
-    text = " or ".join(messages).replace("Input should ", "must ")
+    text = " or ".join(messages).replace("Input should ", "must ").replace("be an object", "have names below it")
     text = f" {text}" if text.startswith("must ") else f": {text[:1].lower()}{text[1:]}"
     given = group[0]["input"]
     got = "" if isinstance(given, dict) else f", got {show(given)}"
-    return ConfigError(f"{subject}{text}{got}{source}.", rule=_STRICT, remedy=_correction(name, origin))
+    below = {one: example_of(field, given) for one, field in fields.items() if one.startswith(f"{name}.")}
+    if below and not isinstance(given, dict):  # a section
+        name = next((one for one, example in below.items() if example), name)
+    example = below.get(name) or example_of(fields.get(name), given)
+    return ConfigError(f"{subject}{text}{got}{source}.", rule=_STRICT, remedy=_correction(name, origin, example))
+
+
+def example_of(field: Any, given: object) -> str:
+    """Return a value that a setting can have; empty if none is known: a size, or its default."""
+    annotation = getattr(field, "annotation", None), getattr(field, "metadata", None)
+    if "_parse_size" in repr(annotation):  # also within a union
+        return suggest_size(given)
+    default = getattr(field, "default", None)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default) if isinstance(default, int | str) else ""
 
 
 def subject_of(name: str, origin: str) -> tuple[str, str]:
-    """Return what an error calls a setting, and the origin behind it in brackets unless that says it already.
-
-    >>> subject_of("memory.limit", "--limit"), subject_of("memory.limit", "--set")
-    (('--limit', ''), ('memory.limit', ' (--set)'))
-    """
+    """Return what an error calls a setting, and the origin behind it in brackets unless that says it already."""
     is_flag = origin.startswith("--") and origin != OVERRIDE
     return (origin, "") if is_flag else (name, f" ({origin})")
 
 
-def _correction(name: str, origin: str) -> str:
+def _correction(name: str, origin: str, example: str) -> str:
     """Return where and how to give a setting another value."""
+    value, give = example or "...", "give for example" if example else "give"
     if origin.startswith("--"):
-        return f"give {OVERRIDE} {name}=..." if origin == OVERRIDE else f"give {origin} ..."
+        return f"{give} {OVERRIDE} {name}={value}" if origin == OVERRIDE else f"{give} {origin} {value}"
     if origin.startswith(VARIABLE):
         found = origin.removeprefix(VARIABLE)
-        return f"give {found}=..., or take it away: unset {found}"
-    return f"set {name} to another value" if origin in (ARGUMENT, DEFAULT) else f"correct {name} in {origin}"
+        return f"{give} {variable(name)}={value}, or take it away: unset {found}"
+    if origin in (ARGUMENT, DEFAULT):
+        return f"set {name} to another value"
+    return f"correct {name} in {origin}" + (f", for example to {value}" if example else "")
 
 
 def show(value: Any) -> str:

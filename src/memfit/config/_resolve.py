@@ -19,7 +19,7 @@ from memfit.config._problems import (
     Override,
     dotted,
     from_pydantic,
-    known_names,
+    known_fields,
     origin_of,
     place,
     report,
@@ -59,19 +59,14 @@ class Resolved(Generic[M]):
     _given: dict[Keys, tuple[Any, str]] = field(repr=False, compare=False)
 
     def to_yaml(self, *nested: Resolved[Any]) -> str:
-        """Return all settings as a YAML file that resolves to the same value.
-
-        Args:
-            nested: Sections that were resolved later; their defaults are filled in too.
-        """
+        """Return all settings, and those of sections resolved later, as a YAML file that resolves to the same value."""
         from memfit.config._yaml import write_yaml
 
         tree = self.value.model_dump(mode="json")
         for part in nested:
             *above, last = part.prefix.removeprefix(self.prefix).split(".")[:-1]
             _below(tree, above)[last] = part.value.model_dump(mode="json")
-        name = type(self.value).__name__
-        header = f"# The resolved settings of {name}. memfit reads this file as it reads your own.\n"
+        header = "# All settings as they were resolved. memfit reads this file as it reads your own.\n"
         return header + "# run.json says where each value came from.\n" + write_yaml(tree)
 
     def to_json(self) -> str:
@@ -115,17 +110,6 @@ def resolve(
 
     Raises:
         ConfigError: If anything is wrong: all of it is named at once, each with its place and the nearest known name.
-
-    >>> from memfit.config import Settings
-    >>> class Model(Settings):
-    ...     seed: int = 0
-    ...     rate: float = 0.1
-    ...     epochs: int = 12
-    >>> resolved = resolve(Model, values={"seed": 1, "rate": 0.5}, env={"MEMFIT_SEED": "2"}, overrides=["rate=1e-3"])
-    >>> resolved.value
-    Model(seed=2, rate=0.001, epochs=12)
-    >>> resolved.origins
-    {'seed': 'environment MEMFIT_SEED', 'rate': '--set', 'epochs': 'default'}
     """
     if file is not None and values is not None:
         raise TypeError("give a file or values, not both")
@@ -146,23 +130,7 @@ def resolve(
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
     """Return a free section's settings, checked against a model that is known only now; origins are kept.
 
-    Args:
-        resolved: The settings that hold the section, a ``dict[str, Any]``.
-        key: The section's dotted name, for example ``params``.
-        model: The section's own model.
-
-    Raises:
-        ConfigError: As ``resolve`` does, with the full names.
-
-    >>> from typing import Any
-    >>> from memfit.config import Settings
-    >>> class Run(Settings):
-    ...     params: dict[str, Any] = {}
-    >>> class Params(Settings):
-    ...     rate: float = 0.1
-    >>> run = resolve(Run, env={"MEMFIT_PARAMS__RATE": "1e-3"})
-    >>> resolve_nested(run, "params", Params).value
-    Params(rate=0.001)
+    ``key`` is the section's dotted name, such as ``params``; an error has the full names, as those of ``resolve`` do.
     """
     steps = tuple(key.split("."))
     size = len(steps)
@@ -224,7 +192,7 @@ class _Layers:
     def _spelled(self, parts: Sequence[str], model: type[BaseModel]) -> Keys:
         """Return a variable's lower-case parts in the letters of the model, or of the keys already given."""
         given = (dotted(path[:length]) for path in self.given for length in range(1, len(path) + 1))
-        names = {name.lower(): name for name in (*given, *known_names(model))}
+        names = {name.lower(): name for name in (*given, *(name for name, _ in known_fields(model)))}
         for length in range(len(parts), 0, -1):
             if (name := names.get(".".join(parts[:length]))) is not None:
                 return (*name.split("."), *parts[length:])
@@ -261,12 +229,6 @@ def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
 
     Raises:
         ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = (Path(folder) / "targets.yaml").write_text("fold.rank_ic: {target: 0.04}")
-    ...     read_file(Path(folder) / "targets.yaml")
-    {'fold.rank_ic': {'target': 0.04}}
     """
     return read_lines(file, text)[0]
 
@@ -337,11 +299,7 @@ def _below(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 def _validated(model: type[M], tree: dict[str, Any]) -> M:
-    """Check a tree; where text is wanted a whole number is its text, and an empty section is a section.
-
-    Raises:
-        ValidationError: What is wrong with the tree.
-    """
+    """Check a tree; where text is wanted a whole number is its text, and an empty section is a section."""
     extra: Any = None if model.model_config.get("extra") == "allow" else "forbid"
     try:
         return model.model_validate_json(json.dumps(tree), strict=True, extra=extra)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from memfit.errors import ConfigError
-from memfit.units import GIB, KIB, MIB, TIB, parse_bytes
+from memfit.units import GIB, KIB, MIB, TIB, parse_memory
 
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,400})|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -23,39 +23,28 @@ _FLOAT = re.compile(r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]
 
 
 class Settings(BaseModel):
-    """The base of every model of settings: frozen, and an unknown key is an error.
-
-    >>> class Model(Settings):
-    ...     width: int = 64
-    >>> Model(width=32).width
-    32
-    """
+    """The base of every model of settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", defer_build=True)
 
 
 def _parse_size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
+    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
         with contextlib.suppress(ConfigError, OverflowError):
-            return parse_bytes(value)
-    raise ValueError("must be a size such as 8GiB, 512MiB or a whole number of bytes")
+            return parse_memory(value)
+    raise ValueError("must be a size of 1MiB or more, such as 8GiB; a bare number is bytes")
 
 
 def size_text(count: int) -> str | int:
-    """Return a size as a settings file takes it: with the largest unit that is exact, or as a number of bytes.
-
-    >>> size_text(8 << 30), size_text(1536 << 20), size_text(1000)
-    ('8GiB', '1536MiB', 1000)
-    """
+    """Return a size as a settings file takes it: with the largest unit that is exact, or as a number of bytes."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count and count % factor == 0:
             return f"{count // factor}{unit}"
     return count
 
 
-#: A setting in bytes: an ``int`` that may be given as ``8GiB``, and is written back in such a form.
+#: A setting in bytes of memory: an ``int`` that may be given as ``8GiB``, and is written back in such a form. Less than
+#: 1 MiB, and not 0, was meant otherwise, and is refused.
 ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(size_text, when_used="json")]
 
 
@@ -97,11 +86,6 @@ def fingerprint(value: Any) -> str:
 
     Raises:
         TypeError: If the value holds something that no settings file can hold.
-
-    >>> fingerprint({"b": 1, "a": 0.1}) == fingerprint({"a": 0.1, "b": 1})
-    True
-    >>> fingerprint({"a": 1})[:8]
-    '015abd7f'
     """
     return hashlib.sha256(_canonical(to_plain(value)).encode()).hexdigest()
 
@@ -111,11 +95,7 @@ def _canonical(value: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each setting that differs: its dotted name, its value before and its value now; None where it is not set.
-
-    >>> list(differences({"seed": 1, "train": {"lr": 0.1}}, {"seed": 1, "train": {"lr": 0.2, "decay": 0.0}}))
-    [('train.lr', 0.1, 0.2), ('train.decay', None, 0.0)]
-    """
+    """Yield each setting that differs: its dotted name, its value before and now; None where it is not set."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -125,13 +105,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 def read_plain(text: str) -> bool | int | float | str | None:
-    """Return the value of an unquoted scalar in YAML 1.2, where ``on``, ``no`` and dates are text.
-
-    Digits behind a leading zero are text too: ``0050`` is a code.
-
-    >>> [read_plain(text) for text in ("1e-3", "0050", "0x10", "true", "no", "2024-01-31", "12:30", "~")]
-    [0.001, '0050', 16, True, 'no', '2024-01-31', '12:30', None]
-    """
+    """Return an unquoted scalar in YAML 1.2. ``on``, ``no``, dates and digits behind a leading zero are text."""
     word = text.lower() if text in (text.lower(), text.upper(), text.capitalize()) else text
     if word in _WORDS:
         return _WORDS[word]

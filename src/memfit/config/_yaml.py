@@ -86,9 +86,6 @@ def _refused(node: Any, problem: str) -> ConstructorError:
 def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Return the content of one YAML document, and the line of each key by its path.
 
-    Raises:
-        YamlError: If the text is not one YAML document, or has a key twice.
-
     >>> read("seed: 3\\nmodel:\\n  name: x\\n")
     ({'seed': 3, 'model': {'name': 'x'}}, {('seed',): 1, ('model',): 2, ('model', 'name'): 3})
     """
@@ -130,14 +127,7 @@ _Representer.add_representer(float, _Representer.represent_number)
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Return values as a YAML document that YAML 1.1 and 1.2 read back to the same values.
-
-    >>> print(write_yaml({"seed": 3, "model": {"name": "no", "lr": 1e-5}}), end="")
-    seed: 3
-    model:
-      name: 'no'
-      lr: 1.0e-05
-    """
+    """Return values as a YAML document that YAML 1.1 and 1.2 read back to the same values."""
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = yaml.sort_base_mapping_type_on_output = False

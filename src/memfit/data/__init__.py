@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._manifest import check_panel as check_panel
     from memfit.data._manifest import write_sealed as write_sealed
-    from memfit.data._measure import LoaderReport as LoaderReport
-    from memfit.data._measure import MeasuredLoader as MeasuredLoader
-    from memfit.data._measure import Pace as Pace
-    from memfit.data._measure import measure_loader as measure_loader
     from memfit.data._packed import PackedDataset as PackedDataset
     from memfit.data._packed import pack as pack
     from memfit.data._padding import Padding as Padding
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
     from memfit.data._pickles import pack_source as pack_source
     from memfit.data._pickles import remove_leftovers as remove_leftovers
     from memfit.data._sequences import SequenceLoader as SequenceLoader
-    from memfit.data._sizes import ColumnSize as ColumnSize
     from memfit.data._sizes import column_sizes as column_sizes
     from memfit.data._source import Columns as Columns
     from memfit.data._source import Source as Source
@@ -39,5 +34,26 @@ if TYPE_CHECKING:
     from memfit.data._versions import Version as Version
     from memfit.data._versions import prune as prune
     from memfit.data._versions import versions as versions
+
+__all__ = [
+    "Columns",
+    "DateBatch",
+    "DateBatches",
+    "Loader",
+    "LoaderUse",
+    "PackedDataset",
+    "Padding",
+    "Panel",
+    "SequenceLoader",
+    "Source",
+    "Version",
+    "decode_dates",
+    "host_footprint",
+    "loader_footprint",
+    "pack",
+    "prune",
+    "versions",
+    "windows",
+]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -74,12 +74,7 @@ class DateBatch:
 
 @dataclass(frozen=True, eq=False)
 class WindowBatch:
-    """Windows of any dates and assets: ``windows`` and ``targets`` as in `DateBatch`.
-
-    Attributes:
-        date_indices: (n,) int64, the last date of each window, indices into ``panel.dates``.
-        asset_indices: (n,) int64, indices into ``panel.assets``.
-    """
+    """Windows that end at ``panel.dates[date_indices]`` of ``panel.assets[asset_indices]``, both (n,) int64."""
 
     date_indices: npt.NDArray[np.int64]
     asset_indices: npt.NDArray[np.int64]
@@ -88,10 +83,8 @@ class WindowBatch:
 
 
 class WindowReader:
-    """Copies windows and targets of a panel once, from its map into the memory of a batch.
-
-    A *cell* is a date and an asset in one number, ``date * num_assets + asset``: its window ends on this date.
-    """
+    """Copies windows and targets of a panel once, from its map into the memory of a batch. A *cell* is a date and an
+    asset in one number, ``date * num_assets + asset``: its window ends on this date."""
 
     def __init__(self, panel: Panel, lookback: int, target: str | None) -> None:
         self.panel = panel
@@ -113,7 +106,6 @@ class WindowReader:
         return np.flatnonzero(found)
 
     def window_bytes(self, size: int) -> int:
-        """Return the bytes of so many windows."""
         return size * self.lookback * self.num_features * 4
 
     def nbytes(self, size: int) -> int:

@@ -17,13 +17,8 @@ _ALIGN = 64  # bytes: a cache line, and what vector instructions like
 
 
 class Buffers:
-    """Buffers of one size, for one thread that takes them.
-
-    Args:
-        nbytes: Bytes of each.
-        most: How many are watched. If all of them are held, the oldest is left to its holder.
-        pinned: Lock their pages, for copies to a CUDA device that do not wait.
-    """
+    """Buffers of ``nbytes`` each, for one thread that takes them. ``most`` are watched: if all are held, the oldest is
+    left to its holder. ``pinned`` locks their pages, so that copies to a CUDA device need not wait."""
 
     def __init__(self, nbytes: int, *, most: int, pinned: bool = False) -> None:
         self.nbytes, self.most, self.pinned = nbytes, most, pinned
@@ -74,7 +69,6 @@ class _Lease:
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to whole cache lines."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 

@@ -68,7 +68,6 @@ _NO_COPY = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPE
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Return the name of a type, given as a name or a numpy type."""
     try:
         name = str(np.dtype(dtype))
     except TypeError:
@@ -122,7 +121,6 @@ class PanelSpec:
 
     @classmethod
     def of_panel(cls, manifest: Manifest) -> PanelSpec:
-        """Return what a panel was built with."""
         found = {name: manifest.key[name] for name in cls.__dataclass_fields__}
         return cls(**found | {role: tuple(found[role]) for role in ("features", "targets")})
 
@@ -256,10 +254,8 @@ def write_panel(
     base: Base | None = None,
     progress: Progress | None = None,
 ) -> tuple[Path, bool, tuple[str, ...]]:
-    """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates.
-
-    Return its folder, whether it was there already, and in what it differs from the newest other one there.
-    """
+    """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates. Return
+    its folder, whether it was there already, and in what it differs from the newest other one there."""
     stamp = source.stamp()
     key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
     fingerprint = fingerprint_of(key)
@@ -293,7 +289,6 @@ def write_panel(
 
 
 def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
-    """Return all that the values depend on."""
     columns = check_columns(source, date=spec.date, asset=spec.asset, numbers=spec.numbers)
     content = source.content_digest(date=spec.date, asset=spec.asset, numbers=spec.numbers)
     versions = {"format": FORMAT_VERSION, "build_version": BUILD_VERSION}
@@ -314,16 +309,12 @@ def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in key if old.get(name) != key[name])
 
 
-def _fsync(file: Path) -> None:
-    with open(file, "r+b") as opened:
-        os.fsync(opened.fileno())
-
-
 def _force(aside: Path) -> dict[str, Any]:
     """Force each file to disk; return the size and checksums of all by name."""
     files = {}
     for file in sorted(aside.iterdir()):
-        _fsync(file)
+        with open(file, "r+b") as opened:
+            os.fsync(opened.fileno())
         files[file.name] = file_facts(file)
     return files
 
@@ -351,11 +342,7 @@ def _allocate(path: Path, start: int) -> None:
     if size == start:
         return
     with open(path, "r+b") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), start, size - start)
-            return
-        for at in range(start, size, 1 << 20):
-            os.pwrite(file.fileno(), bytes(min(1 << 20, size - at)), at)
+        os.posix_fallocate(file.fileno(), start, size - start)
 
 
 def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:

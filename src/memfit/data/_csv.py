@@ -20,15 +20,12 @@ _TYPES = (
 
 
 def is_csv(path: Path) -> bool:
-    """Return whether a file is taken for CSV, by its name."""
     return path.name.lower().endswith((".csv", ".csv.gz"))
 
 
 def open_csv(path: Path, columns: Sequence[str] | None = None) -> csv.CSVStreamingReader:
-    """Open a CSV file with a header: commas, double quotes, UTF-8; an empty field is a missing value.
-
-    The types follow from all rows, which are read once for that. Only some ``columns`` are read if they are given.
-    """
+    """Open a CSV file with a header: commas, double quotes, UTF-8; an empty field is a missing value. The types follow
+    from all rows, which are read once for that. Only some ``columns`` are read if they are given."""
     facts = path.stat()
     return _open(path, _infer(path, facts.st_ino, facts.st_size, facts.st_mtime_ns), columns)
 

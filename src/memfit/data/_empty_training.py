@@ -1,12 +1,8 @@
-"""A program: what the processes of a small training on the CPU hold, printed in bytes.
+"""A program: print the bytes that the processes of a small training on the CPU hold.
 
-``_empty_training.py <loop> <alone or group> <start method> <items in a batch> <numbers in an item> <module>...``, where
-the loop is plain, huggingface or lightning. It trains one layer of 256 x 256 weights for two epochs with validation, by
-loaders whose workers live on, and looks at its last batch, when all that is loaded late is loaded. Printed are: the
-anonymous bytes of the process, the bytes of the files that it maps, what each worker has for itself with its items, and
-what the workers of a loader add together beside that: helpers of the start method, or pages that the process wrote to
-while forked workers held them. It is its own script, so that spawned workers import what it does: torch and the modules
-that are named, and no more.
+``_empty_training.py <loop> <alone or group> <start method> <items in a batch> <numbers in an item> <module>...``
+trains one layer of 256 x 256 weights for two epochs with validation, by workers that live on, and prints the fields of
+`EmptyTraining`. It is its own script, so that spawned workers import torch and the named modules, and no more.
 """
 
 import importlib
@@ -31,8 +27,6 @@ BATCH, NUMBERS = (int(word) for word in _WORDS[4:6] or (1, 1))
 
 
 class Items:
-    """Items of so many numbers."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -129,7 +123,6 @@ def held(pid: int) -> dict[str, int]:
 
 
 def below(pid: int) -> list[int]:
-    """Return the processes that come from one."""
     found = [pid]
     for one in found:
         for children in Path(f"/proc/{one}/task").glob("*/children"):
@@ -138,7 +131,6 @@ def below(pid: int) -> list[int]:
 
 
 def sizes() -> list[int]:
-    """Return the four numbers."""
     own = held(os.getpid())
     process = own["Anonymous:"] + own["Swap:"]
     all_others = {pid: held(pid) for pid in below(os.getpid())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import math
@@ -13,7 +14,7 @@ import random
 import subprocess
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from memfit.data._loader import Loader
-from memfit.data._measure import leaves, mapped_in, size_of
 from memfit.data._packed import PackedDataset
 from memfit.data._panel import Panel
 from memfit.data._sequences import SequenceLoader
@@ -206,7 +206,7 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
         raise UsageError(
             f"what a {type(loader).__name__} over a {type(data).__name__} takes cannot be told before it runs.",
             rule="counted are memfit's Loader and SequenceLoader, and a DataLoader whose data set has items by number.",
-            remedy="measure it: memfit.data.measure_loader",
+            remedy="run a short training with it: memfit run measures the job",
         )
     return _look_at_torch(loader, use)
 
@@ -250,11 +250,9 @@ def method_of(loader: Any) -> str:
 
 
 def _share_read(loader: Any, nbytes: int, use: LoaderUse) -> float:
-    """Return which share of a data set's pages hold an item that one worker reads in its life.
-
-    In order, a worker reads the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs
-    ``q = 1 - (1 - 1 / (w * num_ranks)) ** e`` of them, and a page lies in ``1 + page / item`` items.
-    """
+    """Return which share of a data set's pages hold an item that one worker reads in its life. In order, a worker reads
+    the same items in each epoch: 1 of ``w * num_ranks``. Shuffled, it reads after ``e`` epochs ``q = 1 - (1 - 1 / (w *
+    num_ranks)) ** e`` of them, and a page lies in ``1 + page / item`` items."""
     part: float = 1 / (loader.num_workers * max(use.num_ranks, getattr(loader.sampler, "num_replicas", 1)))
     if type(loader.sampler).__name__ == "SequentialSampler" or getattr(loader.sampler, "shuffle", True) is False:
         return part
@@ -265,9 +263,7 @@ def _share_read(loader: Any, nbytes: int, use: LoaderUse) -> float:
 
 def _pickled_bytes(data: Any) -> tuple[int, int]:
     """Return the bytes of a data set as a process hands it to a worker that is not forked, and those of its arrays.
-
-    Tensors go by themselves. Of arrays that a data set leaves out of its state, nothing is sent.
-    """
+    Tensors go by themselves. Of arrays that a data set leaves out of its state, nothing is sent."""
     total = numbers = 0
 
     class Sink:
@@ -326,16 +322,10 @@ def with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
 
 @dataclass(frozen=True)
 class EmptyTraining:
-    """The bytes of a training of one small layer.
-
-    Attributes:
-        process: Anonymous memory of its process.
-        files: The files that it maps, its libraries.
-        worker: What each worker of its loader has for itself, with the items of a batch.
-        workers_once: What the workers of a loader add together beside that: helpers of the start method, or pages that
-            the process wrote to while forked workers held them.
-        batch: The bytes of its batches.
-    """
+    """Bytes of a training of one small layer: anonymous memory of its process, the ``files`` that it maps (libraries),
+    and what each ``worker`` of its loader has for itself with the items of a batch. ``workers_once`` is what the
+    workers add together: helpers of the start method, or pages that the process wrote to while forked workers held
+    them."""
 
     process: int
     files: int
@@ -365,7 +355,7 @@ def _measure(
         raise JobFailedError(
             f"a small training could not be measured: {done.stderr.strip()[-600:]}",
             rule="what a process takes by itself is measured on one that trains one small layer.",
-            remedy="see the error above; memfit.data.measure_loader measures the whole loader",
+            remedy="see the error above; memfit run measures the job itself",
         )
     process, files, worker, once = map(int, done.stdout.split())
     return EmptyTraining(process, files, worker, once, 4 * items * numbers)
@@ -373,9 +363,7 @@ def _measure(
 
 def data_size(data: Any) -> dict[str, int]:
     """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers.
-
-    Panels and packed objects are left out, and so is what other libraries hold outside of arrays.
-    """
+    Panels and packed objects are left out, and so is what other libraries hold outside of arrays."""
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)
@@ -455,3 +443,39 @@ def _is_mapped(array: Any) -> bool:
             return True
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     return False
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield the arrays, tensors, texts and numbers of a batch."""
+    if isinstance(batch, Mapping):
+        parts: Iterable[Any] = batch.values()
+    elif isinstance(batch, list | tuple | set):
+        parts = batch
+    elif dataclasses.is_dataclass(batch):
+        parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    else:
+        yield batch
+        return
+    for part in parts:
+        yield from leaves(part)
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    num_samples, num_bytes = 0, 0
+    for leaf in leaves(batch):
+        shape: Sequence[int] = getattr(leaf, "shape", ())
+        num_samples = num_samples or (int(shape[0]) if len(shape) else 0)
+        num_bytes += len(leaf) if isinstance(leaf, str | bytes) else int(getattr(leaf, "nbytes", 0))
+    return num_samples or (len(batch) if hasattr(batch, "__len__") else 1), num_bytes
+
+
+def mapped_in(data: Any) -> dict[Any, int]:
+    """Return folder and bytes of each panel and packed data set that a loader holds, a few attributes deep."""
+    found: dict[Any, int] = {}
+    todo = [(data, 0)]
+    for one, depth in todo:
+        if isinstance(one, Panel | PackedDataset):
+            found[one.path] = int(one.nbytes)
+        elif depth < 4:
+            todo += [(value, depth + 1) for value in getattr(one, "__dict__", {}).values()]
+    return found

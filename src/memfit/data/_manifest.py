@@ -34,15 +34,9 @@ _NUM_SAMPLED = 64
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a panel's folder holds.
-
-    Attributes:
-        fingerprint: Hash of ``key``, 64 hex digits; the folder's name is the first 16.
-        key: All that the values depend on: content of the source, columns and types, parameters, code version.
-        num_rows: Rows in the source, one per date and asset.
-        arrays: By name, the dtype and shape of ``<name>.npy``.
-        files: By file name, its size and the checksums of its blocks.
-    """
+    """What a panel's folder holds. ``key`` is all that the values depend on (content of the source, columns and types,
+    parameters, code version); ``fingerprint`` is its hash, 64 hex digits, and the folder's name the first 16.
+    ``num_rows`` counts those of the source. ``files`` has the size and the checksums of the blocks of each file."""
 
     fingerprint: str
     key: Mapping[str, Any]
@@ -56,7 +50,6 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return a panel's manifest."""
         fields = read_sealed(folder, "panel", (FORMAT_VERSION,))
         manifest = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
         # A copy of a folder may have any other name.

@@ -17,7 +17,6 @@ Array = npt.NDArray[Any]
 
 class Cut(Sequence[Array]):
     """The indices of each batch, cut out when asked for: a list of them takes more memory than all indices.
-
     >>> list(Cut(np.array([5, 3, 1]), np.array([0, 2, 3]), np.array([1, 0])))
     [array([1]), array([5, 3])]
     """
@@ -33,19 +32,13 @@ class Cut(Sequence[Array]):
         return self._order[self._starts[place] : self._starts[place + 1]]
 
     def drawn(self, generator: np.random.Generator) -> Cut:
-        """Return the batches in an order that is drawn."""
         return Cut(self._order, self._starts, generator.permutation(len(self)))
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which examples make which batch of which epoch.
-
-    Attributes:
-        number: Examples.
-        widths: (number,) what each is filled up to by itself; None where nothing depends on it.
-        batch, max_tokens, seed, bucket: See `SequenceLoader`.
-    """
+    """Which examples make which batch of which epoch. ``widths`` (number,) is what each is filled up to by itself; None
+    where nothing depends on it."""
 
     number: int
     widths: Array | None
@@ -72,7 +65,6 @@ class Order:
         return {"numbers": plain, "widths": blake2b(values, digest_size=16).hexdigest()}
 
     def batches(self, epoch: int) -> Cut:
-        """Return the indices of each batch."""
         if self.seed is None:
             return self._cut(np.arange(self.number))
         generator = np.random.default_rng((self.seed, epoch))

@@ -154,12 +154,7 @@ def _reopen(path: str, numbers: range) -> PackedDataset:
 
 
 class _Files:
-    """A folder's files, mapped when first used.
-
-    Args:
-        path: The folder.
-        owned: A folder to remove when this is no longer used.
-    """
+    """A folder's files, mapped when first used. The folder ``owned`` is removed when this is no longer used."""
 
     def __init__(self, path: Path, owned: Path | None = None) -> None:
         fields = read_sealed(path, _KIND, [FORMAT_VERSION])
@@ -205,15 +200,9 @@ def write_packed(
     check: Callable[[PackedDataset], object] | None = None,
     name_of: Callable[[int], str] = "object {}".format,
 ) -> Path:
-    """Write the folder of the objects, in place and whole; its lock is held.
-
-    Args:
-        objects: As for `pack`.
-        path: The folder.
-        source: A JSON value for the manifest, taken when all objects are written.
-        check: Called with the data set before the folder gets its name; if it raises, nothing is left.
-        name_of: What an error calls the object of a number.
-    """
+    """Write the folder of the objects, in place and whole; its lock is held. ``source`` is a JSON value for the
+    manifest, taken when all objects are written. ``check`` is called before the folder gets its name; if it raises,
+    nothing is left. ``name_of`` names an object in an error."""
     if path.exists():
         raise DataError(
             f"{path} is there already.",

@@ -147,7 +147,6 @@ class Padding:
 
 
 def _checked(name: str, value: Any) -> Array:
-    """Return a number or a sequence of ids as an array."""
     array = np.asarray(value)
     if array.size == 0 and array.ndim == 1:
         return array.astype(np.int64)

@@ -289,7 +289,6 @@ class Panel:
 
 
 def _map(file: Path, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Map a ``.npy`` file read-only."""
     try:
         array: Array = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except (OSError, ValueError):

@@ -44,24 +44,10 @@ _ROLLUP = "/proc/{}/smaps_rollup"
 def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) -> dict[str, Any]:
     """Pack pickles or an iterable into a new folder, or find the folder that was made of the same files.
 
-    A pickle holds a list of items, or one item. The items come file by file, in natural order of their names; one file
-    at a time is in memory.
-
-    Args:
-        words: Files and patterns, or one ``module:function`` whose result is iterated.
-        path: The folder to make.
-        ranks: How many processes are measured with the list and with the store; 0 measures none.
-        scratch: A folder of the caller for the progress ("done total") and the measured sample.
-
-    Returns:
-        ``reused``, ``num_files``, ``num_items``, ``bytes``, ``source_bytes``, ``num_compared``, ``ranks``: JSON values,
-        sizes in bytes.
-
-    Raises:
-        DataError: If there is no item, a file is another user's or cannot be unpickled, an item is of a kind that
-            `pack` refuses, has other keys than the first, or is not equal when read back, or something else is at
-            ``path``. Nothing is left behind.
-    """
+    ``words`` are files and patterns, or one ``module:function`` whose result is iterated. A pickle holds a list of
+    items, or one item; one file at a time is in memory. ``ranks`` processes are measured with the list and with the
+    store. ``scratch`` is the caller's folder for the progress ("done total") and the measured sample. Raises
+    `DataError`, and leaves nothing behind."""
     folder = Path(path).absolute()
     target = words[0] if len(words) == 1 and _is_target(words[0]) else ""
     files = [] if target else find_pickles(words)
@@ -81,11 +67,7 @@ def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) ->
 
 
 def find_pickles(words: Sequence[str]) -> list[Path]:
-    """Return the files that names and patterns stand for, each once, in natural order.
-
-    Raises:
-        DataError: If one of them stands for none.
-    """
+    """Return the files that names and patterns stand for, each once, in natural order; refuse one without a file."""
     found: dict[Path, None] = {}
     for word in words:
         anchor = Path(Path(word).anchor)
@@ -213,13 +195,8 @@ def _writer_of(file: Path) -> Progress:
 @dataclass
 class _Items:
     """Items on their way into a store: their keys are checked, and what is compared and measured of them is kept.
-
-    Attributes:
-        source: The items, each with its place.
-        place: The place of the last item.
-        drawn: Number and digest of the items that are compared: each item is as likely as another.
-        num_sampled: How many of the first items are in the sample.
-    """
+    ``place`` is that of the last item. ``drawn`` has number and digest of the items that are compared, each as likely
+    as another. The first ``num_sampled`` items are in the sample."""
 
     source: Iterator[tuple[str, Any]]
     place: str = ""
@@ -251,7 +228,6 @@ class _Items:
             )
 
     def compare(self, data: PackedDataset) -> None:
-        """Compare the drawn items with those that are read back."""
         for number, digest in self.drawn:
             if digest_of(data[number]) != digest:
                 raise DataError(
@@ -275,11 +251,7 @@ def _ragged(place: str, first: frozenset[Any] | None, found: frozenset[Any] | No
 
 
 def digest_of(value: Any) -> str:
-    """Return a hash of an object's types and content, the same for a tensor as for its array.
-
-    >>> digest_of({"a": [1, 2.0]}) == digest_of({"a": [1, 2.0]}), digest_of([1]) == digest_of([True])
-    (True, False)
-    """
+    """Return a hash of an object's types and content, the same for a tensor as for its array."""
     digest = hashlib.blake2b(digest_size=16)
     _feed(digest.update, value, ())
     return digest.hexdigest()
@@ -314,10 +286,8 @@ def _feed(update: Callable[[bytes], object], value: Any, above: tuple[int, ...])
 
 
 def _measure(data: PackedDataset, sample: Path, count: int, ranks: int) -> dict[str, Any] | None:
-    """Return what processes hold with a list of the first items and with the store: sums of PSS above empty ones.
-
-    None where it cannot be measured: not on Linux, or if the first item alone is larger than the sample may be.
-    """
+    """Return what processes hold with a list of the first items and with the store: sums of PSS above empty ones. None
+    where it cannot be measured: not on Linux, or if the first item alone is larger than the sample may be."""
     if not count or not Path(_ROLLUP.format("self")).exists():
         return None
     sizes = {}

@@ -21,12 +21,8 @@ _NUM_RECENT = 8
 
 
 class PositionedLoader(ABC, Generic[BatchT]):
-    """Batches by number, delivered in order from a position.
-
-    Args:
-        fingerprint: 16 hex digits that stand for all that the order of the batches depends on.
-        num_workers: Threads that make batches ahead, each one batch; 0 for none.
-    """
+    """Batches by number, delivered in order from a position. ``fingerprint``: 16 hex digits that stand for all that the
+    order depends on. ``num_workers`` threads make one batch ahead each."""
 
     #: What a fingerprint stands for, in words.
     _order_of: ClassVar[str]
@@ -59,20 +55,11 @@ class PositionedLoader(ABC, Generic[BatchT]):
         self._epoch, self._position, self._is_exhausted = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as plain values.
-
-        Returns:
-            ``epoch``, ``position`` (how many of its batches were delivered) and ``fingerprint``: 16 hex digits that
-            stand for all that the order of the batches depends on.
-        """
+        """Return ``epoch``, ``position`` (how many of its batches were delivered) and ``fingerprint``."""
         return {"epoch": int(self._epoch), "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another loader with the same arguments stood; ``num_workers`` may differ.
-
-        Raises:
-            UsageError: If it is no state, or that of a loader with another order.
-        """
+        """Go to where another loader with the same order stood; ``num_workers`` may differ."""
         fingerprint = state.get("fingerprint") if isinstance(state, Mapping) else None
         if isinstance(fingerprint, str) and fingerprint != self._fingerprint:
             raise UsageError(
@@ -144,11 +131,9 @@ class PositionedLoader(ABC, Generic[BatchT]):
 def made_ahead(
     task_of: Callable[[int], Callable[[], BatchT]], start: int, stop: int, num_threads: int
 ) -> Generator[BatchT, None, None]:
-    """Yield the results of numbered tasks in order, or a task's error; each thread makes one ahead.
-
-    The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. When the
-    generator is closed, each thread ends with the task that it has begun.
-    """
+    """Yield the results of numbered tasks in order, or a task's error; each thread makes one ahead. The calling thread
+    makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. When the generator is
+    closed, each thread ends with the task that it has begun."""
     if num_threads == 0:
         yield from (task_of(number)() for number in range(start, stop))
         return

@@ -23,7 +23,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def panel_lock(path: Path) -> FileLock:
-    """Return the lock of whoever writes or removes a folder."""
     return FileLock(path.with_name(f".{path.name}.lock"))
 
 

@@ -108,9 +108,8 @@ class Source:
 
 def _chunk_digests(file: Path) -> Iterator[str]:
     """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file, by up to four threads."""
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     offsets = range(0, file.stat().st_size, _CHUNK_BYTES)
-    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
+    with ThreadPoolExecutor(max_workers=min(4, len(os.sched_getaffinity(0)))) as pool:
         yield from pool.map(partial(_digest_chunk, file), offsets)
 
 
@@ -210,24 +209,8 @@ class Columns:
 
 
 def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequence[str] = ()) -> Columns:
-    """Return the columns of a source that names and shell patterns (``*``, ``?``, ``[abc]``) stand for.
-
-    A name is taken as it is. A pattern finds the columns of numbers that match it and are not ``taken``.
-
-    Args:
-        source: As for `Panel.build`.
-        patterns: Names and patterns.
-        taken: Columns that a pattern does not mean, because they have another role.
-
-    Raises:
-        DataError: If a pattern finds no column, or the source cannot be read.
-
-    Example:
-        >>> import pyarrow as pa
-        >>> rows = pa.table({"date": ["2024-01-02"], "code": ["A"], "f1": [1.0], "f2": [2.0], "r": [0.1]})
-        >>> match_columns(rows, ["f*"], taken=["date", "code"]).names
-        ('f1', 'f2')
-    """
+    """Return the columns of a source that names and shell patterns (``*``, ``?``, ``[abc]``) stand for. A name is taken
+    as it is. A pattern finds the columns of numbers that match it and are not ``taken`` by another role."""
     _, schema = next(Source.of(source).schemas())
     names: dict[str, None] = {}
     left_out: dict[str, None] = {}
@@ -370,7 +353,6 @@ def numpy_of(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def text_of(words: Iterable[str]) -> pa.Array:
-    """Words as Arrow's ``large_string``."""
     encoded = [word.encode() for word in words]
     ends = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([len(word) for word in encoded], out=ends[1:])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memfit.diagnosis._signatures import to_bytes
+from memfit.diagnosis._find import to_bytes
 from memfit.units import format_bytes
 
 #: The share of a device from which a size counts, and below which two sizes are equal but for rounding.
@@ -38,7 +38,6 @@ class Figures:
 
     @property
     def used(self) -> int | None:
-        """What is in use of the device."""
         used = None if self.total is None or self.free is None else self.total - self.free
         return used if used is None or used >= 0 else None
 

@@ -29,12 +29,11 @@ def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
     return found
 
 
-#: So many lines may lie between the header of a block and the line of its kill.
 _LONGEST_BLOCK = 4000
 _INVOKED = re.compile(r"^.{1,40}? invoked oom-killer: ")
 _KILLED = re.compile(
     r"(?:(?P<who>Memory cgroup out of memory|Out of memory[^:]{0,40}): )?"
-    r"Killed process (?P<pid>\d+),? \((?P<name>.{1,40}?)\)(?P<rest>.*)",
+    r"Killed process (?P<pid>\d+),? \(.{1,40}?\)(?P<rest>.*)",
     re.IGNORECASE,
 )
 _CITED = re.compile(
@@ -46,9 +45,8 @@ _CONSTRAINT = re.compile(r"constraint=CONSTRAINT_(\w+)")
 _LIMIT_GROUP = re.compile(r"oom_memcg=([^,\n]*)|as a result of limit of (/\S*)")
 _VICTIM_GROUP = re.compile(r"task_memcg=([^,\n]*)|Task in (/\S*) killed")
 _USAGE = re.compile(r"^memory: usage (\d+)kB, limit (\d+)kB", re.MULTILINE)
-#: Words of a kill at a cgroup's limit, and of one for the whole machine.
 _OF_GROUP = re.compile(
-    r"Task in /\S* killed|^memory: usage \d+kB|Memory cgroup stats for /|mem_cgroup_(?:out_of_memory|oom_synchronize)"
+    r"Task in /\S* killed|^memory: usage \d+kB|Memory cgroup stats for /|mem_cgroup_(?:out_of_memory|\w*oom)"
     r"|try_charge|cgroup out of memory: Kill process",
     re.MULTILINE,
 )
@@ -60,11 +58,9 @@ _CONTAINER = re.compile(r"docker|libpod|kubepods|pod[0-9a-f]{8}|/ecs/|lxc|machin
 
 def find_kills(lines: Iterable[Line]) -> list[Sign]:
     """Return the kills in a kernel log, each with the scope of its limit."""
-    found: list[Sign] = []
-    lines = list(lines)
+    found, block, lines = list[Sign](), list[Line](), list(lines)
     if not any("illed process" in line.text for line in lines):  # nearly all logs
         return found
-    block: list[Line] = []
     for line in lines:
         if _INVOKED.search(line.text) or len(block) > _LONGEST_BLOCK:
             block = []
@@ -78,7 +74,8 @@ def find_kills(lines: Iterable[Line]) -> list[Sign]:
 
 def _kill(block: list[Line], match: re.Match[str]) -> Sign:
     text = "\n".join(line.text for line in block[:-1])
-    constraint, limit_group, victim_group = (_last(one, text) for one in (_CONSTRAINT, _LIMIT_GROUP, _VICTIM_GROUP))
+    last = ("".join((one.findall(text) or [""])[-1]) for one in (_CONSTRAINT, _LIMIT_GROUP, _VICTIM_GROUP))
+    constraint, limit_group, victim_group = last
     said = (match["who"] or "").lower()
     if constraint in ("CPUSET", "MEMORY_POLICY"):
         name, scope = "global_kill", "cpuset"
@@ -89,7 +86,7 @@ def _kill(block: list[Line], match: re.Match[str]) -> Sign:
         name, scope = "cgroup_kill", "group above it" if is_above else "group"
     else:
         name, scope = ("global_kill", "global") if said else ("oom_kill", "unknown")
-    values = {"who": "the kernel", "pid": int(match["pid"]), "task": match["name"], "scope": scope}
+    values = {"who": "the kernel", "pid": int(match["pid"]), "scope": scope}
     sizes = dict(re.findall(r"([a-z]+-[a-z]+):\s*(\d+) ?kB", match["rest"]))
     parts = [int(sizes[one]) * KIB for one in ("anon-rss", "file-rss", "shmem-rss") if one in sizes]
     usage = None if scope in ("global", "unknown") else next(_USAGE.finditer(text), None)
@@ -103,8 +100,3 @@ def _kill(block: list[Line], match: re.Match[str]) -> Sign:
         values["in_container"] = True
     cited = [line for line in block[:-1] if _CITED.search(line.text)]
     return Sign(name, (block[-1], *cited[-6:]), values)
-
-
-def _last(pattern: re.Pattern[str], text: str) -> str:
-    found = [next(filter(None, match.groups()), "") for match in pattern.finditer(text)]
-    return found[-1] if found else ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from memfit.diagnosis._signatures import MARK
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Stream
 
@@ -62,7 +62,7 @@ _OF_WORKER = re.compile(r"encountered in worker|DataLoader worker|worker.{0,40}D
 #: What programs print of what they do.
 _WORDS: tuple[tuple[JobPhase, str], ...] = (
         ("checkpoint",
-            r"\bsav(?:e|ing)\b.{0,30}(?:model|checkpoint|ckpt|state|weights)|writing checkpoint|Failed to clone\(\)"
+            r"\bsav(?:e|ing)\b.{0,30}(?:model|checkpoint|ckpt|state|weights)|writing checkpoint|Failed to clone\(\)|Op:(?:Save|Restore)V2"
             r"|loading (?:from )?(?:the )?(?:model )?checkpoint(?! shards)|resum(?:e|ing) (?:from|training)|restoring"
             r"|loading (?:optimizer|state)"),
         ("build",
@@ -99,8 +99,7 @@ _CUT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A frame of a traceback: its file, its function and its line of source."""
 
     file: str
@@ -111,26 +110,23 @@ class Frame:
 def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
     """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
-    frames = _frames(stream, sign)
-    if not frames and (sign.name == "exit_status" or _TOOL.match(stream.lines[sign.place].text)):
+    frames, in_nccl = _frames(stream, sign), "nccl" in sign.text.lower()
+    is_loading = bool(frames) and frames[-1].source.startswith(
+        ("import ", "from ")
+    )  # its modules, whatever their names
+    if is_loading or (not frames and (sign.name == "exit_status" or _TOOL.match(stream.lines[sign.place].text))):
         return "unknown"
-    if frames and frames[-1].source.startswith(("import ", "from ")):
-        return "unknown"  # a program that is still loading its modules, whatever their names say
-    of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
-    of_worker |= bool(_OF_WORKER.search(sign.text)) and "mmap" not in sign.text
+    of_worker = "mmap" not in sign.text and ((sign.name == "shm" and not in_nccl) or _OF_WORKER.search(sign.text))
     forked = sign.name in ("no_fork", "process_limit") and any(one.source.startswith("for ") for one in frames)
     if of_worker or forked or sign.name == "open_files":
-        if any(_VALIDATES.search(f"{one.name}( {one.source}") for one in frames):
-            return "validate"
-        return "load"
-    if sign.name == "shm" and "nccl" in sign.text.lower():
+        return "validate" if any(_VALIDATES.search(f"{one.name}( {one.source}") for one in frames) else "load"
+    if sign.name == "shm" and in_nccl:
         return "build"
     found = _by_frames(frames)
     return found if found != "unknown" else _by_words(stream, sign)
 
 
 def is_source(stream: Stream, place: int) -> bool:
-    """Return whether a line is a traceback's line of source."""
     text = stream.lines[place].text
     above = stream.lines[place - 1].text if place else ""
     return text[:1] in (" ", "\t") and bool(re.match(r"\s*File \".*, line \d+", above))
@@ -139,31 +135,25 @@ def is_source(stream: Stream, place: int) -> bool:
 def _frames(stream: Stream, sign: Sign) -> list[Frame]:
     """The frames of the traceback that a sign ends, outermost first; none where it ends none."""
     texts = [line.text for line in stream.lines]
-    start = max(0, sign.place - _REACH)
-    headers = [at for at in range(start, sign.place + 1) if _HEADER.search(texts[at])]
+    headers = [at for at in range(max(0, sign.place - _REACH), sign.place + 1) if _HEADER.search(texts[at])]
     while len(headers) > 1 and "Original Traceback" in texts[headers[-1]]:
         headers.pop()
     begin = headers[-1] + 1 if headers else max(0, sign.place - 45)
-    return _parse(texts[begin : sign.place + 1])
-
-
-def _frame_in(text: str) -> re.Match[str] | None:
-    """The frame that a line names."""
-    text = text[:600]
-    return _FRAME.search(text) if ".py" in text or "Cell In" in text or "<ipython" in text else None
-
-
-def _parse(texts: list[str]) -> list[Frame]:
     found: list[Frame] = []
-    for at, text in enumerate(texts):
+    for at, text in enumerate(texts[begin : sign.place + 1], begin):
         match = _frame_in(text)
-        if match is None and text.lstrip().startswith("File ") and at + 1 < len(texts):  # the console wrapped it
+        if match is None and text.lstrip().startswith("File ") and at < sign.place:  # the console wrapped it
             match = _frame_in(text + texts[at + 1])
         if match:
             found.append(Frame(match["file"].replace("\\", "/"), (match["name"] or "").rpartition(".")[2], ""))
         elif found and not found[-1].source and text[:1] in (" ", "\t") and not set(text.strip()) <= set("^~ "):
             found[-1] = Frame(found[-1].file, found[-1].name, text.strip("│ \t"))
     return found
+
+
+def _frame_in(text: str) -> re.Match[str] | None:
+    text = text[:600]
+    return _FRAME.search(text) if ".py" in text or "Cell In" in text or "<ipython" in text else None
 
 
 def _by_frames(frames: list[Frame]) -> JobPhase:
@@ -178,11 +168,10 @@ def _by_frames(frames: list[Frame]) -> JobPhase:
             if file.search(frame.file) or words.search(said):
                 is_data = any("__getitem__" in one.name or "utils/data/" in one.file for one in frames)
                 return "load" if phase == "checkpoint" and is_data else phase
-    if any(re.search(r"train|tune|sft", one.file) for one in frames) and any(one.name == "forward" for one in frames):
+    names = {one.name for one in frames}
+    if "forward" in names and any(re.search(r"train|tune|sft", one.file) for one in frames):
         return "train"
-    if any(one.name == "__init__" for one in frames):
-        return "build"
-    return "unknown"
+    return "build" if "__init__" in names else "unknown"
 
 
 def _by_words(stream: Stream, sign: Sign) -> JobPhase:
@@ -190,10 +179,8 @@ def _by_words(stream: Stream, sign: Sign) -> JobPhase:
     own = stream.lines[sign.place]
     before = stream.lines[max(0, sign.place - _PRINTED_BEFORE) : sign.place + 1]
     behind = stream.lines[sign.place + 1 : sign.place + 1 + _PRINTED_BEHIND]
-    printed = [line for line in reversed(before) if not _frame_in(line.text)]  # they say more than a file's path
-    for line in [*printed, *(line for line in reversed(before) if _frame_in(line.text)), *behind]:
-        is_mark = sign.meaning.tier > 4
-        text = line.text if is_mark else _CUT.split(line.text)[0]
+    for line in [one for one in (*reversed(before), *behind) if not _frame_in(one.text)]:  # a file's name says nothing
+        text = line.text if sign.meaning.tier == MARK else _CUT.split(line.text)[0]
         if not text.strip() or (_HAPPENED.search(text) and line is not own) or _FOREIGN.search(text):
             continue
         for phase, regex in _PRINTED:

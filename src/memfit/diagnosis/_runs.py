@@ -1,68 +1,161 @@
-"""Read in a run directory of memfit how its jobs ended.
-
-Each job's watcher read the kernel's kill counters of the job's cgroup before and after. So a kill for memory, one by
-memfit and one by somebody else are three different things.
-"""
+"""Read what a run left: the logs, how its jobs ended and who killed them, which memory grew, whole checkpoints."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+import zipfile
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from statistics import linear_regression, pvariance
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
-from memfit.diagnosis._group import lost_ranks
+from memfit.diagnosis._record import Diagnosis
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, PeerFailedError, UsageError
-from memfit.files import check_owner, open_own, open_regular, pass_over, read_json
-from memfit.rundir import EventTail, RunDir
+from memfit.files import check_owner, fits, open_own, open_regular, pass_over, read_json
+from memfit.masking import mask
+from memfit.memory import read_series
+from memfit.rundir import OUTCOME, STATUS, EventTail, JobState, RunDir, RunState, read, read_status_file
+from memfit.units import format_bytes, format_count, format_duration, list_some, natural_order
 
 T = TypeVar("T")
-_SIGKILL = -9
-#: Reading a larger log takes so long that a person wants to see it go on.
-_LONG_LOG_BYTES = 64 << 20
+_Count = tuple[int | None, int | None]  # before a job, and after it
+#: Files of a folder that are logs.
+LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
+_SIGKILL, _SHELLS_SIGKILL = -9, 137  # as Python counts, and as a shell or srun does
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
-_KILLS = {"before": _COUNTS, "after": _COUNTS}
-#: The fields of `outcome.json` that are read; a file with other types is skipped.
-_END = {
-    "state": str,
-    "attempt": (int, _NONE),
-    "exit_code": (int, _NONE),
-    "peak_bytes": (int, _NONE),
-    "evidence": ({"rank": (int, _NONE), "wall_bytes": (int, _NONE), "oom_kills": (_KILLS, _NONE)}, _NONE),
-}
-_STATES = {
-    "completed": "success",
-    "timeout": "walltime",
-    "preempted": "preempted",
-    "cancelled": "cancelled",
-    "node_fail": "node_fail",
-}
-_NAME = re.compile(r"\b(\w*(?:Error|Exception|Interrupt|Exit)\b)(?::|$)")
+#: The fields of a status's evidence that are read; evidence with other types is passed over.
+_EVIDENCE: dict[str, Any] = dict.fromkeys(("rank", "wall_bytes", "data_limit_bytes"), (int, _NONE))
+_EVIDENCE |= {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE)}
+#: States under another heading, and those under their own.
+_STATES = {"completed": "success", "timeout": "walltime"}
+_STATES |= {name: name for name in ("preempted", "cancelled", "node_fail")}
+_NAME = re.compile(r"\b\w*(?:Error|Exception|Interrupt|Exit)(?::|$)")
 #: Events that a training records.
-_EVENTS = {
-    "oom": "skipped_batches",
-    "skip": "skipped_batches",
-    "shm_full": "shm",
-    "loader_worker_died": "killed",
-    "aside": "pressure",
-    "short": "pressure",
-}
+_EVENTS = {"shm_full": "shm", "loader_worker_died": "killed", **dict.fromkeys(("aside", "short"), "pressure")}
+_EVENTS |= dict.fromkeys(("oom", "skip"), "skipped_batches")
+_KEPT = {"phase": str, "rank": int, "pids": [int]}  # what is read of them
+#: The phase of a rank's places, where it is not the training.
+_PHASES = {"begin": "build", "load": "build", "save": "checkpoint", "sealed": "checkpoint", "validate": "validate"}
+
+_LEAST_EPOCHS, _LEAST_SHARE, _LEAST_ERRORS = 5, 0.01, 3.0
+_CAUSES = (
+    "more memory only delays its end; usual causes: a loss summed with its graph (add loss.item()), outputs kept in a "
+    "list, a cache without a bound"
+)
+_LARGEST = {"owner": str, "shape": [int], "dtype": str, "count": int, "bytes": int}
+#: What is read of a flight record of ``memfit.training``; a part that it could not read is a text.
+_FLIGHT = {"tensors": ({"tensors_bytes": {str: int}, "largest": [_LARGEST]}, str)}
+
+State = Literal["whole", "damaged", "not proved"]
+
+_CHECKPOINT = re.compile(r".*\.(?:ckpt|pt|pth|safetensors)|pytorch_model.*\.bin")
+#: MS-DOS's mark of a folder. torch reads nothing of a record that has it: its tensor is what lay in memory before.
+_FOLDER = 0x10
+_MOST_FOLDERS = 2000
+_TORN = (zipfile.BadZipFile, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-def find_run(path: Path) -> RunDir | None:
+class Run:
+    """A run directory, or the job of it that a path names."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.dir = RunDir(folder)
+        inside = path.resolve().relative_to(folder.resolve()).parts
+        self.only = inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
+
+    @functools.cached_property
+    def state(self) -> RunState | None:
+        """What it says of itself; None where it is damaged."""
+        return read_or_say(lambda _: read(self.dir), self.dir.path)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of its jobs, or that of the job."""
+        folders = sorted((self.dir.path / "jobs").iterdir())
+        return [one for one in folders if one.is_dir() and self.only in (None, one.name)]
+
+    @functools.cached_property
+    def signs(self) -> list[Sign]:
+        """How each attempt of its jobs ended; then what was survived."""
+        signs = [sign for folder in self.folders for sign in _ends_of(folder, self.state)]
+        failed = {sign.values["job"] for sign in signs if sign.name != "success" and not sign.values["recovered"]}
+        files = sorted(self.dir.events_dir.glob("*.jsonl"))
+        return signs + [sign for path in files for sign in _survived(path, self, failed)]
+
+    def add_facts(self, found: Diagnosis) -> Diagnosis:
+        """Return a diagnosis with rank and node, peak and limit, and a sentence, of the job that it cites a file of."""
+        cited = Path(found.evidence[0].file if found.evidence else "")
+        job = self.state.jobs.get(cited.parent.name) if self.state else None
+        is_own = cited.resolve().is_relative_to(self.dir.path.resolve())
+        if job is None or not is_own or found.cause in ("unknown", "completed"):
+            return found
+        used, limit = job.peak_bytes, _limit_of(_evidence_of(job.evidence), job, self.state)
+        ranks = [format_bytes(one["peak_bytes"]) for one in job.ranks if one["peak_bytes"]]
+        told = [
+            f"attempt {job.attempt}" if job.attempt > 1 else "",
+            f"a peak of {format_bytes(used)}" if used else "",
+            f"a limit of {format_bytes(limit)}" if limit else "",
+            f"peaks of its {format_count(len(ranks), 'rank')}: {list_some(ranks, 8)}" if ranks else "",
+            *(job.explain_lost(event) for event in job.lost[-1:]),
+        ]
+        notes = [mask(f"{job.name}: {', '.join(filter(None, told))}.")] if any(told) else []
+        sizes = {"used": used, "limit": limit} if found.kind.startswith("host") else {}
+        return replace(
+            found,
+            where=found.where | {name: one for name, one in _place_of(job).items() if found.where.get(name) is None},
+            figures={name: size for name, size in sizes.items() if size} | found.figures,
+            notes=(*found.notes, *notes),
+            whom=(*found.whom, *("memfit" for _ in notes)),
+        )
+
+    def notes(self, *, by_time: bool) -> Iterator[str]:
+        """Yield which ranks were lost, what grew (``by_time``: also without epochs), and what filled a memory."""
+        lost: defaultdict[str, list[str]] = defaultdict(list)
+        for one in self.signs:
+            if one.name == "rank_lost":
+                lost[one.values["job"]].append(one.values["text"])
+        done = {one.values.get("job") for one in self.signs if one.name == "success"}
+        for job, texts in lost.items():
+            times = "once" if len(texts) == 1 else f"{len(texts)} times"
+            again = f"The group began again {times}{', and the job completed' if job in done else ''}."
+            yield f"{job}: {list_some(texts)}; errors of other ranks follow from that. {again}"
+        state = self.state
+        limit = state.budget["binding"]["limit_bytes"] if state and state.budget else 0
+        for folder in self.folders:
+            ends = state.jobs[folder.name].epoch_ends if state and folder.name in state.jobs else ()
+            if grown := explain_growth(folder, ends, limit, by_time=by_time):
+                yield f"{folder.name}: {grown}."
+            record = _newest(folder, "oom_*.json")
+            found = record and read_or_say(lambda one: read_json(one, _FLIGHT, most_bytes=16 << 20), record)
+            if record and found and not isinstance(tensors := found["tensors"], str):
+                held = ", ".join(f"{format_bytes(size)} on {name}" for name, size in tensors["tensors_bytes"].items())
+                largest = "; ".join(
+                    f"{format_bytes(one['bytes'])} {one['owner'][:80]} {one['shape']} {one['dtype']} x {one['count']}"
+                    for one in tensors["largest"][:3]
+                )
+                when = f"{folder.name}, when an allocation failed ({record.name})"
+                yield f"{when}: tensors held {held}; the largest: {largest}."
+
+
+def find_run(path: Path) -> Run | None:
     """Return the run directory that a path is or lies in, or None; refuse that of another user."""
     for folder in (path, *path.parents[:5], *path.absolute().parents[:5]):
         if os.path.lexists(folder / "run.json") and (folder / "jobs").is_dir():
             check_owner(folder.resolve())
-            return RunDir(folder)
+            return Run(folder, path)
     return None
 
 
@@ -82,24 +175,28 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_log(path: Path) -> list[Stream]:
-    """Return the streams of a log, opened by ``open_file``; none if it is no text. A long one shows how far it is."""
+    """Return the streams of a log; what cannot be opened, or is no text, is an OSError."""
     with open_file(path) as file:
         about = os.fstat(file.fileno())
-    return _read(path, about.st_size, about.st_ino, about.st_mtime_ns)
+    if streams := _read(path, about.st_size, about.st_ino, about.st_mtime_ns):
+        return streams
+    raise OSError(errno.EINVAL, "it is no text", str(path))
 
 
 @functools.lru_cache(maxsize=32)
-def _read(path: Path, size: int, *_: int) -> list[Stream]:
+def _read(path: Path, *_: int) -> list[Stream]:
     """Read a log once, although it is asked for its signs and for its settings."""
     with open_file(path) as file:
-        if size < _LONG_LOG_BYTES:
-            return read_streams(path, file)
-        from rich.console import Console  # slow to load
-        from rich.progress import wrap_file
+        return read_streams(path, file)
 
-        screen = Console(stderr=True)
-        with wrap_file(file, size, description=f"reading {path.name}", console=screen, transient=True) as source:
-            return read_streams(path, source)
+
+def read_text(path: Path, rule: str, remedy: str, most_bytes: int = -1) -> str:
+    """Return the text of a file that a user names; one that cannot be read is an error with this rule and remedy."""
+    try:
+        with open_file(path) as file:
+            return file.read(most_bytes).decode(errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", rule=rule, remedy=remedy) from None
 
 
 def read_or_say(read: Callable[[Path], T], path: Path) -> T | None:
@@ -113,118 +210,237 @@ def read_or_say(read: Callable[[Path], T], path: Path) -> T | None:
     return None
 
 
-def logs_of(run: RunDir, job: str) -> list[Path]:
-    """Return a job's logs, its errors first."""
-    names = (run.job_dir(job) / name for name in ("err.log", "out.log"))
-    return [path for path in names if os.path.lexists(path) and (not path.is_file() or path.stat().st_size)]
+def logs_below(path: Path) -> list[Path]:
+    """Return the logs of a run directory, of each job its errors first, or those of a folder; a log itself."""
+    if not path.is_dir():
+        return [path]
+    if (run := find_run(path)) is not None:
+        logs = (folder / name for folder in run.folders for name in ("err.log", "out.log"))
+        return [log for log in logs if os.path.lexists(log) and (not log.is_file() or log.stat().st_size)]
+    return sorted({log for form in LOGS for log in path.glob(form) if log.is_file()})
 
 
-def run_signs(path: Path) -> list[Sign]:
-    """Return how each attempt of a run's jobs, or of the job that it names, ended; then what was survived."""
-    run = find_run(path)
-    if run is None:
-        return []
-    signs = [sign for folder in folders_of(run, path) for sign in _ends_of(folder)]
-    failed = {sign.values["job"] for sign in signs if sign.name != "success" and not sign.values["recovered"]}
-    only = _job_of(run, path)
-    for one in sorted(run.events_dir.glob("*.jsonl")):
-        events = [(line, event) for line, event in _read_events(one) if only in (None, event.get("job"))]
-        signs += _survived(events)
-        for sign in lost_ranks(events):
-            again = {"recovered": sign.values["job"] not in failed, "folder": run.job_dir(sign.values["job"])}
-            signs.append(replace(sign, values={**sign.values, **again}))
-    return signs
+def streams_of(path: Path | str) -> list[Stream]:
+    """Return the streams of a log, of each log of a folder or a run directory, or of standard input."""
+    if str(path) == "-":
+        return read_streams("-", sys.stdin.buffer)
+    path, found = Path(path), []
+    logs = logs_below(path)
+    if not logs and find_run(path) is None:
+        raise UsageError(
+            f"No log in {path}.",
+            rule=f"A folder's logs are {', '.join(LOGS[:5])}.",
+            remedy="Name the log itself: memfit diagnose PATH/slurm-123.out",
+        )
+    for log in logs:
+        try:
+            found += read_log(log)
+        except OSError as error:
+            if log is path:
+                remedy = "Give a log, a folder of logs, or - for standard input."
+                raise UsageError(f"Cannot read {path}.", rule=f"{error.strerror}.", remedy=remedy) from None
+            pass_over(f"{log}: {error.strerror}")
+    return found
 
 
-def _job_of(run: RunDir, path: Path) -> str | None:
-    inside = path.resolve().relative_to(run.path.resolve()).parts
-    return inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
+def _survived(path: Path, run: Run, failed: Collection[str]) -> Iterator[Sign]:
+    """Yield what a training met and recorded, and each rank after whose loss its group began again."""
+    lost: dict[str, tuple[Line, dict[str, Any]]] = {}
+    for number, event in read_or_say(lambda one: EventTail(one).read_lines(), path) or ():
+        job, kind = str(event.get("job")), str(event.get("kind"))
+        text = json.dumps(event, separators=(",", ":"))[:4000]
+        line = Line(str(path), number, text, time=str(event.get("time", "")))
+        if run.only not in (None, job):
+            continue
+        if kind == "rank_lost":
+            lost[job] = line, event
+        elif kind == "ranks_again":
+            line, event = lost.pop(job, (line, event))
+            place, rank = event.get("place"), event.get("rank")
+            values = {"job": job, "recovered": job not in failed, "folder": run.dir.job_dir(job)}
+            values |= {"phase": _PHASES.get(str(place), "train")} if place else {}
+            values |= {"rank": rank} if isinstance(rank, int) else {}
+            yield Sign("rank_lost", (line,), values | {"text": str(event.get("text")).removeprefix(f"{job} ")})
+        elif kind in _EVENTS and (kind != "loader_worker_died" or event.get("exit_code") == _SIGKILL):
+            of_host = kind == "oom" and "device" not in str(event.get("memory"))
+            values = {key: event[key] for key in _KEPT if fits(event.get(key), _KEPT[key])}
+            yield Sign("pressure" if of_host else _EVENTS[kind], (line,), values)
 
 
-def folders_of(run: RunDir, path: Path) -> list[Path]:
-    """Return the folders of a run's jobs, or that of the job that a path names."""
-    only = _job_of(run, path)
-    return [one for one in sorted((run.path / "jobs").iterdir()) if one.is_dir() and only in (None, one.name)]
+def _evidence_of(found: object) -> dict[str, Any]:
+    return found if isinstance(found, dict) and fits(found, _EVIDENCE) else {}
 
 
-def _ends_of(folder: Path) -> Iterator[Sign]:
-    earlier = sorted(folder.glob("outcome_*.json"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
-    paths = [*earlier, folder / "outcome.json"]
-    if not paths[-1].is_file():
-        paths.append(folder / "status.json")  # it still runs, or its watcher died
-    records: list[tuple[Path, dict[str, Any]]] = []
-    for path in paths:
-        if (found := read_or_say(lambda one: read_json(one, _END), path)) is not None:
-            records.append((path, found))
-    is_completed = bool(records) and records[-1][1].get("state") == "completed"
-    for place, (path, record) in enumerate(records):
-        sign = _end(folder.name, path, record, recovered=is_completed and place < len(records) - 1)
-        if sign is not None:
-            yield sign
+def _place_of(job: JobState) -> dict[str, Any]:
+    """The rank that a job lost, and its node."""
+    ranks = (_evidence_of(job.evidence).get("rank"), *(event["rank"] for event in job.lost[-1:]))
+    rank = next((one for one in ranks if one is not None), None)
+    node = next((str(one["node"]) for one in job.ranks if one["rank"] == rank and one.get("node")), job.node)
+    if re.fullmatch(r"\d+ nodes", node):  # its cause begins with the node that is told of
+        node = job.cause.partition(": ")[0] if re.match(r"[\w.-]+: ", job.cause) else ""
+    return {name: value for name, value in (("rank", rank), ("node", node)) if value not in (None, "")}
 
 
-def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) -> Sign | None:
-    """The end of one attempt; None if it still runs, or nothing is known of it."""
-    evidence, state, cause = record.get("evidence") or {}, record["state"], str(record.get("cause") or "")
-    before, after = ((evidence.get("oom_kills") or {}).get(name) or {} for name in ("before", "after"))
-    own = before.get("own"), after.get("own")
-    name, who = _judge(record, evidence, before, after)
-    values: dict[str, Any] = {
-        "who": who,
-        "job": job,
-        "attempt": int(record.get("attempt") or 1),
-        "phase": str(record.get("phase") or ""),
-        "recovered": recovered,
-        "text": cause,
-        "own_kills": own,
-    }
-    values |= {"used_bytes": record["peak_bytes"]} if record.get("peak_bytes") else {}
-    values |= {"rank": evidence["rank"]} if evidence.get("rank") is not None else {}
-    values |= {"limit_bytes": evidence["wall_bytes"]} if evidence.get("wall_bytes") else {}
-    if name == "killed":  # the count of its own cgroup stood still: somebody else killed it, and not for memory
-        values["stranger"] = None not in own
-    elif name == "own_exception":
-        found = _NAME.search(cause)
-        values["name"] = found[1] if found else ""
-    line = Line(str(path), 1, f"{job}: {state}: {cause}" if cause else f"{job}: {state}")
-    return Sign(name, (line,), values) if name else None
+def _limit_of(evidence: Mapping[str, Any], job: JobState | None, state: RunState | None) -> int | None:
+    """What a job was held to: its cgroup's limit, that of its data, or what Slurm was asked for."""
+    asked = job.reserved_bytes if job and state and state.budget.get("backend") == "slurm" else None
+    return evidence.get("wall_bytes") or evidence.get("data_limit_bytes") or asked
 
 
-def _judge(
-    record: Mapping[str, Any], evidence: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> tuple[str, str]:
-    """The heading for the end of a job, and who ended it."""
-    state, is_killed = record.get("state"), record.get("exit_code") == _SIGKILL
+def _ends_of(folder: Path, state: RunState | None) -> Iterator[Sign]:
+    """Yield how each attempt ended; nothing for one that still runs, or of which nothing is known."""
+    ended = folder / OUTCOME
+    last = ended if ended.is_file() else folder / STATUS  # it still runs, or its watcher died
+    paths = [*sorted(folder.glob("outcome_*.json"), key=natural_order), last]
+    records = [(path, record) for path in paths if (record := read_or_say(read_status_file, path)) is not None]
+    for path, record in records:
+        is_last, cause = record is records[-1][1], record.get("cause") or ""
+        job = state.jobs.get(folder.name) if state and is_last else None
+        evidence = _evidence_of(record.get("evidence"))
+        before, after = ((evidence.get("oom_kills") or {}).get(name) or {} for name in ("before", "after"))
+        above = after.get("above") or {}
+        counts = [(before.get("own"), after.get("own"))]
+        counts += [(count, above.get(group)) for group, count in (before.get("above") or {}).items()]
+        name, who = _judge(record, evidence, counts)
+        known = {
+            "used_bytes": record.get("peak_bytes") or None,
+            "limit_bytes": _limit_of(evidence, job, state),
+            "rank": evidence.get("rank"),
+            **(_place_of(job) if job else {}),
+        }
+        values: dict[str, Any] = {"who": who, "job": folder.name, "attempt": int(record.get("attempt") or 1)}
+        values |= {"phase": record.get("phase") or ""} | {key: one for key, one in known.items() if one is not None}
+        values["recovered"] = records[-1][1]["state"] == "completed" and not is_last
+        if name == "killed":  # the count of its own cgroup stood still: somebody else killed it, and not for memory
+            values["stranger"] = None not in counts[0]
+        if name:
+            text = f"{folder.name}: {record['state']}{cause and ': '}{cause}"
+            yield Sign(name, (Line(str(path), 1, text),), values)
+
+
+def _judge(record: Mapping[str, Any], evidence: Mapping[str, Any], counts: Sequence[_Count]) -> tuple[str, str]:
+    """The heading for the end of a job, and who ended it, by the counts of kills."""
+    state, code, is_own = record["state"], record.get("exit_code"), _NAME.search(str(record.get("cause")))
+    is_killed = code in (_SIGKILL, _SHELLS_SIGKILL)
     if state != "out_of_memory":
-        ended = "own_exception" if _NAME.search(str(record.get("cause"))) else "exit_status"
-        ended = "hang" if record.get("exit_code") == PeerFailedError.exit_code else ended
-        name = "killed" if is_killed else ended if state == "failed" else ""
-        return _STATES.get(str(state), name), "memfit" if state in ("cancelled", "timeout") else ""
+        ended = "hang" if code == PeerFailedError.exit_code else "own_exception" if is_own else "exit_status"
+        name = "killed" if code == _SIGKILL else ended if state == "failed" else ""
+        return _STATES.get(state, name), "memfit" if state in ("cancelled", "timeout") else ""
+    if evidence.get("witness") == "slurm":
+        return "cgroup_kill", "Slurm"
     if evidence.get("place") == "device":
         return "device_refused", ""
-    counts = [(before.get("own"), after.get("own"))]
-    counts += [(count, (after.get("above") or {}).get(name)) for name, count in (before.get("above") or {}).items()]
     if any(first is not None and last is not None and last > first for first, last in counts):
         return "cgroup_kill", "the kernel" if is_killed else ""
     if not is_killed:
         return "host_refused", ""
     # No count of its cgroups rose: memfit ended it at its wall, or the kernel did for the whole host.
-    is_memfit = after.get("own") is not None or bool(record.get("asked"))
+    is_memfit = counts[0][1] is not None or bool(record.get("asked"))
     return ("cgroup_kill", "memfit") if is_memfit else ("global_kill", "the kernel")
 
 
-def _read_events(path: Path) -> Iterator[tuple[Line, dict[str, Any]]]:
-    for number, event in read_or_say(lambda one: EventTail(one).read_lines(), path) or ():
-        text = json.dumps(event, separators=(",", ":"))[:4000]
-        yield Line(str(path), number, text, None, str(event.get("time", ""))), event
+def _newest(folder: Path, pattern: str) -> Path | None:
+    return max(folder.glob(pattern), key=lambda one: one.lstat().st_mtime, default=None)
 
 
-def _survived(events: Iterable[tuple[Line, Mapping[str, Any]]]) -> Iterator[Sign]:
-    """Yield what a training met and recorded."""
-    for line, event in events:
-        name = _EVENTS.get(str(event.get("kind")))
-        if name is None or (event["kind"] == "loader_worker_died" and event.get("exit_code") != _SIGKILL):
-            continue
-        if event["kind"] == "oom" and "device" not in str(event.get("memory")):
-            name = "pressure"
-        yield Sign(name, (line,), {key: value for key, value in event.items() if key not in ("kind", "time")})
+def explain_growth(job_dir: Path, ends: Sequence[float], limit_bytes: int, *, by_time: bool = False) -> str:
+    """Return what grows in a job's newest attempt, and when it meets the limit (0: not known); empty if nothing does.
+
+    ``ends`` are its epochs' in Unix seconds; without them, ``by_time`` looks at ten equal pieces of its time.
+    """
+    path = _newest(job_dir, "memory*.jsonl")
+    samples = path and read_or_say(read_series, path)
+    if not samples:
+        return ""
+    times = [one.time for one in samples]
+    ends, seconds, unit = [end for end in ends if end >= times[0]], times[-1] - times[0], "an epoch"
+    if not ends and by_time:
+        pieces = min(len(samples), 10)
+        ends, unit = [times[0] + seconds * at / pieces for at in range(pieces + 1)], f"in {seconds / pieces:.1f} s"
+    places = [*enumerate(pairwise(bisect_right(times, end) for end in ends))]
+    series = {"host memory": [max(one.peak_bytes, one.private_bytes) for one in samples]}
+    for device in samples[-1].device_bytes:
+        series[f"memory of {device}"] = [one.device_bytes.get(device, 0) for one in samples]
+    for name, sizes in series.items():
+        points = [(at, max(sizes[i:j])) for at, (i, j) in places if i < j]
+        if slope := find_growth(points):
+            now = points[-1][1]
+            said = f"{name} grows by {format_bytes(int(slope))} {unit}, up to {format_bytes(now)}"
+            if unit == "an epoch" and name == "host memory" and limit_bytes > now:
+                left = (limit_bytes - now) / slope
+                time = format_duration(left * (ends[-1] - ends[0]) / (len(ends) - 1), short=True)
+                epochs = format_count(round(left), "epoch")
+                said += f"; it meets the limit of {format_bytes(limit_bytes)} in {epochs}, about {time}"
+            return f"{said}; {_CAUSES}"
+    return ""
+
+
+def find_growth(points: Sequence[tuple[float, float]]) -> float:
+    """Return by how much a series of (epoch, size) rises an epoch; 0 if that is not sure.
+
+    The slope must exceed 1 % of the peak and three times its standard error, and the newer half must rise as well.
+
+    >>> find_growth([*enumerate([10, 20, 30, 40, 50])]), find_growth([*enumerate([10, 30, 50, 50, 50, 50])])
+    (10.0, 0.0)
+    """
+    if len(points) < _LEAST_EPOCHS:
+        return 0.0
+    at, sizes = zip(*points, strict=True)
+    slope, start = linear_regression(at, sizes)
+    spread = (len(at) - 2) * len(at) * pvariance(at)
+    error = math.sqrt(sum((size - start - slope * one) ** 2 for one, size in points) / spread)
+    half, least = len(at) // 2, _LEAST_SHARE * max(sizes)
+    newest = linear_regression(at[half:], sizes[half:]).slope
+    return slope if slope > max(least, _LEAST_ERRORS * error) and newest > least else 0.0
+
+
+class Checkpoint(NamedTuple):
+    """A file and its path below the folder that was given. A ``damaged`` one cannot be loaded."""
+
+    name: str
+    bytes: int
+    written: float  # in Unix seconds
+    state: State
+
+
+def judge_checkpoints(paths: Sequence[Path]) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints below some paths; those below a sole path have short names."""
+    found = []
+    for top in paths:
+        for folder, names, files in islice(os.walk(top), _MOST_FOLDERS):
+            names.sort()
+            for path in (Path(folder, name) for name in files if _CHECKPOINT.fullmatch(name)):
+                stat = path.stat() if path.exists() else os.stat_result([0] * 10)
+                name = str(path.relative_to(top) if len(paths) == 1 else path)
+                found.append(Checkpoint(name, stat.st_size, stat.st_mtime, _state_of(path)))
+    return tuple(sorted(found))
+
+
+def names_of(checkpoints: Iterable[Checkpoint], state: State) -> str:
+    """Return the first checkpoints in a state, with commas."""
+    return list_some([one.name for one in checkpoints if one.state == state])
+
+
+def _state_of(path: Path) -> State:
+    try:
+        with open_file(path) as file:
+            head, size = file.read(8), os.fstat(file.fileno()).st_size
+            if path.suffix == ".safetensors":
+                # Eight bytes with the header's length, the header, and the tensors up to the file's end.
+                length = int.from_bytes(head, "little")
+                header = json.loads(file.read(length)) if length < size else {}
+                ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+                return "whole" if 8 + length + max(ends, default=0) == size else "damaged"
+            if not head.startswith(b"PK\x03\x04"):
+                return "not proved" if head.strip(b"\0") else "damaged"  # of older torch; empty, or a disk's zeros
+            with zipfile.ZipFile(file) as archive:
+                torn = any(
+                    one.header_offset + one.compress_size > archive.start_dir
+                    or (one.file_size and (one.is_dir() or one.external_attr & _FOLDER))
+                    for one in archive.infolist()
+                )
+            return "damaged" if torn else "whole"
+    except (FileNotFoundError, *_TORN):
+        return "damaged"
+    except OSError:  # not to be opened
+        return "not proved"

@@ -15,24 +15,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from memfit.diagnosis._large import excerpt, read_pieces
+from memfit.masking import strip_controls
 
 #: A log up to this size is read whole, a larger one by `excerpt`.
 _WHOLE_BYTES = 1 << 18
 _MOST_CHARS = 4000
-#: Of a longer stream only the lines near a word that may tell a cause are searched.
-_SEARCHED_LINES = 500
-_TELLING = re.compile(
-    r"memor|oom|kill|trace|err|excep|abort|sign|fault|cancel|time|space|exceed|preempt|evict|exhaust"
-    r"|alloc|ancdata|die|crash"
-    r"|hut|term|fail|assert|thread|limit|warn|skip|retry|batch.{0,9}size|finish|complet|done|stop|fork|hang|死",
-    re.IGNORECASE,
-)
-_NEAR_BEFORE, _NEAR_AFTER = 3, 12
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 #: Bytes that no text in any encoding has many of; noise and packed files have one in ten.
 _LEAST_BINARY = 100
 _BINARY, _SAMPLE_BYTES = bytes({*range(1, 0x20)} - {*b"\a\b\t\n\f\r\x1b"}), 1 << 16
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _RANK = re.compile(
     r"\s*(?:\[rank ?(\d{1,5})\]:? ?|\[default(\d{1,5})\]:|\[?rank[:= ](\d{1,5})\]?[:|] "
     r"|\[\d{1,5},(\d{1,5})\]<std\w{3}>:)"
@@ -72,26 +62,30 @@ class Line:
 
 
 class Stream:
-    """The lines of one rank; ``squeezed`` is the text of those at ``telling``, without white space."""
+    """The lines of one rank; ``squeezed`` is their text without white space, ``flat`` the same in lower case."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = list(lines)
-        near = set(range(len(lines)))
-        if len(lines) > _SEARCHED_LINES:
-            hits = (place for place, line in enumerate(lines) if _TELLING.search(line.text))
-            near &= {at for place in hits for at in range(place - _NEAR_BEFORE, place + _NEAR_AFTER + 1)}
-        self.telling = sorted(near)
-        pieces = ["".join(line.text.split()) if place in near else "" for place, line in enumerate(lines)]
+        pieces = ["".join(line.text.split()) for line in lines]
         self.squeezed = "".join(pieces)
-        self._starts = list(accumulate(map(len, pieces[:-1]), initial=0))
+        flat = self.squeezed.lower()  # a few letters become two
+        self.flat = flat if len(flat) == len(self.squeezed) else "".join(one.lower()[:1] for one in self.squeezed)
+        self.starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # offsets in ``squeezed`` of the lines
+
+    def lines_with(self, words: Iterable[str]) -> list[int]:
+        """Return the positions of the lines in which one of these words begins."""
+        found: set[int] = set()
+        for word in words:
+            at = self.flat.find(word)
+            while at >= 0:
+                place = self.line_at(at)
+                found.add(place)
+                at = self.flat.find(word, max(at + 1, self.starts[place + 1] if place + 1 < len(self.starts) else at))
+        return sorted(found)
 
     def line_at(self, offset: int) -> int:
         """Return the position of the line that a character of the squeezed text is in."""
-        return max(0, bisect.bisect_right(self._starts, offset) - 1)
-
-    def start_of(self, place: int) -> int:
-        """Return the offset in the squeezed text of a line's first character."""
-        return self._starts[place]
+        return max(0, bisect.bisect_right(self.starts, offset) - 1)
 
     def between(self, start: int, end: int) -> tuple[Line, ...]:
         """Return the lines that a part of the squeezed text is in."""
@@ -138,11 +132,9 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
 
 def _pieces(text: str) -> Iterator[str]:
     """The parts of a raw line that carriage returns divide, without colours."""
-    text = _ANSI.sub("", text)
-    for piece in [piece for piece in text.split("\r") if piece.strip()] or [""]:
-        if len(piece) > 2 * _MOST_CHARS:
-            piece = piece[:_MOST_CHARS] + piece[-_MOST_CHARS:]
-        yield _CONTROL.sub("", piece)
+    pieces = map(strip_controls, text.split("\r"))
+    for piece in [piece for piece in pieces if piece.strip()] or [""]:
+        yield piece[:_MOST_CHARS] + piece[-_MOST_CHARS:] if len(piece) > 2 * _MOST_CHARS else piece
 
 
 def read_line(piece: str, file: str, number: int, *, is_labelled: bool = False) -> Line:

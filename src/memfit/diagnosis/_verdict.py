@@ -1,4 +1,4 @@
-"""Judge signs: events and mentions, what the job survived, and which sign explains the others."""
+"""Judge signs: what the job survived, and which sign explains the others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.diagnosis._phase import is_source
 from memfit.diagnosis._progress import Reading, went_on
-from memfit.diagnosis._signs import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
+from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN
+from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Stream
 
-#: Text before a sign that makes its line speak of it: advice, options, source, an address, bold words of a document.
-_MENTION = re.compile(r"\b(?:if|may|might)\b|^\s*(?:\* |--\w|raise\b)|[?&]\S*$|\*$", re.IGNORECASE)
-#: What stands before an event: nothing, or who says it.
-_SPEAKER = re.compile(
-    r"^\W*$|(?:Error|Exception|Warning|Failure|ERROR|WARN(?:ING)?|FATAL|CRITICAL|error|warning|kernel|slurmstepd\S*|srun"
-    r"|systemd\S*|\[\d+\]|NCCL)\b[^a-z]{0,12}$|^[\w.]+: $"
-)
 _EXCEPTION = re.compile(
     r"^\s*(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning|Timeout|Expired|NotFound"
     r"|Iteration)|Exception|BadZipFile))(?=:|\s*$)"
@@ -52,53 +45,15 @@ def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
     return found if len(found) <= 2 * _LAST else [*found[:_LAST], *found[-_LAST:]]
 
 
-def events(streams: Sequence[Stream], signs: Sequence[Sign]) -> list[Sign]:
-    """Return the signs that are events, not mentions."""
-    ends = {sign.stream: sign.place for sign in signs if sign.name == "success"}
-    return [
-        sign
-        for sign in signs
-        if sign.meaning.tier == MARK
-        or not (_is_mention(streams[sign.stream], sign) or (_is_weak(sign) and ends.get(sign.stream, -1) > sign.place))
-    ]
-
-
-def _is_mention(stream: Stream, sign: Sign) -> bool:
-    """Whether a line only speaks of it, as a source line, advice or a document does."""
-    if "linked" in sign.values or sign.name == "own_exception":
-        return False
-    if len(sign.lines) == 1 and is_source(stream, sign.place):
-        return True
-    if any(name.endswith("_bytes") for name in sign.values):
-        return False
-    return bool(sign.before.count("`") % 2 or _MENTION.search(sign.before[-100:]))
-
-
-def _is_weak(sign: Sign) -> bool:
-    """Whether no program, scheduler or kernel says it: then a good end makes it a mention."""
-    if "linked" in sign.values or "attempt" in sign.values or any(name.endswith("_bytes") for name in sign.values):
-        return False
-    return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before[-200:])
-
-
-_AFTERMATH = frozenset({"collective_timeout", "terminated", "aborted", "killed", "segfault"})
-
-
-def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequence[Sequence[Reading]]) -> frozenset[int]:
-    """Return the ids of the signs after which a job went on: its counters rise, or it says that it caught the error."""
-    found = {
-        id(one)
-        for one in signs
-        if (one.meaning.told or one.name == "cgroup_kill")
-        and _went_on(
-            streams[one.stream], readings[one.stream], one, [other for other in signs if other.stream == one.stream]
-        )
-    }
+def survived(signs: Sequence[Sign], readings: Sequence[Sequence[Reading]]) -> frozenset[int]:
+    """Return the ids of the signs after which a job went on."""
+    may_go_on = [one for one in signs if one.meaning.told or one.name == "cgroup_kill"]
+    found = {id(one) for one in may_go_on if _went_on(readings[one.stream], one, signs)}
     # The other ranks of a dead one run a few steps more before they wait for it in vain: that is no survival.
     for sign in signs:
         later = [one for one in signs if one.file == sign.file and one.number > sign.number and id(one) not in found]
-        if any(one.name in _AFTERMATH for one in later) and not any(
-            one.meaning.tier <= OWN and one.name not in _AFTERMATH for one in later
+        if any(one.meaning.trails for one in later) and not any(
+            one.meaning.tier <= OWN and not one.meaning.trails for one in later
         ):
             found.discard(id(sign))
     # memfit's record says what a later attempt or generation of ranks made good; the job's log has them all.
@@ -107,51 +62,61 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
     return frozenset(found | {id(one) for one in recorded})
 
 
-def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequence[Sign]) -> bool:
+def _went_on(readings: Sequence[Reading], sign: Sign, signs: Sequence[Sign]) -> bool:
+    near = [one for one in signs if one.stream == sign.stream]
     later = [one for one in near if one.place > sign.place]
     finished = any(one.name == "success" for one in later)
     if sign.name == "cgroup_kill":  # the scheduler's count: of some child that its parent did without
         return "count" in sign.values and finished and went_on(readings, sign.place)
-    is_caught = any(one.name in ("caught", "skipped_batches") and 0 <= one.place - sign.place <= 8 for one in near)
-    is_caught = is_caught and not any(one.meaning.told for one in later)
+    caught = [one.place for one in near if one.name in ("caught", "skipped_batches")]
+    told = (sign, *(one for one in later if one.meaning.told))
+    is_caught = all(any(0 <= place - one.place <= 8 for place in caught) for one in told)
     return finished or is_caught or went_on(readings, sign.place)
 
 
-#: Causes of which the words of doubtful rows are a consequence.
-_POISON = frozenset({"assertion", "illegal_access", "process_limit", "open_files", "device_lost"})
 _PINS = re.compile(r"pin_memory|memory_pool_host|PinMemory|cudaHostAlloc|pinned")
-#: Causes by the scheduler, which then kills.
-_BY_SCHEDULER = ("cancelled", "walltime", "preempted", "node_fail")
-#: Rows of last resort: they count near the end of a log, where nothing else is known but these causes.
-_WORDS, _UNNAMED, _NEAR_END = ("device_words", "other_words"), ("own_exception", "aborted"), 40
-#: The lines of a kernel's block between its scope and its victim.
+#: How far behind words of last resort what follows from them may stand, and how far behind a doubtful sign its cause.
+_REACH, _LATE = 40, 3
 _BLOCK_LINES = 800
 
 
 def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]) -> list[Sign]:
     """Return the causes, the best explanation first: by tier, then by time; what was survived comes last."""
     causes = [one for one in signs if one.meaning.tier != MARK and not _is_explained(one, signs)]
-    if not all(one.name in (*_WORDS, *_UNNAMED) for one in causes) or any(one.meaning.tier == MARK for one in signs):
-        causes = [one for one in causes if one.name not in _WORDS]
-    ends = [len(stream.lines) - _NEAR_END for stream in streams]
-    causes = [
-        one for one in causes if one.name not in _WORDS or (one.place >= ends[one.stream] and id(one) not in lived)
-    ]
+    causes = [one for one in causes if not one.meaning.last_resort or _counts(one, causes, signs, lived)]
     was_killed = any(one.name == "killed" for one in signs)
     if any(one.name == "success" for one in signs) and not was_killed:
         causes = [one for one in causes if not is_unlinked(one)]
         if any(one.name == "limit_touched" for one in causes):
             causes = [one for one in causes if one.name != "cgroup_kill"]
-    poisoned = any(one.name in _POISON and id(one) not in lived for one in causes)
+    poisons = [one for one in causes if one.meaning.poisons and id(one) not in lived]
 
     def key(sign: Sign) -> tuple[bool, bool, int, int, int, int]:
         meaning = sign.meaning
+        poisoned = any(one.file != sign.file or one.number <= sign.number + _LATE for one in poisons)
         tier = OWN if poisoned and meaning.doubtful else meaning.tier
         weight = sign.rank if tier in (OTHER, FOLLOWED) else int("bare" in sign.values) if tier == MEMORY else 0
         tier = ENDED if tier == OWN else tier  # by the time of what they say
         return id(sign) in lived, is_unlinked(sign) and not was_killed, tier, weight, sign.number, sign.rank
 
     return sorted(causes, key=key)
+
+
+def _counts(words: Sign, causes: Sequence[Sign], signs: Sequence[Sign], lived: frozenset[int]) -> bool:
+    """Whether general words tell the cause: nothing else does, but what follows from them or was over before."""
+    if id(words) in lived or any(one.meaning.tier == MARK and one.number + _LATE > words.number for one in signs):
+        return False
+    others = [one for one in causes if not one.meaning.last_resort and id(one) not in lived]
+    return all(
+        one.meaning.of_alloc
+        and one.file == words.file
+        and (
+            one.number <= words.number + _REACH
+            if one.name in ("own_exception", "aborted")
+            else 0 <= one.number - words.number <= _REACH
+        )
+        for one in others
+    )
 
 
 def is_unlinked(sign: Sign) -> bool:
@@ -176,14 +141,13 @@ def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
         near = [one for one in near if one.values.get("who") in kernels]
         return is_near(("cgroup_kill", "global_kill"), 12, 12 if "pid" in sign.values else _BLOCK_LINES)
     if sign.name == "killed" and sign.values.get("who") == "Slurm" and "linked" in sign.values:
-        return any(one.name in _BY_SCHEDULER for one in signs)
+        return any(one.meaning.by_scheduler for one in signs)
     if sign.name == "killed" and re.search(r"tasks? \d", sign.text):
-        return is_near(_BY_SCHEDULER, sign.place, 0)
+        return any(one.meaning.by_scheduler and one.place <= sign.place for one in near)
     if sign.name in ("disk_full", "open_files"):
         return is_near(("shm",))
     if sign.name == "illegal_access":
-        lost = (one for one in near if one.name == "device_lost" and one.number <= sign.number)
-        return any(re.search("fallen off|is lost|Xid", one.text) for one in lost)
+        return any(one.name == "device_lost" and re.search("fallen off|is lost|Xid", one.text) for one in near)
     return _is_of_another(sign, signs)
 
 
@@ -202,10 +166,10 @@ def _is_of_another(sign: Sign, signs: Sequence[Sign]) -> bool:
 
 def settle(stream: Stream, sign: Sign) -> Sign:
     """Return a sign with what its figures and the frames around it say of the memory."""
-    if sign.name in ("device_refused", "own_exception") and (
-        sign.name == "device_refused" or "CUDA error: invalid argument" in sign.text
-    ):
-        above = "\n".join(line.text for line in stream.lines[max(0, sign.place - 25) : sign.place + 1])
+    is_cuda = sign.name == "own_exception" and "CUDA error" in sign.text
+    if sign.name == "device_refused" or is_cuda:  # an error without a name of its own counts at the pinning call only
+        reach = 25 if "invalid argument" in sign.text or not is_cuda else 2
+        above = "\n".join(line.text for line in stream.lines[max(0, sign.place - reach) : sign.place + 1])
         if _PINS.search(above):
             return replace(sign, name="pinned", values={}, of="")
     if sign.name != "device_oom":

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.diagnosis._kernel_log import find_kills, read_kernel_lines
+from memfit.diagnosis._sacct import Row, StepMemory, account_steps, parse_sacct
 from memfit.diagnosis._signs import Sign
-from memfit.diagnosis._slurm_account import StepMemory, account_steps
 from memfit.diagnosis._text import Line, Stream
-from memfit.slurm import Row, parse_sacct, parse_shapes
 
 #: Signs so far apart are never taken for the same event.
 _APART = 100
@@ -71,10 +70,9 @@ def read_witnesses(
     signs = [replace(sign, values={**sign.values, "linked": link}) for sign, link in zip(kills, links, strict=True)]
     signs += [replace(sign, values={**sign.values, "linked": linked}) for sign in _row_signs(rows, account)]
     signs.sort(key=lambda sign: sign.name != "success")  # another job's good end makes nothing good
-    shapes = [shape for shape in parse_shapes(texts) if not rows or shape.job == rows[0].raw_job]
     steps: list[StepMemory] = []
     for job in dict.fromkeys(row.job for row in rows):
-        steps += account_steps([row for row in rows if row.job == job], shapes[0] if shapes else None)
+        steps += account_steps([row for row in rows if row.job == job])
     ends = [row for row in rows if not row.step and linked is not False][-1:]
     status, row = (ends[0].exit_code, account[ends[0].number - 1]) if ends else (None, None)
     return Witnesses(tuple(signs), tuple(steps), status, row)
@@ -106,7 +104,7 @@ _OOM_SIGNAL = 125
 
 
 def _row_signs(rows: Sequence[Row], lines: Sequence[Line]) -> Iterator[Sign]:
-    """How the last attempt of each job ended, and each of its steps: only one of them may have run out of memory."""
+    """How the last attempt of each job ended, and each of its steps."""
     last = {row.job: row.attempt for row in rows}
     for row in rows:
         if row.attempt != last[row.job]:

@@ -6,11 +6,14 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.doctor._case import Setup as Setup
+    from memfit.doctor._command import parse_command as parse_command
     from memfit.doctor._doctor import examine as examine
-    from memfit.doctor._frameworks import explain_steps as explain_steps
+    from memfit.doctor._frameworks import explain_cores as explain_cores
+    from memfit.doctor._frameworks import explain_stop as explain_stop
     from memfit.doctor._interpreter import Interpreter as Interpreter
     from memfit.doctor._interpreter import ask_interpreter as ask_interpreter
     from memfit.doctor._place import Place as Place
-    from memfit.doctor._secrets import scan_secrets as scan_secrets
+
+__all__ = []
 
 __getattr__, __dir__ = load_lazily(__name__)

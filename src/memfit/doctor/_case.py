@@ -12,29 +12,19 @@ from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter
 from memfit.doctor._place import Place
 from memfit.doctor._script import Script, Start
+from memfit.jobs import own_threads
 
-#: Batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
-PREFETCH = 2
+PREFETCH = 2  # batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a command is to run.
+    """How a command is to run."""
 
-    Attributes:
-        threads: Threads of each numerical library; None for all usable cores, as ``memfit run`` gives a single job.
-        tight_malloc: glibc gives freed memory back at once, as ``memfit run`` sets it.
-        cuda_allocator: The setting of torch's CUDA allocator by ``memfit run``; None for none.
-        runs_dir: The folder of all runs.
-        num_workers: Loader workers; None to take those of the script.
-        batch_bytes: The size of one batch; None if unknown.
-    """
-
-    threads: int | None = None
-    tight_malloc: bool = True
+    threads: int | None = None  # of each numerical library; None: OMP_NUM_THREADS, or all usable cores
     cuda_allocator: str | None = None
     runs_dir: Path = Path("runs")
-    num_workers: int | None = None
+    num_workers: int | None = None  # None: those of the script
     batch_bytes: int | None = None
 
 
@@ -47,25 +37,17 @@ class Case:
     command: Command
     script: Script
     interpreter: Interpreter | None  # what the command's own said of itself; None if none was started
-    given: Mapping[str, str]  # the environment before memfit's variables
-    added: Mapping[str, str]  # those
+    env: Mapping[str, str]  # of the command's interpreter
     cwd: Path
-
-    @cached_property
-    def env(self) -> dict[str, str]:
-        """The environment of the command's interpreter."""
-        return {**self.given, **self.added, **self.command.env}
 
     @property
     def num_cpus(self) -> int:
-        """The usable cores."""
         return self.place.budget.num_cpus
 
     @property
     def threads(self) -> int:
         """The threads of each numerical library in one process."""
-        text = self.env.get("OMP_NUM_THREADS", "")
-        return int(text) if text.isdigit() and int(text) > 0 else self.num_cpus
+        return own_threads(self.env) or self.num_cpus
 
     @cached_property
     def loaders(self) -> list[Start]:

@@ -1,4 +1,4 @@
-"""Check the host and its groups: budget, /dev/shm, overcommit, swap, huge pages, limits of a process, folders."""
+"""Check the host and its groups: budget, /dev/shm, limits of a process, folders."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from memfit.doctor._case import Case, judge
 from memfit.memory import systemd_scope_command
 from memfit.units import GIB, MIB, format_bytes, format_count, list_some
 
-#: Threads that a process has beside its pools: Python's own, a queue's feeder, pin_memory, NCCL's.
-_OTHER_THREADS = 8
-_NETWORK = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "afs"})
+_OTHER_THREADS = 8  # threads that a process has beside its pools: Python's own, a queue's feeder, pin_memory, NCCL's
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-#: Docker's default. Source: docker run reference, --shm-size.
-_DOCKER_BYTES = 64 * MIB
-#: Smaller segments of dead processes are no warning.
-_LEAST_LOST_BYTES = 16 * MIB
+_DOCKER_BYTES = 64 * MIB  # Docker's default. Source: docker run reference, --shm-size.
+_LEAST_LOST_BYTES = 16 * MIB  # smaller segments of dead processes are no warning
 
 
 def check_budget(case: Case) -> Iterator[Check]:
@@ -49,41 +45,8 @@ def check_walls(case: Case) -> Iterator[Check]:
             yield Check("job limits", "warning", finding, reason + "Kubernetes sets it since 1.28", remedy, path)
 
 
-def check_kernel(case: Case) -> Iterator[Check]:
-    """How the kernel promises memory: overcommit, swap, and huge pages."""
-    place, name = case.place, "vm.overcommit_memory"
-    mode = place.number("proc/sys/vm/overcommit_memory")
-    commit = next((one for one in place.budget.limits if one.name == "CommitLimit"), None) if mode == 2 else None
-    reason = "in mode 2 address space counts, touched or not: a fork and a CUDA context need much more than they use"
-    if commit is not None:
-        finding = (
-            f"{name}=2: {format_bytes(commit.headroom_bytes)} left of CommitLimit {format_bytes(commit.limit_bytes)}"
-        )
-        remedy = f"sysctl {name}=0 (root), or fewer workers; spawned ones promise less than forked ones"
-        is_full = commit.headroom_bytes < 2 * GIB
-        yield judge("overcommit", finding, reason, remedy, commit.source, problem=is_full, warning=True)
-    elif mode is not None:
-        yield Check("overcommit", "ok", f"{name}={mode}", reason, source="/proc/sys/vm/overcommit_memory")
-    swap = place.budget.swap
-    zram = ", ".join(line.split()[0] for line in place.text("proc/swaps").splitlines()[1:] if "zram" in line)
-    usable = f"{format_bytes(swap.usable_bytes)} usable of {format_bytes(swap.total_bytes)}"
-    finding = usable if swap.total_bytes else "no swap: nothing takes an excess, so the reserve is doubled"
-    finding += f", on {zram}: compressed, in memory" if zram else ""
-    yield Check("swap", "ok", finding, "memfit does not count swap: a job that swaps stands still", source=swap.source)
-    path = "sys/kernel/mm/transparent_hugepage"
-    if text := place.text(f"{path}/enabled"):
-        pages = text.partition("[")[2].partition("]")[0]
-        none = place.number(f"{path}/khugepaged/max_ptes_none")
-        finding = f"transparent huge pages: {pages}"
-        finding += "" if none is None else f"; khugepaged fills up to {none} of 512 untouched pages"
-        reason = "with always, a 2 MiB page can take the place of 4 KiB that were touched: resident memory grows"
-        remedy = f"echo madvise > /{path}/enabled (root); measure, for dense tensors are faster with it"
-        is_on = pages == "always" and none != 0
-        yield judge("huge pages", finding, reason, remedy, f"/{path}/enabled", warning=is_on)
-
-
 def check_limits(case: Case) -> Iterator[Check]:
-    """The limits of a process: how many there may be, address space, locked memory, open files."""
+    """The limits of a process: how many there may be, address space, open files."""
     place, limits, source = case.place, case.place.limits, "/proc/self/limits"
     wanted = case.command.num_processes * (1 + case.num_workers) * (case.threads + _OTHER_THREADS)
     bounds = [(limits.get("processes", (None, None))[0], "RLIMIT_NPROC (ulimit -u)")]
@@ -99,12 +62,6 @@ def check_limits(case: Case) -> Iterator[Check]:
         yield judge("processes", finding, reason, remedy, named, problem=is_few, warning=is_tight)
     if limits:
         yield from _address_space(case, source)
-        soft, rdma = limits.get("locked memory", (None, None))[0], (place.root / "sys/class/infiniband").is_dir()
-        finding = f"ulimit -l is {'unlimited' if soft is None else format_bytes(soft)}"
-        finding += f"; {'RDMA devices are here' if rdma else 'no RDMA device'}"
-        reason = "RDMA (NCCL over InfiniBand) locks its buffers and fails beyond it"
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        yield judge("locked memory", finding, reason, remedy, source, warning=rdma and soft is not None)
     soft, hard = limits.get("open files", (None, None))
     finding = f"{'unlimited' if soft is None else soft} open files a process"
     reason = "torch keeps a file open for each tensor from a worker while it lives: 400 batches of 3 tensors hold 1,200"
@@ -139,18 +96,13 @@ def check_folders(case: Case) -> Iterator[Check]:
 
 def _folder(case: Case, name: str, path: Path, remedy: str) -> Check:
     kind, free = case.place.kind_of(path), case.place.free_bytes(path)
-    is_closed = case.place.is_real and not os.access(path, os.W_OK)
-    is_short = free is not None and free < GIB
-    is_slow = kind in _NETWORK and name == "temp folder"
+    is_closed, is_memory = case.place.is_real and not os.access(path, os.W_OK), kind in _IN_MEMORY
     finding = f"{path} is on {kind or 'an unknown file system'}"
     finding += "" if free is None else f", {format_bytes(free)} free"
     finding += "; it cannot be written to" if is_closed else "; it goes with the container" if kind == "overlay" else ""
-    reason = "checkpoints and intermediate files go there; a full disk ends a run as surely as full memory"
-    if not (is_closed or is_short) and kind in _IN_MEMORY:
-        reason = "files there are memory, charged to the group that wrote them"
-    elif not (is_closed or is_short) and is_slow:
-        reason = "sockets and locks of workers go there, and a network is slow"
-    warning = is_short or kind in _IN_MEMORY or is_slow
+    reason = "files there are memory, charged to the group that wrote them; " if is_memory else ""
+    reason += "checkpoints and intermediate files go there: a full disk ends a run as surely as full memory"
+    warning = is_memory or (free is not None and free < GIB)
     source = "/proc/self/mountinfo, statvfs"
     return judge(name, finding, reason, remedy, source, problem=is_closed or free == 0, warning=warning)
 

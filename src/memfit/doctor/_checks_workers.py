@@ -1,4 +1,4 @@
-"""Check processes and threads: forks after threads, threads times workers, the variables that the child sees."""
+"""Check processes and threads: forks after threads, threads times workers, thread limits that come too late."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
 from memfit.doctor._script import Start
+from memfit.jobs import thread_env
 from memfit.units import format_count, list_some
 
 #: Libraries that do not survive a fork once they were used: whether that is certain, why, and the source.
@@ -25,10 +26,7 @@ _FORK_UNSAFE: dict[str, tuple[bool, str, str]] = {
 }  # fmt: skip
 #: What starts a pool of threads in every process that uses it, a DataLoader's workers too.
 _POOLS = ("polars", "numpy", "scipy", "sklearn", "numexpr", "pandas", "numba", "cv2")
-_THREAD_VARIABLES = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
-    *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
-)
+_THREAD_VARIABLES = thread_env(1)
 _GUARD = 'if __name__ == "__main__":'
 _LOCKS = (
     "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
@@ -79,7 +77,6 @@ def check_guard(case: Case) -> Iterator[Check]:
 
 
 def _after_loaders(case: Case, forking: list[Start]) -> Iterator[Check]:
-    """What is unsafe in loaders that fork."""
     if not forking:
         return
     certain = [one for one in forking if case.workers_of(one) and _method(case, one) == "fork"]
@@ -104,7 +101,6 @@ def _with_guard(case: Case) -> str:
 
 
 def _after_calls(case: Case, calls: list[Start]) -> Iterator[Check]:
-    """What is unsafe in other calls that fork."""
     if not calls:
         return
     what, source = f"{calls[0].name} at {_list(calls)} forks", _source(case, calls)
@@ -154,37 +150,9 @@ def check_threads(case: Case) -> Iterator[Check]:
     is_many = total > 2 * cores or ranks * max(threads, workers) > cores
     source = f"OMP_NUM_THREADS={threads}; workers: {case.workers[1]}"
     yield judge("threads", finding, reason, remedy, source, warning=is_many)
-    lost = {name: case.given[name] for name, new in case.added.items() if case.given.get(name, new) != new}
-    if lost:
-        finding = ", ".join(f"{name}={old} becomes {case.added[name]}" for name, old in lost.items())
-        numbers = [old for name, old in lost.items() if name in _THREAD_VARIABLES and old.isdigit()]
-        flag = f"--set threads_per_job={numbers[0]}" if numbers else "--set memory.tight_malloc=false"
-        reason = "memfit run sets these for each job, whatever the shell exports"
-        yield Check("overridden", "warning", finding, reason, f"memfit run {flag} -- ...", "the environment")
     for one in case.script.variables:
         if one.name in _THREAD_VARIABLES and one.more is not None:
             finding = f"{one.name} is set at {one.site}, after import {one.more}"
             reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
             remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
             yield Check("threads", "warning", finding, reason, remedy, one.site)
-
-
-def check_environment(case: Case) -> Iterator[Check]:
-    """Whether the command's interpreter sees what was set."""
-    asked, reason = case.interpreter, "a library uses what it finds when it is loaded, not what was exported somewhere"
-    if asked is None:
-        words = " ".join(case.command.words[:2])
-        finding = f"the interpreter of '{words}' is unknown" if words else "no interpreter was started"
-        yield Check("environment", "ok", finding, reason, source="the command")
-        return
-    if asked.error:
-        finding = f"{asked.executable} gave no answer: {asked.error}"
-        yield Check("environment", "problem", finding, reason, f"try: {asked.executable} -c pass", asked.executable)
-        return
-    differ = [
-        f"{name}={seen} and not {case.env.get(name)}" for name, seen in asked.env.items() if seen != case.env.get(name)
-    ]
-    seen = ", ".join(differ) or f"all {len(asked.env)} variables as set"
-    finding = f"Python {'.'.join(map(str, asked.version))} sees {seen}"
-    remedy = "look for what sets it: sitecustomize, usercustomize, a .pth file, a wrapper around python"
-    yield judge("environment", finding, reason, remedy, asked.executable, problem=bool(differ))

@@ -16,28 +16,22 @@ from memfit.doctor._command import parse_command
 from memfit.doctor._interpreter import Interpreter, ask_interpreter
 from memfit.doctor._place import REAL_ROOT, Place
 from memfit.doctor._script import read_script
-from memfit.jobs import Job, child_env
+from memfit.jobs import Job, child_env, own_threads
 from memfit.memory import Budget
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.rundir import RunDir
 
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     settings.check_command,
     workers.check_fork,
     workers.check_guard,
     workers.check_threads,
-    workers.check_environment,
     host.check_shm,
     host.check_leftovers,
     host.check_limits,
     host.check_budget,
     host.check_walls,
-    host.check_kernel,
     host.check_folders,
     settings.check_allocator,
-    settings.check_malloc,
-    settings.check_debugging,
-    settings.check_packages,
-    settings.check_framework,
 )
 
 
@@ -53,20 +47,7 @@ def examine(
     """Return what is wrong, or may go wrong, with this place and with a command in it; the worst first.
 
     The command is not run. Its script is read, not imported. Its interpreter is started once, in the environment that
-    ``memfit run`` would give it, to say what it sees.
-
-    Args:
-        command: The command; without one only the place is examined, with this interpreter.
-        setup: How the command is to run.
-        root: The folder above proc and sys; in a recorded tree no interpreter is started.
-        env: The environment; None for this process's own.
-        cwd: The folder that the command starts in; None for this process's.
-        interpreter: The answer of an interpreter, instead of starting it.
-
-    Example:
-        >>> checks = examine(["python", "-c", "print(1)"])
-        >>> {check.check for check in checks} >= {"fork", "threads", "/dev/shm", "budget"}
-        True
+    ``memfit run`` would give it. Below another ``root``, a recorded tree, none is started.
     """
     setup, given = setup or Setup(), dict(os.environ if env is None else env)
     folder = Path.cwd() if cwd is None else cwd.absolute()
@@ -74,20 +55,19 @@ def examine(
     job = Job(
         "cmd_0001",
         command=("true",),
-        threads=setup.threads or place.budget.num_cpus,
-        tight_malloc=setup.tight_malloc,
+        threads=setup.threads or own_threads(given) or place.budget.num_cpus,
         cuda_allocator=setup.cuda_allocator,
     )
-    added = child_env(job, RunDir(setup.runs_dir))
-    added = {name: value for name, value in added.items() if name not in (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)}
     one = parse_command(command, cwd=folder, env=given)
+    inside = {**given, **child_env(job, RunDir(setup.runs_dir)), **one.env}
     script = read_script(one.script, text=one.code, cwd=folder)
     asked, executable = interpreter, one.interpreter if one.words else sys.executable
     if asked is None and place.is_real and executable is not None:
-        inside = {**given, **added, **one.env}
-        if entries := inside.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
-            inside["PYTHONPATH"] = os.pathsep.join(str(folder / entry) for entry in entries.split(os.pathsep))
-        wanted = sorted({*script.imports, one.module.partition(".")[0]} - {""})
-        asked = ask_interpreter(executable, env=inside, names=list(added), wanted=wanted)
-    case = Case(place, setup, one, script, asked, given, added, folder)
+        env = dict(inside)
+        if entries := env.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
+            env["PYTHONPATH"] = os.pathsep.join(str(folder / entry) for entry in entries.split(os.pathsep))
+        asked = ask_interpreter(
+            executable, env=env, wanted=sorted({*script.imports, one.module.partition(".")[0]} - {""})
+        )
+    case = Case(place, setup, one, script, asked, inside, folder)
     return worst_first([check for checks in _CHECKS for check in checks(case)])

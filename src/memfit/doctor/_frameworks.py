@@ -1,62 +1,29 @@
-"""Name the framework that a script trains with, and the lines by which memfit watches, stops and resumes it."""
+"""Name the framework that a script trains with and what makes it save at a stop, and calls that take all cores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from memfit.doctor._command import parse_command
 from memfit.doctor._script import Script, read_script
 
 
-@dataclass(frozen=True)
-class Framework:
-    """A framework: its name, the page about it, the module for it, and what a script adds for each of three steps."""
+class Framework(NamedTuple):
+    """A framework: its name, the module for it, which is also its page, and what saves at a stop."""
 
     name: str
     module: str
-    watch: str
     stop: str
-    exact: str
-
-    @property
-    def page(self) -> str:
-        """The page of the documentation about it."""
-        return f"docs/frameworks/{self.module}.md"
-
-    def steps(self, site: str) -> str:
-        """Return four lines: where the framework is used, and the three steps."""
-        lines = [
-            f"{site} uses {self.name}. Each of these works alone (memfit.integrations.{self.module}, {self.page}):"
-        ]
-        said = {"watch": "phases, steps and losses in memfit watch", "stop": "a stop saves, the next start goes on",
-                "exact": "the same, and to the same bytes"}  # fmt: skip
-        width = max(len(getattr(self, step)) for step in said)
-        lines += [f"  {step:<5}  {getattr(self, step):<{width}}  {what}" for step, what in said.items()]
-        return "\n".join(lines)
 
 
-_HUGGINGFACE = Framework(
-    "transformers", "huggingface", "Trainer(..., callbacks=[MemfitCallback()])", "stoppable(trainer)", "exact(trainer)"
-)
-_LIGHTNING = Framework(
-    "Lightning",
-    "lightning",
-    "Trainer(..., callbacks=[MemfitCallback()])",
-    'stop = Stop("out", every=500); Trainer(callbacks=[stop]); stop.fit(trainer, module, loader)',
-    'exact = Exact("out", seed=1, every=500); Trainer(callbacks=[exact]); exact.fit(trainer, module, loader)',
-)
-_ACCELERATE = Framework(
-    "Accelerate",
-    "accelerate",
-    "loop = MemfitCallback(accelerator)",
-    'loop = Stop(accelerator, "out", every=500)',
-    'loop = Exact(accelerator, "out", seed=1, every=500)',
-)
+_HUGGINGFACE = Framework("transformers", "huggingface", "stoppable(trainer)")
+_LIGHTNING = Framework("Lightning", "lightning", 'Stop("out", every=500).fit(trainer, ...)')
+_ACCELERATE = Framework("Accelerate", "accelerate", 'Stop(accelerator, "out", every=500)')
 
 
-def framework_of(script: Script) -> tuple[Framework, str] | None:
+def _framework_of(script: Script) -> tuple[Framework, str] | None:
     """Return the framework that a script trains with, and where; None for no known one, or if it imports memfit."""
     imports = script.imports
     uses = (
@@ -67,11 +34,25 @@ def framework_of(script: Script) -> tuple[Framework, str] | None:
     return next(((one, site) for one, site in uses if site and "memfit" not in imports), None)
 
 
-def explain_steps(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> str:
-    """Return the lines for the framework that a command's script uses; empty if it uses none, or memfit already.
+_ALL_CORES = (
+    "{}: n_jobs=-1 asks for all cores in each of {} jobs. joblib and scikit-learn keep to LOKY_MAX_CPU_COUNT, which "
+    "memfit sets; other libraries do not: write n_jobs=int(os.environ['OMP_NUM_THREADS'])"
+)
 
-    The script is read, not run, with the modules beside it that it imports.
-    """
+
+def explain_cores(words: Sequence[str], num_jobs: int, *, cwd: Path, env: Mapping[str, str]) -> str:
+    """Return a warning if the script of a command of several jobs asks for all cores in each; else empty."""
     command = parse_command(words, cwd=cwd, env=env)
-    found = framework_of(read_script(command.script, text=command.code, cwd=cwd))
-    return found[0].steps(found[1]) if found else ""
+    script = read_script(command.script, text=command.code, cwd=cwd)
+    return _ALL_CORES.format(", ".join(script.all_cores[:3]), num_jobs) if script.all_cores else ""
+
+
+def explain_stop(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> str:
+    """Return what makes a stop save in the framework that a command's script trains with, and which page says so."""
+    command = parse_command(words, cwd=cwd, env=env)
+    found = _framework_of(read_script(command.script, text=command.code, cwd=cwd))
+    if found is None:
+        return "docs/your-script.md shows the lines that save at a stop"
+    one, site = found
+    page = f"docs/frameworks/{one.module}.md"
+    return f"{site} uses {one.name}: {one.stop} saves at a stop (memfit.integrations.{one.module}, {page})"

@@ -1,4 +1,4 @@
-"""Ask the command's own interpreter, in a short child, what it sees in its environment."""
+"""Ask the command's own interpreter, in a short child, how it starts processes and which modules it finds."""
 
 from __future__ import annotations
 
@@ -7,67 +7,47 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: A child that prints what it sees. It must run in any Python 3 and import nothing but the standard library.
 _PROGRAM = r"""
-import importlib.util, json, multiprocessing, os, sys
-names, packages, wanted = json.loads(sys.argv[1])
-def attempt(call, *words):
-    try:
-        return call(*words)
-    except Exception:
-        return None
-def version(name):
-    from importlib.metadata import version
-    return version(name)
+import importlib.util, json, multiprocessing, sys
+wanted = json.loads(sys.argv[1])
 def is_missing(name):
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except Exception:
+        return False
 found = {
-    "version": list(sys.version_info[:3]), "executable": sys.executable, "env": {n: os.environ.get(n) for n in names},
-    "start_method": multiprocessing.get_start_method(), "packages": {name: attempt(version, name) for name in packages},
-    "missing": [name for name in wanted if attempt(is_missing, name)],
+    "version": list(sys.version_info[:3]), "executable": sys.executable,
+    "start_method": multiprocessing.get_start_method(), "missing": [name for name in wanted if is_missing(name)],
 }
 print("\nMEMFIT " + json.dumps(found))
 """
-#: Packages whose versions are read, without importing them.
-_PACKAGES = ("torch", "polars", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What an interpreter said of itself.
-
-    Attributes:
-        start_method: The default of ``multiprocessing``.
-        env: The variables that memfit sets, as it sees them.
-        packages: The installed version of each package, or None.
-        missing: The modules that cannot be found.
-        error: Why nothing is known; else empty.
-    """
+    """What an interpreter said of itself."""
 
     executable: str
     version: tuple[int, ...] = ()
-    start_method: str = ""
-    env: Mapping[str, str | None] = field(default_factory=dict)
-    packages: Mapping[str, str | None] = field(default_factory=dict)
-    missing: Sequence[str] = ()
-    error: str = ""
+    start_method: str = ""  # the default of ``multiprocessing``
+    missing: Sequence[str] = ()  # modules that cannot be found
+    error: str = ""  # why nothing is known
 
 
 def ask_interpreter(
     executable: str,
     *,
     env: Mapping[str, str],
-    names: Sequence[str] = (),
     wanted: Sequence[str] = (),
     timeout_seconds: float = 60.0,
 ) -> Interpreter:
-    """Return what an interpreter sees, and which of the ``wanted`` modules it cannot find; none is imported."""
-    request = json.dumps([list(names), _PACKAGES, list(wanted)])
+    """Return what an interpreter says, and which of the ``wanted`` modules it cannot find; none is imported."""
     try:
         child = subprocess.Popen(
-            [executable, "-c", _PROGRAM, request],
+            [executable, "-c", _PROGRAM, json.dumps([*wanted])],
             env=dict(env),
             cwd="/",  # `-c` imports from here first: no file of the user's is to pass for a module
             stdin=subprocess.DEVNULL,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
-#: Calls with this keyword make a loader with so many workers.
-_LOADER_KEYWORD = "dataloader_num_workers"
+_LOADER_KEYWORD = "dataloader_num_workers"  # calls with this keyword make a loader with so many workers
 #: What starts processes, and the keyword that chooses how.
 _FORKS = {"Pool": "context", "Process": "context", "ProcessPoolExecutor": "mp_context", "fork": ""}
 _CONTEXTS = frozenset({"fork", "spawn", "forkserver"})
@@ -57,6 +56,7 @@ class Script:
     trainer: str | None = None  # the first Trainer of transformers or TRL
     cuda: str | None = None
     threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
+    all_cores: list[str] = field(default_factory=list)  # calls with ``n_jobs=-1``
     errors: list[Site] = field(default_factory=list)  # by reason; ``more`` is ``syntax`` for a syntax error
     has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
 
@@ -172,6 +172,8 @@ class _Reader(ast.NodeVisitor):
             self._variable(node.args[0], node)
         elif path == "torch.set_num_threads":
             script.threads.append(site)
+        elif "n_jobs" in given and ast.unparse(given["n_jobs"]) == "-1":
+            script.all_cores.append(site)
         self._trainer(path, node)
         if script.cuda is None and _uses_cuda(path, node):
             script.cuda = site

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memfit.estimation._changes import in_words as in_words
     from memfit.estimation._changes import list_changes as list_changes
     from memfit.estimation._changes import list_options as list_options
-    from memfit.estimation._compile import compile_blocks as compile_blocks
     from memfit.estimation._cuda_ops import CudaOps as CudaOps
     from memfit.estimation._estimate import METRICS as METRICS
     from memfit.estimation._estimate import Estimate as Estimate
@@ -76,5 +75,7 @@ if TYPE_CHECKING:
     from memfit.estimation._time_limit import limit_time as limit_time
     from memfit.estimation._time_limit import time_left as time_left
     from memfit.estimation._trace import trace as trace
+
+__all__ = ["Dtype", "Estimate", "Gpu", "Setup", "equation_of_batch", "estimate", "estimate_formula"]
 
 __getattr__, __dir__ = load_lazily(__name__)

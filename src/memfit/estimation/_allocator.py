@@ -59,11 +59,9 @@ class _Pool:
 
 
 class Allocator:
-    """The allocator of one device, which can give it ``capacity_bytes``; None for no limit.
-
-    Not modelled: private pools (CUDA graphs, ``MemPool``), and what only gives memory back earlier.
-    Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13).
-    """
+    """The allocator of one device, which can give it ``capacity_bytes``; None for no limit. Not modelled: private pools
+    (CUDA graphs, ``MemPool``), and what only gives memory back earlier. Source: c10/cuda/CUDACachingAllocator.cpp and
+    c10/core/AllocatorConfig.h (torch 2.13)."""
 
     def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None = None) -> None:
         self.settings = settings
@@ -121,7 +119,6 @@ class Allocator:
         return max(-(-num_bytes // MIN_BLOCK), 1) * MIN_BLOCK
 
     def segment_size(self, size: int) -> int:
-        """Return the bytes of a new segment for a block of this size."""
         if size <= SMALL_SIZE:
             return SMALL_SEGMENT
         return self.settings.large_segment_size if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE

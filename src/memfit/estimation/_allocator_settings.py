@@ -94,31 +94,14 @@ _fault = partial(Check, "torch allocator")
 
 
 def allocator_faults(text: str) -> list[Check]:
-    """Return the faults of a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
-
-    >>> [fault.finding for fault in allocator_faults("expandable_segments:True,max_split_size_mb:128")]
-    ['expandable_segments:True together with max_split_size_mb:128']
-    >>> allocator_faults("expandable_segments:True")
-    []
-    """
+    """Return the faults of a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."""
     pairs = _split(text)
     given = {key: value for key, value in pairs if value is not None}
     return [*_refused(pairs), *_repeated(pairs), *_contradictions(given), *_without_effect(given)]
 
 
 def check_allocator(text: str, *, name: str = "the allocator's settings") -> list[str]:
-    """Refuse settings that break, and return the faults that only cost or have no effect, each as a sentence.
-
-    Args:
-        text: As in ``PYTORCH_CUDA_ALLOC_CONF``.
-        name: Where the text was given, for the error.
-
-    Raises:
-        ConfigError: Torch refuses them, or they break one another.
-
-    >>> check_allocator("garbage_collection_threshold:0.8")[0].partition(":")[0]
-    'garbage_collection_threshold'
-    """
+    """Refuse settings that break; return the faults that only cost or have no effect, each as a sentence."""
     faults = allocator_faults(text)
     _refuse([fault for fault in faults if fault.verdict == "problem"], name)
     return [f"{fault.finding}: {fault.reason} ({fault.source}); {fault.remedy}" for fault in faults]
@@ -204,18 +187,9 @@ def _without_effect(given: Mapping[str, str]) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The settings of torch's caching allocator for CUDA; the defaults are torch's.
-
-    Attributes:
-        expandable_segments: Whether segments grow page by page.
-        max_split_size: Blocks from this size on, in bytes, are never split; None for no limit.
-        max_non_split_rounding: By how many bytes such a block may be larger than the request.
-        large_segment_size: Bytes of the segment for a request between 1 and 10 MiB.
-        per_process_memory_fraction: The share of the device's memory that the process may use.
-
-    >>> AllocatorSettings.parse("expandable_segments:True,large_segment_size_mb:32").large_segment_size
-    33554432
-    """
+    """The settings of torch's caching allocator for CUDA, in bytes; the defaults are torch's. Blocks of
+    ``max_split_size`` and more are never split. Such a block may be larger than the request by
+    ``max_non_split_rounding``. ``large_segment_size`` is the segment for a request between 1 and 10 MiB."""
 
     expandable_segments: bool = False
     max_split_size: int | None = None
@@ -225,17 +199,12 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF``.
+        """Read a value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF``; refuse what torch refuses or memfit
+        does not model: another allocator, rounding to parts of powers of 2.
 
         Keys of other memory than the device's change nothing, nor does ``garbage_collection_threshold``, which only
-        makes torch reserve less.
-
-        Raises:
-            ConfigError: Torch refuses the text, or memfit does not model it: another allocator, rounding to parts of
-                powers of 2.
-
-        Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
-        """
+        makes torch reserve less. Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.h (torch
+        2.13)."""
         pairs = _split(text)
         _refuse(_refused(pairs), "the allocator's settings")
         given = {key: value for key, value in pairs if value is not None}

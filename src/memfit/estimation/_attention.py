@@ -24,8 +24,6 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``scaled_dot_product_attention``."""
-
     query: Tensor  # (batch, heads, queries, head size)
     key: Tensor  # (batch, heads, keys, head size)
     value: Tensor

@@ -78,10 +78,8 @@ def bound_device(
 
 
 def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interval | None:
-    """Return what loading ``whole`` takes of a device, in bytes; None if it is no more than the weights.
-
-    ``unit``: the largest block, or what lies outside; ``largest``: the largest weight before it is quantised, or 0.
-    """
+    """Return what loading ``whole`` takes of a device, in bytes; None if it is no more than the weights. ``unit``: the
+    largest block, or what lies outside; ``largest``: the largest weight before it is quantised, or 0."""
     if setup.is_sharded:
         share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)
         shards = share + Interval(unit, 2 * unit + _AT_LEAST)

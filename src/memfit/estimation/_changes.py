@@ -28,14 +28,8 @@ _CHECKPOINTING = {"full": "gradient-checkpointing", "selective": "selective-chec
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a setup, or several together.
-
-    Attributes:
-        options: The options of ``memfit estimate`` that make it, to be added to those of the setup before.
-        cost: What it costs, in words.
-        setup: The setup with it.
-        same_training: Whether the training computes the same, up to rounding.
-    """
+    """One change of a setup, or several together. ``options`` are those of ``memfit estimate`` that make it; ``cost``
+    is in words. ``same_training``: the training computes the same, up to rounding."""
 
     options: tuple[str, ...]
     cost: str
@@ -63,7 +57,6 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
 
 def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return options as a workload's own settings (`memfit.pipeline.Probe`); nothing if it lacks one of them.
-
     >>> in_words(["--batch 1"], {"--batch": "params.size={}"}), in_words(["--batch 1"], {})
     (('--set params.size=1',), ())
     """
@@ -75,11 +68,7 @@ def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tupl
 
 
 def list_changes(setup: Setup, settings: Mapping[str, str] | None = None) -> Iterator[Change]:
-    """Return the single changes that apply to a setup and have settings: the cheapest first, new trainings last.
-
-    >>> [" ".join(change.options) for change in list_changes(Setup(batch=2, seq_len=512))][:3]
-    ['--no-foreach', '--loss-chunks 8', '--batch 1 --microbatches 2']
-    """
+    """Yield the single changes that apply to a setup and have settings: the cheapest first, new trainings last."""
     for changed, cost, same in (*_changes(setup), *_changes_of_training(setup)):
         if in_words(options := list_options(setup, changed), settings):
             yield Change(options, cost, changed, same)
@@ -138,15 +127,8 @@ def find_change(
     setup: Setup, gpu: Gpu, guess: _Guess, check: Callable[[Setup], Estimate], changes: _Lister = list_changes
 ) -> tuple[Change, Estimate] | None:
     """Return the cheapest change after which the bound fits the device: single ones first, then several together.
-
-    Args:
-        setup: What does not fit.
-        gpu: The device.
-        guess: A quick guess of the bound of the device's peak in bytes; a change that does not fit by it is not
-            checked.
-        check: The estimate that decides, a few times at most.
-        changes: Lists the single changes of a setup.
-    """
+    ``guess`` quickly guesses the bound of the device's peak in bytes; what does not fit by it is not checked. ``check``
+    decides."""
     checks = 0
     for change in _candidates(setup, guess, _WORTH * gpu.total_bytes, changes):
         if guess(change.setup) > gpu.total_bytes:
@@ -193,15 +175,9 @@ def find_batch(
 ) -> tuple[Setup, Estimate]:
     """Return the last setup whose bound fits the device, with its estimate; the first setup if none does.
 
-    Args:
-        setups: In order of growing memory.
-        gpu: The device.
-        guess: A quick guess of the bound of the device's peak in bytes, for the first check; None to begin with the
-            first setup. A line through what was checked says where to look next.
-        check: The estimate that decides.
-        most_checks: How many are checked at most; then, or when the time for traces is over, the largest one
-            that is known to fit is taken.
-    """
+    ``setups`` come in order of growing memory. ``guess`` gives the bound in bytes for the first check; then a line
+    through what was checked says where to look. After ``most_checks``, or when the time for traces is over, the largest
+    known to fit is taken."""
     fits, above = -1, len(setups)
     found: dict[int, Estimate] = {}
     for number in range(most_checks):

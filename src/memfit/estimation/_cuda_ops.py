@@ -1,11 +1,8 @@
 """Replace what fake CPU tensors run by what CUDA runs, and count the scratch memory of CUDA's kernels.
 
-Operations that PyTorch composes of others on a CPU, and runs as one on CUDA, are replaced at the dispatch key
-``AutogradCPU``, so that autograd saves what CUDA's formula saves. PyTorch's own shape functions make results, saved
-tensors and gradients; only what kernels allocate inside is counted here.
-
-``torch.autocast("cpu")`` casts the inputs of matrix products and convolutions as CUDA does, and keeps cast weights to
-its end. But it leaves norms, softmax, powers and sums in 16 bits, which CUDA computes and keeps in fp32.
+What CUDA runs as one operation is replaced at the dispatch key ``AutogradCPU``, so that autograd saves what CUDA's
+formula saves; only what kernels allocate inside is counted here. ``torch.autocast("cpu")`` leaves norms, softmax,
+powers and sums in 16 bits, which CUDA computes and keeps in fp32.
 """
 
 from __future__ import annotations
@@ -60,11 +57,8 @@ def _operation(name: str) -> Any:
 
 
 class CudaOps:
-    """While entered, operations on fake CPU tensors take the memory that they take on CUDA.
-
-    Args:
-        architecture: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper`` or ``blackwell``.
-    """
+    """While entered, operations on fake CPU tensors take the memory that they take on CUDA. The architecture is
+    ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper`` or ``blackwell``."""
 
     def __init__(self, architecture: str = "ampere") -> None:
         self.architecture = architecture
@@ -252,8 +246,7 @@ def _transformed(args: Sequence[Any]) -> int:
     Dense 3 x 3 kernels that move by one: tiles of 6 x 6 for each 4 x 4 places, of the input, the result's gradient and
     the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Nobody documents what cuDNN
     picks: this fits device peaks of ResNet-50 and VGG-16 on an A100 (itu-rad/GPUMemNet,
-    Results_plotter_for_paper/data.csv), and those of VGG-19 and of other ResNets there agree.
-    """
+    Results_plotter_for_paper/data.csv), and those of VGG-19 and of other ResNets there agree."""
     grad, image, weight, stride, dilation, is_transposed, groups = *args[:3], args[4], args[6], args[7], args[9]
     kernel = tuple(weight.shape[2:])
     if image.dim() != 4 or image.dtype is not torch.float32 or groups != 1 or is_transposed or kernel == (1, 1):

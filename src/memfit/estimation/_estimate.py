@@ -21,11 +21,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 def judge(need: Interval, total_bytes: int) -> Verdict:
-    """Say whether bytes fit a device.
-
-    >>> [judge(Interval(50, upper), 100) for upper in (95, 96, 101)], judge(Interval(101), 100)
-    (['fits', 'tight', 'may fit'], 'does not fit')
-    """
+    """Say whether bytes fit a device."""
     if need.upper <= total_bytes:
         return "tight" if why_tight(need.upper, total_bytes) else "fits"
     return "may fit" if need.value <= total_bytes else "does not fit"

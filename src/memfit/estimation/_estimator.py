@@ -48,25 +48,10 @@ def estimate_step(
 ) -> Estimate:
     """Estimate a training step by tracing two runs of it.
 
-    Args:
-        make: Makes the step, with its model and optimizer, within a fake tensor mode: a function that runs it once.
-        gpu: The device; None for any.
-        world_size: Devices that exchange data.
-        allocator: The settings of torch's allocator; its defaults if None.
-        real_data: Whether the step's data are real tensors.
-        sizes: What may be made smaller if the trace takes longer than `limit_time` allows: then it is extrapolated.
-
-    Raises:
-        UntraceableError: Fake tensors cannot follow the step.
-
-    Example:
-        >>> import torch
-        >>> def make():
-        ...     model = torch.nn.Linear(256, 256, bias=False)
-        ...     return lambda: model(torch.zeros(8, 256)).sum().backward()
-        >>> estimate_step(make).parts["weights"].value
-        262144
-    """
+    ``make`` makes the step, with its model and optimizer, within a fake tensor mode: a function that runs it once.
+    ``gpu`` None stands for any. ``real_data``: the step's data are real tensors. ``sizes`` may be made smaller if the
+    trace takes longer than `limit_time` allows: then it is extrapolated. Raises `UntraceableError` where fake tensors
+    cannot follow."""
     what = (make, gpu, world_size, allocator, real_data)
     worst, experts = _trace_step(*what, sizes, ())
     if max(experts, default=0) < 2:
@@ -182,16 +167,13 @@ def estimate_config(
     gpu: Gpu | None = None,
     allocator: AllocatorSettings | None = None,
 ) -> Estimate:
-    """Estimate the training of a ``config.json``'s model: traced where that works, else by the formula.
-
-    Raises:
-        ConfigError: The config or the setup makes no model.
-    """
+    """Estimate the training of a ``config.json``'s model: traced where that works, else by the formula."""
     if setup.strategy in COMPUTED:
         reason = f"{setup.strategy} follows from counts and the defaults of its library"
         return estimate_formula(config, setup, gpu=gpu, reason=reason)
     try:
-        return _estimate_setup(partial(build_program, config), setup, gpu, allocator, partial(_sizes_of_setup, config))
+        make = partial(build_program, config, setup)
+        return _estimate_setup(make, setup, gpu, allocator, _sizes_of_setup(config, setup))
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
     except (MissingExtraError, UntraceableError) as error:
@@ -220,31 +202,17 @@ def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
 
 
 def _estimate_setup(
-    make: Callable[[Setup], Program],
-    setup: Setup,
-    gpu: Gpu | None,
-    allocator: AllocatorSettings | None,
-    sizes: Callable[[Setup], Iterable[Size]],
+    make: Make, setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None, sizes: Iterable[Size]
 ) -> Estimate:
-    """Estimate a setup. A compiled one has the bound of no fusion: each version of torch fuses otherwise."""
-
-    def run(one: Setup) -> Estimate:
-        how: dict[str, Any] = {"gpu": gpu, "world_size": one.world_size, "allocator": allocator, "real_data": False}
-        return estimate_step(lambda: make(one), sizes=sizes(one), **how)
-
-    found = run(setup)
-    found = replace(found, notes=(*found.notes, *list_assumptions(setup)))
-    if not setup.compiled:
-        return found
-    return _widen(
-        found, run(replace(setup, compiled=False)), "the bound is that of the same step without torch.compile"
-    )
+    """Estimate a setup's step, and note what the setup leaves open."""
+    how: dict[str, Any] = {"gpu": gpu, "world_size": setup.world_size, "allocator": allocator, "real_data": False}
+    found = estimate_step(make, sizes=sizes, **how)
+    return replace(found, notes=tuple(dict.fromkeys((*found.notes, *list_assumptions(setup)))))
 
 
 def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: Setup) -> Program:
-    """Make a step of a model as the setup trains it: compiled, checkpointed, sharded; in a fake tensor mode."""
+    """Make a step of a model as the setup trains it: checkpointed, sharded; in a fake tensor mode."""
     from memfit.estimation._blocks import checkpoint_blocks
-    from memfit.estimation._compile import compile_blocks
     from memfit.estimation._lora import QuantizedLinear
     from memfit.estimation._optimizers import build_optimizer
     from memfit.estimation._parallel import shard
@@ -279,8 +247,6 @@ def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: S
         load=bound_load(setup, Interval(whole), max([whole - sum(in_blocks), *in_blocks]), largest),
         cast_slack=cast_slack,
     )
-    if setup.compiled:
-        program = compile_blocks(program, blocks)
     checkpoint_blocks(blocks, setup.gradient_checkpointing)
     return shard(program, setup)
 
@@ -330,16 +296,16 @@ def estimate(
             remedy="strategy='fsdp', or memfit estimate --hf-config config.json --strategy " + setup.strategy,
         )
 
-    def make_of(batch: Any, one: Setup) -> Make:
-        return lambda: _program_of(build_model, batch, loss, one)
+    def make_of(batch: Any) -> Make:
+        return lambda: _program_of(build_model, batch, loss, setup)
 
     with limit_time(time_limit):
         return _estimate_setup(
-            partial(_program_of, build_model, example_batch, loss),
+            make_of(example_batch),
             setup,
             find_gpu(gpu) if isinstance(gpu, str) else gpu,
             None if allocator is None else AllocatorSettings.parse(allocator),
-            lambda one: sizes_of_batch(example_batch, partial(make_of, one=one)),
+            sizes_of_batch(example_batch, make_of),
         )
 
 

@@ -38,10 +38,7 @@ class Size(NamedTuple):
 
 
 def sizes_of_batch(batch: Any, make: Callable[[Any], Callable[[], Any]]) -> Iterator[Size]:
-    """Yield the sizes of a tree of tensors that may be made smaller: the second dimension first, then the first.
-
-    ``make`` makes the step of a smaller batch.
-    """
+    """Yield the sizes of a tree of tensors that may be made smaller: the second dimension first, then the first."""
     from memfit.estimation._program import find_tensors, map_tensors
 
     for axis in (1, 0):
@@ -58,8 +55,6 @@ def sizes_of_batch(batch: Any, make: Callable[[Any], Callable[[], Any]]) -> Iter
 
 
 class _Sample(NamedTuple):
-    """A trace at a size."""
-
     size: int
     seconds: float
     trace: Trace
@@ -70,15 +65,9 @@ class _Sample(NamedTuple):
 def extrapolate(
     sizes: Iterable[Size], run: Callable[[Callable[[], Any]], tuple[Trace, Replay]]
 ) -> tuple[dict[Phase, Peak], Replay, Trace]:
-    """Return peaks, allocator and the rest of a trace at its full size, from traces at smaller ones.
-
-    Args:
-        sizes: What may be made smaller; the first that shortens the trace is used.
-        run: Traces a step and replays the allocator.
-
-    Raises:
-        OutOfTimeError: No size can be made smaller, or three traces at smaller sizes take too long, too.
-    """
+    """Return peaks, allocator and the rest of a trace at its full size, from traces at smaller ones. ``run`` traces a
+    step and replays the allocator. The first of ``sizes`` that shortens the trace is used; OutOfTimeError if there is
+    none, or three smaller traces take too long, too."""
     names = []
     for size in sizes:
         names.append(size.name)

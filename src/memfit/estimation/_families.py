@@ -104,11 +104,7 @@ def _shortened(value: Any) -> str:
 
 
 def check_names(config: Mapping[str, Any]) -> None:
-    """Refuse a config whose ``model_type`` or ``architectures`` are no names.
-
-    Raises:
-        ConfigError: They are none.
-    """
+    """Refuse a config whose ``model_type`` or ``architectures`` are no names."""
     kind, names = config.get("model_type"), config.get("architectures")
     if kind is not None and not isinstance(kind, str):
         wrong, rule, remedy = f"model_type = {_shortened(kind)}", "model_type is one name", '"model_type": "llama"'
@@ -149,13 +145,9 @@ class Kept(NamedTuple):
     kind: Kind = "compute"
     feeds: tuple[str, ...] = ()  # the matrix products whose input it is: kept for the gradients of their weights
     for_weight: bool = False  # a frozen weight makes it unnecessary
-    # A compiler computes it again (ban_recompute_materialized_backward in torch/_functorch/config.py).
-    is_fusible: bool = False
 
 
 class Attention(NamedTuple):
-    """One attention of a block."""
-
     heads: int
     kv_heads: int
     head_dim: int
@@ -195,8 +187,6 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model is made of."""
-
     family: str  # of `FAMILIES`: the one that it is counted like
     stacks: tuple[Stack, ...]
     tables: tuple[tuple[int, int], ...]  # rows and width of each embedding
@@ -230,9 +220,9 @@ def _language_model(
 def _rms_norm(width: int, flavour: str = "llama") -> tuple[Kept, ...]:
     """The input in fp32, and its normalised form for the weight's gradient; T5 also keeps the 16-bit input."""
     upcast = Kept("input of a norm in fp32", width, "fp32")
-    original = (Kept("input of a norm", width, "narrow", is_fusible=True),) if flavour == "t5" else ()
+    original = (Kept("input of a norm", width, "narrow"),) if flavour == "t5" else ()
     kind: Kind = "fp32" if flavour == "gemma" else "stream"
-    return (upcast, *original, Kept("normalised", width, kind, for_weight=True, is_fusible=True))
+    return (upcast, *original, Kept("normalised", width, kind, for_weight=True))
 
 
 def _layer_norm(width: int) -> tuple[Kept, ...]:
@@ -242,7 +232,7 @@ def _layer_norm(width: int) -> tuple[Kept, ...]:
 def _activation(name: str, width: int) -> tuple[Kept, ...]:
     """What an activation keeps beside its result (transformers/activations.py): most keep their input, relu nothing."""
     known = {"relu": 0, "gelu_new": 4, "gelu_fast": 6, "quick_gelu": 2, "relu2": 2, "gelu_10": 2}
-    return tuple(Kept(f"inside {name}", width, is_fusible=number > 0) for number in range(known.get(name, 1)))
+    return (Kept(f"inside {name}", width),) * known.get(name, 1)
 
 
 def _gated_mlp(
@@ -263,7 +253,7 @@ def _gated_mlp(
     kept = (
         Kept("input of the MLP", width, "compute", tuple(into)),
         *_activation(act, inner),
-        Kept("activated gate", inner, is_fusible=True),
+        Kept("activated gate", inner),
         Kept("up", inner),
         Kept("gated", inner, "compute", (out,)),
     )
@@ -481,11 +471,7 @@ _NEAREST = {
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """Return what the model of a ``config.json`` is made of.
-
-    Raises:
-        ConfigError: It is not a language model alone, or lacks a width or a count.
-    """
+    """Return what the model of a ``config.json`` is made of; refuse one that is not a language model alone."""
     if other := next((name for name in _OTHER_INPUTS if config.get(name)), ""):
         raise ConfigError(
             f"the model's config has {other}.",

@@ -303,11 +303,8 @@ class _Case:
         if kept.for_weight and self.setup.lora_rank:
             return 0, 0
         sizes = {"compute": self.compute, "stream": self.held, "fp32": 4, "byte": 1, "shared": 0}
-        eager = sizes.get(kept.kind, 2 if self.held == 2 else 0)
-        if not self.setup.compiled:
-            return eager, eager
-        is_made_again = kept.is_fusible or kept.kind == "byte"
-        return (0 if is_made_again else self.held if kept.kind == "fp32" else eager), eager
+        size = sizes.get(kept.kind, 2 if self.held == 2 else 0)
+        return size, size
 
     def _keeps_scores(self, one: Attention) -> bool:
         """Whether no fused kernel runs: none takes fewer heads of keys in fp32 (ATen/.../cuda/sdp_utils.cpp)."""
@@ -382,10 +379,8 @@ class _Case:
     # Logits and loss
 
     def _logits(self) -> tuple[Interval, Interval]:
-        """The most that logits and loss take in the forward pass, and in the backward pass.
-
-        A loss in chunks is computed again chunk by chunk, or keeps all log-probabilities.
-        """
+        """The most that logits and loss take in the forward pass, and in the backward pass. A loss in chunks is
+        computed again chunk by chunk, or keeps all log-probabilities."""
         head, batch = self.anatomy.head, self.setup.batch
         if head is None:
             return Interval(), Interval()
@@ -496,13 +491,10 @@ class _Case:
         return load | {"build": [built], "forward": forward, "backward": backward, "step": [step]}
 
     def notes(self) -> list[str]:
-        """What was assumed."""
         found = []
         if not self.anatomy.is_exact:
             family = self.anatomy.family
             found.append(f"this model's family is unknown: it is counted like {family}, and bounds are twice as wide")
         if self.setup.lora_rank:
             found.append("adapters are in fp32; the bound assumes dropout of their inputs")
-        if self.setup.compiled:
-            found.append("torch.compile: the value keeps what torch's partitioner keeps, the bound keeps everything")
         return found

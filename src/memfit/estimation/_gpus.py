@@ -145,14 +145,7 @@ _MEMORY = re.compile(r"(\d+)g(?:i?b)?$")
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of a name, as people, nvidia-smi or torch write it, or an unknown GPU of a size.
-
-    Raises:
-        ConfigError: The text is neither a known name nor a size.
-
-    >>> find_gpu("NVIDIA A100-SXM4-80GB").name, find_gpu("rtx4090").compute_capability, find_gpu("24GiB").total_bytes
-    ('A100-80GB', '8.9', 25769803776)
-    """
+    """Return the GPU of a name, as people, nvidia-smi or torch write it, or an unknown one of a size (``24GiB``)."""
     key = _key(text)
     name = _OTHER_NAMES.get(key) or {_key(known): known for known in GPUS}.get(key)
     if name is not None:

@@ -99,7 +99,6 @@ def _is_bare(kind: type[Any]) -> bool:
 
 
 def _parse(config: Mapping[str, Any], notes: list[str]) -> tuple[Any, type[Any]]:
-    """Return a config of transformers and the class of the model."""
     try:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -203,9 +202,7 @@ def _has_experts(parsed: Any) -> bool:
 
 def _add_experts() -> str:
     """Register experts with a grouped product for every dtype, and return their name: torch's fake kernel is for bf16.
-
-    The one that transformers falls back to reads the sizes of the groups, which fake tensors do not have.
-    """
+    The one that transformers falls back to reads the sizes of the groups, which fake tensors do not have."""
     from transformers.integrations import moe
 
     def product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

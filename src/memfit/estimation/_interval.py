@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of bytes and its upper bound.
-
-    Attributes:
-        value: The best guess, in bytes.
-        upper: The bound, in bytes; ``value`` by default.
-
+    """A number of bytes: ``value`` is the best guess, ``upper`` its bound, by default the same.
     >>> Interval(3) + Interval(1, 2)
     Interval(value=4, upper=5)
     >>> Interval.highest([Interval(3, 4), Interval(2, 9)])
@@ -36,7 +31,6 @@ class Interval:
 
     def times(self, factor: float, upper_factor: float | None = None) -> Interval:
         """Multiply both ends, the upper one by ``upper_factor`` if it is given; rounded up.
-
         >>> Interval(10, 20).times(0.25, 0.5)
         Interval(value=3, upper=10)
         """
@@ -45,7 +39,6 @@ class Interval:
 
     @classmethod
     def total(cls, intervals: Iterable[Interval]) -> Interval:
-        """Return the sum of all."""
         return sum(intervals, cls())
 
     @classmethod

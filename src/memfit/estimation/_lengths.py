@@ -23,23 +23,11 @@ _FORMATS = {
 
 
 def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: int) -> dict[str, Any]:
-    """Return what batches of random sequences are like, each padded to its longest sequence.
+    """Return what batches of random sequences are like, each padded to its longest; sequences are cut to
+    ``max_length``.
 
-    Args:
-        lengths: Tokens of each sequence.
-        batch: Sequences of a batch.
-        max_length: Longer sequences are cut to it.
-
-    Returns:
-        Numbers, and ``text`` with the same in words. ``worst_batch_tokens`` is the largest batch that can occur,
-        ``pad_share`` the expected share of padding, ``saving`` the share of tokens that padding to the batch's longest
-        saves, compared with padding to ``max_length``. It does not lower the peak.
-
-    >>> import numpy as np
-    >>> found = describe_batches(np.array([4, 4, 4, 40]), batch=1, max_length=8)
-    >>> found["saving"], found["pad_share"], found["worst_batch_tokens"], found["truncated_share"]
-    (0.375, 0.0, 8, 0.25)
-    """
+    ``worst_batch_tokens`` is the largest batch that can occur, ``pad_share`` the expected share of padding, ``saving``
+    the share of tokens saved compared with padding to ``max_length`` (the peak stays), ``text`` the same in words."""
     import numpy as np
 
     check_counts(UsageError, 1, batch=batch, max_length=max_length)
@@ -68,16 +56,8 @@ def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: 
 
 
 def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
-    """Return the lengths in a file.
-
-    Args:
-        path: ``.txt`` with one whole number a line, or a table: ``.csv``, ``.jsonl`` with an object a line,
-            ``.feather`` (``.arrow``) or ``.parquet``, with a column ``length`` or one column. A value that is a list
-            counts as its length.
-
-    Raises:
-        DataError: The file or the column is missing, or holds other values than lengths.
-    """
+    """Return the lengths in a file: ``.txt`` with one whole number a line, or ``.csv``, ``.jsonl``, ``.feather``
+    (``.arrow``) or ``.parquet`` with a column ``length`` or one column. A list counts as its length."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -19,10 +19,8 @@ CLASSIFIERS = ("classifier", "score")
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers.
-
-    The 4-bit layer makes its weight again in the backward pass; the 8-bit layer keeps its input (MatMul8bitLt).
-    """
+    """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers. The 4-bit
+    layer makes its weight again in the backward pass; the 8-bit layer keeps its input (MatMul8bitLt)."""
 
     def __init__(
         self,

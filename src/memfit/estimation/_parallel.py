@@ -248,10 +248,8 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | None = None) -> Program:
-    """Return the program as FSDP2 runs it: ``fully_shard`` of each unit, inner ones first, and of the whole model.
-
-    With ``-amp`` the mixed precision policy computes in 16 bit and reduces in fp32; the shards are in fp32.
-    """
+    """Return the program as FSDP2 runs it: ``fully_shard`` of each unit, inner ones first, and of the whole model. With
+    ``-amp`` the mixed precision policy computes in 16 bit and reduces in fp32; the shards are in fp32."""
     units = find_blocks(program.model) if units is None else units
     dtype = find_dtypes(setup)[1]
     shared = _Communication(setup.world_size, dtype)

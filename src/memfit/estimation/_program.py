@@ -65,10 +65,8 @@ def find_dtypes(setup: Setup) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats: what is checkpointed, sharded and compiled one by one.
-
-    They are the items of each outermost list of two or more modules of one class, with a twentieth of all parameters.
-    """
+    """Return the blocks that a model repeats: what is checkpointed and sharded one by one. They are the items of each
+    outermost list of two or more modules of one class, with a twentieth of all parameters."""
     total = sum(parameter.numel() for parameter in model.parameters())
     blocks: list[nn.Module] = []
 
@@ -109,7 +107,6 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def find_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a tree, in order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, tree)
     return found

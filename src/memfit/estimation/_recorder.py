@@ -41,8 +41,6 @@ def part(name: Part, *, stream: int = 0) -> Iterator[None]:
 
 @dataclass
 class Block:
-    """What is known of a block."""
-
     phase: Phase  # of its birth
     num_bytes: int
     forced: Part | None = None  # named at its birth
@@ -136,7 +134,6 @@ class Log:
                     self.blocks[number].claimed = name
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
         for number, _ in self.alive.values():
             if number != _ON_HOST:
                 self.blocks[number].outlived_birth_phase = True

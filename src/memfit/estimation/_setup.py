@@ -19,6 +19,8 @@ Loading = Literal["any", "shards", "whole"]
 
 #: The strategies that the formula computes; the others are traced.
 COMPUTED: tuple[Strategy, ...] = ("zero1", "zero2", "zero3")
+#: The note of a compiled step.
+NOT_COMPILED = "torch.compile is left out: these figures are without it; most published compiled steps took less"
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
 _LORA_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("t5", "mt5"), ("q", "v")),
@@ -53,7 +55,7 @@ class Setup:
         gradient_checkpointing: ``full`` keeps the inputs of blocks; ``selective`` also results of expensive operations.
         attention: ``sdpa`` and ``flash`` keep no scores; ``eager`` does.
         loss_chunks: In how many chunks logits and loss are computed.
-        compiled: Whether blocks run through ``torch.compile``.
+        compiled: Whether blocks run through ``torch.compile``. It is counted as without, and a note says so.
         lora_rank: The rank of LoRA adapters; 0 for none. The base weights are frozen then.
         lora_targets: The names of the modules that get adapters; empty for PEFT's default.
         quantization: How frozen base weights are held.
@@ -132,7 +134,7 @@ def find_lora_targets(model_type: str) -> tuple[str, ...]:
 
 def list_assumptions(setup: Setup) -> tuple[str, ...]:
     """Return notes on what a setup leaves open or loses."""
-    found = []
+    found = [NOT_COMPILED] if setup.compiled else []
     partitions = setup.strategy in ("zero1", "zero2", "zero3") and setup.world_size > 1  # DeepSpeed's are in fp32
     full = not setup.lora_rank and setup.optimizer != "none"
     if setup.dtype == "bf16" and full and not setup.master_weights and not partitions:
@@ -173,14 +175,7 @@ def _plural(name: str, count: int) -> str:
 
 
 def split_batch(total: int, batch: int, world_size: int = 1) -> int:
-    """Return how many microbatches make ``total`` samples an update, with ``batch`` samples on each device.
-
-    Raises:
-        UsageError: ``total`` is no multiple of what the devices take at once.
-
-    >>> split_batch(128, 8), split_batch(128, 4, world_size=8)
-    (16, 4)
-    """
+    """Return how many microbatches make ``total`` samples an update, with ``batch`` samples on each device."""
     check_counts(UsageError, 1, total=total, batch=batch, world_size=world_size)
     at_once = batch * world_size
     if total % at_once:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
 from memfit.estimation._recorder import Log, Recorder, part
+from memfit.estimation._setup import NOT_COMPILED
 from memfit.estimation._time_limit import check_time, time_left
 
 __all__ = ["part", "trace"]
@@ -36,10 +36,6 @@ _aten = torch.ops.aten
 _MOST_NUMBERS = 1 << 24
 #: Where ``backward`` and ``grad`` start autograd's engine (torch/autograd/__init__.py, torch 2.13).
 _ENGINE = "_engine_run_backward"
-_NOT_COMPILED = (
-    "torch.compile is left out: the figures are those of the step without it; memfit.estimate counts it for a plain "
-    "model with Setup(compiled=True)"
-)
 
 
 def trace(
@@ -59,8 +55,7 @@ def trace(
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
     numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
     training may take the share ``first_forward`` of the time that is left. The experts that a router picks first get
-    all tokens, the others one, unless ``balanced`` has the number of experts of each routing (`Trace.experts`).
-    """
+    all tokens, the others one, unless ``balanced`` has the number of experts of each routing (`Trace.experts`)."""
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
@@ -91,7 +86,7 @@ def trace(
                 reals.held.clear()
             notes |= dict.fromkeys(program.notes if program else ()) | (ops.notes if ops else {})
             if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for _, one in watch.modules.values()):
-                notes[_NOT_COMPILED] = None
+                notes[NOT_COMPILED] = None
             found = Trace(
                 _without_building(log.events),
                 {number: block.part for number, block in enumerate(log.blocks)},
@@ -118,10 +113,8 @@ def _without_building(events: Sequence[Event]) -> list[Event]:
 
 @contextlib.contextmanager
 def _converting_fakes() -> Iterator[None]:
-    """Let a model on fake tensors change its dtype and be copied.
-
-    ``Module.to`` refuses fake weights with another reference, and a copied fake tensor has a copy of its mode.
-    """
+    """Let a model on fake tensors change its dtype and be copied. ``Module.to`` refuses fake weights with another
+    reference, and a copied fake tensor has a copy of its mode."""
     convert, copy_any = nn.Module._apply, torch.Tensor.__deepcopy__
 
     def convert_fakes(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -275,11 +268,10 @@ class _Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Put hooks into torch until the end of the block."""
-        engine, own = getattr(torch.autograd, _ENGINE), threading.get_ident()
+        engine = getattr(torch.autograd, _ENGINE)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
-            # within a backward pass, as reentrant checkpointing does; or where a compiler traces one
-            if self.is_backward or threading.get_ident() != own:
+            if self.is_backward:  # within a backward pass, as reentrant checkpointing does
                 return engine(*args, **kwargs)
             self.is_backward = True
             self.log.enter("backward")

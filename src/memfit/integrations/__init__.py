@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.integrations._notify import Notifier as Notifier
     from memfit.integrations._notify import NotifySettings as NotifySettings
     from memfit.integrations._notify import notifier_of as notifier_of
     from memfit.integrations._track import TrackSettings as TrackSettings
     from memfit.integrations._track import start_trackers as start_trackers
+
+__all__ = []
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -18,15 +18,7 @@ def refused_ranks(accelerator: Any) -> list[tuple[str, bool, str]]:
             has_mesh or not is_plain,
             "train in one process, or on ranks in DistributedDataParallel; or keep to the framework's own checkpoints",
         ),
-        (
-            "dispatch_batches",
-            size > 1 and bool(data.dispatch_batches),
-            "leave it off: each rank reads its own part of the data",
-        ),
-        (
-            "even_batches",
-            size > 1 and not data.even_batches,
-            "leave it on: the peers of a rank without a batch would wait for it",
-        ),
+        ("dispatch_batches", size > 1 and bool(data.dispatch_batches), "leave it off: each rank reads its own data"),
+        ("even_batches", size > 1 and not data.even_batches, "leave it on: its peers would wait for a rank's batch"),
         ("comm_hook", size > 1 and "power" in hook, "take another: no checkpoint holds its state"),
     ]

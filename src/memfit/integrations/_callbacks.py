@@ -9,22 +9,18 @@ from collections.abc import Set
 def steers_by_count(
     kind: type, flags: Set[str], parts: Set[str], *, always: Set[str] = frozenset(), never: Set[str] = frozenset()
 ) -> bool:
-    """Return whether the methods of a class set attributes of their own, and steer a training.
+    """Return whether the methods of a class set attributes of their own, and steer a training; its bases are not looked
+    at.
 
-    Args:
-        kind: The class of a callback; what it inherits is not looked at.
-        flags: Attributes that steer when they are set, such as ``should_stop``.
-        parts: What steers wherever it is named, such as ``optimizer``.
-        always: Attributes that no checkpoint can hold, whoever sets them.
-        never: Attributes of the framework that steer nothing.
+    ``flags`` steer when they are set (``should_stop``), ``parts`` wherever they are named (``optimizer``). ``always``:
+    attributes that no checkpoint can hold, whoever sets them. ``never``: those of the framework that steer nothing.
 
-    Example:
-        >>> class Patience:
-        ...     def on_log(self, control):
-        ...         self.seen += 1
-        ...         control.should_stop = self.seen > 9
-        >>> steers_by_count(Patience, {"should_stop"}, set()), steers_by_count(Patience, {"should_save"}, set())
-        (True, False)
+    >>> class Patience:
+    ...     def on_log(self, control):
+    ...         self.seen += 1
+    ...         control.should_stop = self.seen > 9
+    >>> steers_by_count(Patience, {"should_stop"}, set()), steers_by_count(Patience, {"should_save"}, set())
+    (True, False)
     """
     codes = [one.__code__ for name, one in vars(kind).items() if name != "__init__" and hasattr(one, "__code__")]
     stored = {part.argval for code in codes for part in dis.get_instructions(code) if part.opname == "STORE_ATTR"}

@@ -21,12 +21,13 @@ from memfit.integrations._accelerated import refused_ranks
 from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations._huggingface_recovery import not_recoverable
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
-from memfit.training import Journal
+from memfit.training import Journal, length_of
 
 PREFIX = "checkpoint-"
 #: What a callback steers by: one that does, and counts for itself, must export its state.
 _STEERED = {"model", "optimizer", "lr_scheduler"}
 _FLAGS = {"should_training_stop", "should_save", "should_evaluate"}
+_GRAPHS = {"reduce-overhead", "max-autotune", "cudagraphs"}  # modes of torch.compile
 
 
 class MemfitCallback(transformers.TrainerCallback):
@@ -153,13 +154,8 @@ class MemfitCallback(transformers.TrainerCallback):
 
 
 class Positioned(torch.utils.data.IterableDataset[Any]):
-    """A stream that keeps its positions behind the batches that were fetched and not yet trained.
-
-    Args:
-        data: It has ``state_dict`` and ``load_state_dict``, and is read in this process.
-        size: The samples of a batch.
-        drop_last: Whether the last batch of a pass is left out if it is smaller.
-    """
+    """A stream that keeps its positions behind the batches that were fetched and not yet trained. ``data`` has
+    ``state_dict`` and ``load_state_dict``, and is read in this process; ``size`` is the samples of a batch."""
 
     def __init__(self, data: Any, size: int, drop_last: bool) -> None:
         self.data, self.size, self.drop_last = data, size, drop_last
@@ -199,13 +195,6 @@ class Positioned(torch.utils.data.IterableDataset[Any]):
             self.data.load_state_dict(position["state"])
 
 
-def length_of(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
-
 def steps_of(loader: Any, args: Any) -> int | None:
     """Return the optimizer steps of an epoch; None of a stream without a length."""
     length = length_of(loader)
@@ -227,6 +216,7 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
             "leave it off: memfit saves at a stop",
         ),
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
+        ("adalora", "AdaLoraConfig(" in str(getattr(trainer.model, "peft_config", "")), "take LoRA: no rank is pruned"),
         ("stoppable", "train" in vars(trainer), "call stoppable or exact once"),
     ]
     found += not_recoverable(trainer) if recover else []
@@ -234,17 +224,14 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         stateful = getattr(config, "use_stateful_dataloader", False)
         kinds = [(type(one).__name__, one._compiled_call_impl) for one in trainer.model.modules()]
         is_compiled = args.torch_compile or any(name == "OptimizedModule" or call for name, call in kinds)
-        modes = {args.torch_compile_mode, args.torch_compile_backend} & {
-            "reduce-overhead",
-            "max-autotune",
-            "cudagraphs",
-        }
-        has_graphs = bool(modes) and args.device.type == "cuda"
+        has_graphs = args.device.type == "cuda" and _GRAPHS & {args.torch_compile_mode, args.torch_compile_backend}
+        reused = (getattr(args, "steps_per_generation", 0) or 0) * (getattr(args, "num_iterations", 1) or 1)
         found += [
             ("ignore_data_skip", args.ignore_data_skip, "leave it off: no sample may be seen twice"),
             ("use_stateful_dataloader", stateful, "leave it off: there would be two keepers of one position"),
+            ("steps_per_generation", reused > args.gradient_accumulation_steps, "make one generation for each step"),
             ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
-            ("cuda_graphs", has_graphs, 'take torch_compile_mode="default": graphs were not tried with exact'),
+            ("cuda_graphs", bool(has_graphs), 'take torch_compile_mode="default": graphs were not tried with exact'),
             *(
                 (f"callbacks.{type(one).__name__}", _keeps_state(one), "let it inherit ExportableState")
                 for one in trainer.callback_handler.callbacks
@@ -271,10 +258,8 @@ def _keeps_state(callback: Any) -> bool:
 
 @contextmanager
 def under_own_names(model: Any) -> Iterator[None]:
-    """Let a model be saved under the names that its weights have here, under which the Trainer loads them.
-
-    Some (a ViT) are saved in the format of their first publication, and the Trainer would leave them as initialised.
-    """
+    """Let a model be saved under the names that its weights have here, under which the Trainer loads them. Some (a ViT)
+    are saved in the format of their first publication, and the Trainer would leave them as initialised."""
     save = getattr(model, "save_pretrained", None)
     if save is None or "save_original_format" not in inspect.signature(save).parameters:
         yield

@@ -39,7 +39,6 @@ class Recovery:
             self.step.load_state_dict(saved)
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Take the batches of the next step."""
         self.batches, self._losses = batches, None
         for size in map(samples_in, batches):
             if size >= self.trainer._train_batch_size:  # a smaller one says nothing

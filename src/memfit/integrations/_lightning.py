@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningModule
@@ -21,10 +20,11 @@ from torchmetrics import Metric
 
 from memfit.integrations._callbacks import steers_by_count
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
-from memfit.training import GOES_ON, Journal, LoopParts, Unheard, rng_state, samples_in, set_rng_state
+from memfit.training import GOES_ON, Journal, LoopParts, Unheard, length_of, samples_in
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}
+_STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}  # or by weights, of which it keeps a mean
+_STEERED |= {"parameters", "named_parameters", "state_dict", "load_state_dict"}
 
 
 class MemfitCallback(Callback):
@@ -118,10 +118,8 @@ def is_between_steps(trainer: Any, num_batches: int) -> bool:
 
 
 class Replayed:
-    """A training loader as it is, whose next iteration may begin within an epoch, in the order that this has had.
-
-    It begins when its first batch is asked for: Lightning makes iterators before it knows the epoch.
-    """
+    """A training loader as it is, whose next iteration may begin within an epoch, in the order that this has had. It
+    begins when its first batch is asked for: Lightning makes iterators before it knows the epoch."""
 
     def __init__(self, loader: Any) -> None:
         _auto_add_worker_init_fn(loader, 0)
@@ -152,22 +150,18 @@ class Replayed:
         if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
             how = "run forward" if self._is_sized() else "seen again"
             return f"{num_batches * (self.loader.batch_size or 1)} samples are {how}: no state_dict of them"
-        return "the order goes on, and what the data draw at random is not the same"
+        return LoopParts.order_again(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         (count, position), self._begin, loader = self._begin or (0, None), None, self.loader
-        own = [getattr(one, "generator", None) for one in (loader, self._part("sampler"), self._part("batch_sampler"))]
-        generators = [one for one in own if isinstance(one, torch.Generator)]
         if position is None:
             if self._first_state is not None:
                 self.source.load_state_dict(self._first_state)
                 self._first_state = None
-            self._draws = {"start": rng_state(), "generators": [one.get_state() for one in generators]}
+            self._draws = LoopParts.draws(loader)
         else:
             self._draws = {name: position[name] for name in ("start", "generators")}
-            set_rng_state(position["start"])
-            for generator, state in zip(generators, position["generators"], strict=False):
-                generator.set_state(state)
+            LoopParts.draw_again(loader, position)
             if position["source"] is not None:
                 if self.source is not loader:  # a data set may begin each pass at what it was given last
                     self._first_state = copy.deepcopy(self.source.state_dict())
@@ -191,13 +185,7 @@ class Replayed:
 
     def _is_sized(self) -> bool:
         """Return whether the loader has a length: Lightning trains so many batches of an epoch, and no more."""
-        try:
-            return len(self.loader) >= 0
-        except TypeError:
-            return False
-
-    def _part(self, name: str) -> Any:
-        return getattr(self.loader, name, None)
+        return length_of(self.loader) is not None
 
 
 def keeps_state(callback: Callback) -> bool:

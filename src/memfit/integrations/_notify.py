@@ -39,14 +39,8 @@ sys.exit(0 if service.add(told["address"]) and service.notify(title=told["title"
 
 
 class NotifySettings(Settings):
-    """Who is told how a run goes. The address is a secret: the settings name where it is, for they are stored.
-
-    Attributes:
-        url_variable: The variable that holds the address: a webhook of Discord or Slack, or any other that apprise
-            knows.
-        url_file: The file that holds it.
-        every_seconds: How often progress is told, at most.
-    """
+    """Who is told how a run goes. The address (a webhook, or what apprise knows) is a secret: settings are stored, and
+    only name the variable or the file that holds it. ``every_seconds``: progress at most."""
 
     url_variable: str = ""
     url_file: Path | None = None
@@ -62,12 +56,7 @@ class NotifySettings(Settings):
 
 
 def notifier_of(settings: NotifySettings, run: RunDir, events: EventWriter) -> Notifier | None:
-    """Return what tells people of a run, started; None if nobody is to be told.
-
-    Raises:
-        UsageError: If the variable is not set, or the file cannot be read.
-        MissingExtraError: If apprise is not installed.
-    """
+    """Return what tells people of a run, started; None if nobody is to be told."""
     if not settings.url_variable and settings.url_file is None:
         return None
     if importlib.util.find_spec("apprise") is None:
@@ -87,14 +76,8 @@ def notifier_of(settings: NotifySettings, run: RunDir, events: EventWriter) -> N
 
 
 class Notifier(threading.Thread):
-    """Tells people of a run, from a thread of its own; each message is sent by a process that may fail or hang.
-
-    Args:
-        run: The run, whose events are read.
-        events: Where a message that could not be sent is noted, without its address.
-        address: Where to, as apprise takes it.
-        every_seconds: How often progress is told, at most.
-    """
+    """Tells people of a run, from a thread of its own; each message is sent by a process that may fail or hang. A
+    message that could not be sent is noted in ``events``, without its ``address``."""
 
     def __init__(self, run: RunDir, events: EventWriter, address: str, every_seconds: float) -> None:
         super().__init__(name="notifier", daemon=True)
@@ -106,7 +89,6 @@ class Notifier(threading.Thread):
         self._reader.read()  # what earlier starts of this run wrote is old
 
     def run(self) -> None:
-        """Read and send until `close`."""
         self._waiting.append("started")
         while not self._ending.wait(_POLL_SECONDS):
             self._collect()

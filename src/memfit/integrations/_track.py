@@ -36,15 +36,9 @@ _KILLED = "interrupted"
 
 
 class TrackSettings(Settings):
-    """Where the numbers of a run's epochs are shown, beside the run directory.
-
-    Attributes:
-        to: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, one or several.
-        offline: All write into the run directory and send nothing; no key and no server is needed.
-        key_variable: The variable that holds the key of Weights & Biases. The key itself is refused: settings are
-            stored.
-        project: The project there; MLflow's experiment.
-    """
+    """Where the numbers of a run's epochs are shown, beside the run directory. ``offline``: all write into the run
+    directory and send nothing. ``key_variable`` names the variable with the key of Weights & Biases; the key itself is
+    refused, because settings are stored. ``project`` is MLflow's experiment."""
 
     to: list[Name] = Field(default_factory=list)
     offline: bool = False
@@ -98,12 +92,6 @@ class Tracking:
 
 
 def start_trackers(settings: TrackSettings, run: RunDir, events: EventWriter) -> Tracking | None:
-    """Start the trackers of a run; None if it has none.
-
-    Raises:
-        UsageError: If Weights & Biases has no key, or MLflow no server, and ``offline`` is not set.
-        MissingExtraError: If a tracker is not installed.
-    """
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
             extra = "trackio" if name == "trackio" else "integrations"
@@ -125,7 +113,6 @@ def start_trackers(settings: TrackSettings, run: RunDir, events: EventWriter) ->
 
 def numbers_of(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield what an epoch's event says in numbers, by name; the parts of an inner mapping follow a slash.
-
     >>> dict(numbers_of({"kind": "epoch", "time": 1.0, "epoch": 2, "train_loss": 0.5, "memory": {"cpu": {"a": 3}}}))
     {'train_loss': 0.5, 'memory/cpu/a': 3.0}
     """
@@ -146,7 +133,6 @@ class _Writer:
         self.tracker = TRACKERS[name](run, project)
 
     def take(self) -> None:
-        """Show what is new."""
         new = [event for event in self.reader.read() if event["kind"] in ("epoch", "end")]
         for event in new:
             job = str(event["job"])

@@ -6,7 +6,7 @@ The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,9 @@ class Exact(_Adapted):
     it, of the same distribution. Weights do not depend on the number of workers; another number of ranks is refused.
 
     Args:
-        accelerator: As for ``Stop``.
-        folder: Where checkpoints are kept.
         seed: Other seeds, other order and draws.
-        every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
-        keep: The newest checkpoints that stay.
         allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
-        settings: As for ``Stop``.
-        loss: As for ``Stop``.
+        accelerator, folder, every, keep, settings, loss: As for ``Stop``.
 
     Raises:
         UsageError: As for ``Stop``; in ``loader`` and in the first forward pass also what cannot be exact.
@@ -168,7 +163,7 @@ class _Prepared(LoopParts):
         super().__init__({})
         self.accelerator: Any = accelerator
 
-    def check(self) -> None:
+    def check(self, allow: Collection[str] = (), others: Iterable[Any] = ()) -> None:
         accelerator, refused = self.accelerator, None
         ranks = next((one for one in refused_ranks(accelerator) if one[1]), None)
         if ranks is not None:
@@ -184,6 +179,7 @@ class _Prepared(LoopParts):
             raise UsageError(refused[0], rule=rule, remedy=refused[1])
         for loader in accelerator._dataloaders:  # those of an evaluation too
             deaf_workers(getattr(loader, "base_dataloader", loader))
+        super().check(allow, accelerator._custom_objects)
 
     def models(self) -> dict[str, torch.nn.Module]:
         return {f"model {number}": model for number, model in enumerate(self.accelerator._models)}
@@ -222,6 +218,8 @@ class _Prepared(LoopParts):
 
     def enter_epoch(self, loader: Any, epoch: int) -> None:
         loader.iteration = epoch  # a resumed process would begin at 0
+        if hasattr(loader, "set_epoch"):  # nor is a batch sampler told, of which the first batches are skipped
+            loader.set_epoch(epoch)
 
     def dealt(self, count: int, before: int, now: int) -> int:
         return count if self.accelerator.dataloader_config.split_batches else super().dealt(count, before, now)

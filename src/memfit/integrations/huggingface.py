@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,19 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 try:
     import torch
     import transformers
+    from torch.utils.data import IterableDataset
     from transformers.trainer_utils import rotate_checkpoints
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
 
-from memfit.errors import JobFailedError, StoppedError, UsageError
-from memfit.integrations._huggingface import (
-    PREFIX,
-    MemfitCallback,
-    Positioned,
-    length_of,
-    refuse,
-    steps_of,
-    under_own_names,
-)
+from memfit.errors import StoppedError, UsageError
+from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, refuse, steps_of, under_own_names
 from memfit.integrations._huggingface_recovery import Recovery
 from memfit.rundir import canary_folder
 from memfit.training import (
     GOES_ON,
     WHOLE,
     BySample,
-    CheckpointWarning,
     KeyedStream,
     LoopParts,
     Ranks,
@@ -52,7 +43,9 @@ from memfit.training import (
     environment,
     exports_position,
     keep_beats,
+    length_of,
     load_checkpoint,
+    loading,
     order_of,
     order_sums,
     refuse_changed,
@@ -149,7 +142,7 @@ class _Guard(MemfitCallback):
         self.trainer.add_callback(self)
         seams = [self.train, self.get_train_dataloader, self.get_eval_dataloader, self._load_optimizer_and_scheduler]
         seams += [self.get_batch_samples, self._save_checkpoint, self._finalize_training]
-        seams += [self._issue_warnings_after_load]
+        seams += [self._issue_warnings_after_load, self._load_from_checkpoint]
         self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
         for name in self.own:
             setattr(trainer, name, getattr(self, name))
@@ -218,7 +211,7 @@ class _Guard(MemfitCallback):
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._prepared(lambda: self.own["get_eval_dataloader"](*args, **kwargs), _deaf)
+        return self._prepared(lambda: self.own["get_eval_dataloader"](*args, **kwargs), deaf_workers)
 
     def _prepared(self, make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
         """Make a loader, and change it before Accelerate wraps it."""
@@ -239,7 +232,7 @@ class _Guard(MemfitCallback):
 
     def _change(self, loader: Any) -> Any:
         if self.stream is None:
-            return self._position_stream(_deaf(loader))
+            return self._position_stream(deaf_workers(loader))
         if not self.is_checked:
             # transformers wraps the collator in one that drops columns
             inner = {name.replace("collator.", "collator.data_collator.", 1) for name in self.allow}
@@ -250,7 +243,7 @@ class _Guard(MemfitCallback):
         """Return a loader whose stream begins where the checkpoint says, if the stream can."""
         self.source = None
         data = loader.dataset
-        if not isinstance(data, torch.utils.data.IterableDataset):
+        if not isinstance(data, IterableDataset):
             return loader
         if self.ranks is not None:
             raise UsageError(
@@ -296,7 +289,8 @@ class _Guard(MemfitCallback):
                 rule="exact: an epoch's order and draws are functions of the seed from its first batch on.",
                 remedy="begin exact at an epoch's end; until there, call stoppable(trainer)",
             )
-        self.own["_load_optimizer_and_scheduler"](checkpoint)
+        with loading(self.found):
+            self.own["_load_optimizer_and_scheduler"](checkpoint)
         parts.take({name: self.identity[name] for name in changed if name in self.identity})
         counted = {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last", "world_size"}
         if changed.keys() & counted:
@@ -304,6 +298,10 @@ class _Guard(MemfitCallback):
             self.journal.inexact(
                 f"{trainer.state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}"
             )
+
+    def _load_from_checkpoint(self, checkpoint: str, *args: Any) -> None:
+        with loading(self.found):
+            self.own["_load_from_checkpoint"](checkpoint, *args)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint of which not every weight was taken: transformers only logs that."""
@@ -348,11 +346,14 @@ class _Guard(MemfitCallback):
     # --- what must not change
 
     def _parts(self) -> LoopParts:
-        optimizer, schedule = self.trainer.optimizer, self.trainer.lr_scheduler
-        return LoopParts({"optimizer": getattr(optimizer, "optimizer", optimizer), "schedule": schedule})
+        made, schedule = self.trainer.optimizer, self.trainer.lr_scheduler
+        return LoopParts(
+            {"model": self.trainer.model, "optimizer": getattr(made, "optimizer", made), "schedule": schedule}
+        )
 
     def _identify(self, parts: LoopParts) -> dict[str, Any]:
         trainer, args, stream = self.trainer, self.trainer.args, self.stream
+        parts.check(self.allow)
         shapes = [(name, [*one.shape], one.requires_grad) for name, one in trainer.model.named_parameters()]
         return {
             **{name: getattr(args, name, None) for name in _FIXED},
@@ -382,9 +383,8 @@ class _Guard(MemfitCallback):
             loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"][rank]
             trainer._tr_loss = torch.tensor(loss, device=args.device)
             trainer._initial_global_step, self.seconds = 0, facts["seconds"]
-            if self.stream is not None and facts["environment"] != environment():
-                then = f"{self.found.path} was made with {facts['environment']}"
-                warnings.warn(f"{then}, this is {environment()}: it may not be exact.", CheckpointWarning, stacklevel=2)
+            if self.stream is not None:
+                self.found.check_environment()
         if self.stream is None and self._position(state)[1]:
             self.journal.inexact(self._inexact(args, state))
         elif self.found is None and state.global_step:
@@ -392,7 +392,8 @@ class _Guard(MemfitCallback):
         self._end_if_saved(state)
         if self.ranks is not None and self.stream is not None:
             order_sums(self.trainer.model_wrapped)
-        if "rehearsal" not in self.allow and not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+        is_over = bool(self.found) and state.global_step >= state.max_steps
+        if not ({"rehearsal"} & self.allow or is_over or isinstance(self.loader.dataset, IterableDataset)):
             self._rehearse()
 
     def _rehearse(self) -> None:
@@ -407,12 +408,11 @@ class _Guard(MemfitCallback):
 
         model.train()
         split = WHOLE if self.recovery is None else BySample()
-        with suppress(JobFailedError):  # a loss that is not finite says nothing about memory
-            rehearse(model, self._parts().optimizers()[0], loss, self.loader, split)
+        rehearse(model, self._parts().optimizers()[0], loss, self.loader, split)
 
     def _inexact(self, args: Any, state: Any) -> str:
-        if not isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
-            return "the order goes on, and what the data draw at random is not the same"
+        if not isinstance(self.loader.dataset, IterableDataset):
+            return LoopParts.order_again(self.loader, draws_again=False)
         if self.found is not None and (self.found.path / _STREAM).exists():
             return GOES_ON
         batches = state.global_step * args.gradient_accumulation_steps if self.found is None else self.at[1]
@@ -473,8 +473,3 @@ class _Guard(MemfitCallback):
             self._close_epoch()
         where, kept = f"after step {state.global_step} of {state.max_steps}", self.folder.holds(state.global_step)
         raise self.stopper.end(where, kept, epoch=epoch, step=step)
-
-
-def _deaf(loader: Any) -> Any:
-    deaf_workers(loader)
-    return loader

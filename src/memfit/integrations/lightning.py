@@ -16,6 +16,7 @@ try:
     import torch
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,6 +55,7 @@ from memfit.training import (
     find_longest,
     keep_beats,
     load_checkpoint,
+    loading,
     order_of,
     order_sums,
     refuse_changed,
@@ -63,6 +65,7 @@ from memfit.training import (
     say,
     set_rng_state,
     stream_identity,
+    tried,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -102,19 +105,21 @@ class Stop(MemfitCallback):
         self._changed: Mapping[str, Any] = {}
         self._resumed: dict[str, Any] = {}  # what is put back at the first batch
         self._saved = 0
-        self._is_asked = False
+        self._is_asked = self._is_in_epoch = False
         self._stepped: set[torch.optim.Optimizer] = set()
         self._num_open = 0  # batches since each optimizer has stepped
         self._at_end = ExitStack()  # takes off at the end of a fit what it put on
 
-    def fit(self, trainer: Any, model: LightningModule, train: Any = None, val: Any = None, **options: Any) -> None:
+    def fit(
+        self, trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, **options: Any
+    ) -> None:
         """Call ``trainer.fit`` from the newest whole checkpoint.
 
         Args:
             trainer: The ``lightning.pytorch.Trainer``; its callbacks need not name this one.
             model: The module.
-            train: The training loader, or a ``LightningDataModule``; None: the module has its loaders.
-            val: Validation loaders, as for ``trainer.fit``.
+            train_dataloaders: The training loader, or a ``LightningDataModule``; None: the module has its loaders.
+            val_dataloaders: As for ``trainer.fit``.
             options: More for ``trainer.fit``. ``ckpt_path`` is taken where nothing has been sealed yet.
         """
         self._refuse(trainer, model)
@@ -126,27 +131,31 @@ class Stop(MemfitCallback):
             stack.callback(self._stopper.close)
             self._found, self._is_asked = None if trainer.fast_dev_run else self.folder.newest(), True
             if self._found is not None:
-                self._resumed = self._drawn(self._found.path)
+                self._resumed = {"means": None} | self._drawn(self._found.path)
                 options["ckpt_path"] = self._found.path / _FILE
                 stack.enter_context(warnings.catch_warnings())  # Lightning knows of no position but its loaders'
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
             prepare = partial(self._prepare, trainer)
+            train = train_dataloaders
             holder = train if isinstance(train, LightningDataModule) else options.get("datamodule") or model
             if train is None or holder is train:
                 for name, change in (("train_dataloader", prepare), ("val_dataloader", _deaf)):
                     if is_overridden(name, holder):
-                        setattr(holder, name, partial(_changed, getattr(holder, name), change))
+                        make = getattr(holder, name)
+                        setattr(holder, name, lambda make=make, change=change: change(make()))
                         stack.callback(vars(holder).pop, name)
             else:
                 train = prepare(train)
-            trainer.fit(model, train, _deaf(val), weights_only=False, **options)
+            try:
+                trainer.fit(model, train, _deaf(val_dataloaders), **options | {"weights_only": False})
+            except Exception:
+                with loading(self._found if self._resumed else None):
+                    raise
 
     def _join(self, trainer: Any, stack: ExitStack) -> None:
-        """Meet the other ranks, if there are any."""
         signals = trainer._signal_connector
-        signals._sigterm_notifier_fn = lambda *_: (
-            None
-        )  # it ends a training without a save, and calls a collective alone
+        # it ends a training without a save, and calls a collective alone
+        signals._sigterm_notifier_fn = lambda *_: None
         stack.callback(vars(signals).pop, "_sigterm_notifier_fn")
         if trainer.world_size == 1:
             return
@@ -190,10 +199,14 @@ class Stop(MemfitCallback):
             **refused_ranks(trainer, model, self.stream is not None),
             "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
             "overfit_batches is set": trainer.overfit_batches > 0,
+            "val_check_interval is a time": self.stream is not None and trainer._val_check_time_interval is not None,
         }
-        for one in trainer.callbacks if self.stream is not None else ():
+        for one in trainer.callbacks:
             name = f"callbacks.{type(one).__name__}"
-            faults[f"{name} steers by what no checkpoint holds"] = keeps_state(one) and name not in self.allow
+            moves = isinstance(one, BaseFinetuning | BatchSizeFinder | LearningRateFinder)
+            keeps = self.stream is not None and keeps_state(one)
+            faults[f"{name} moves step or optimizer when a fit begins"] = moves and name not in self.allow
+            faults[f"{name} steers by what no checkpoint holds"] = keeps and name not in self.allow
         self._refuse_any(faults)
         if self.stream is not None:
             check_compiled(model, self.allow)
@@ -279,6 +292,7 @@ class Stop(MemfitCallback):
                 rule="it chooses the checkpoint before Lightning begins.",
                 remedy="call stop.fit(trainer, module, train_loader, val_loader) in place of trainer.fit(...)",
             )
+        _parts(trainer).check(self.allow)
         self._identity = {
             **stream_identity(self.stream),
             "accumulation": trainer.accumulate_grad_batches,
@@ -305,6 +319,10 @@ class Stop(MemfitCallback):
         if self._found is None:
             self._rehearse(trainer, pl_module)
         else:
+            moved = f"a callback has moved it from step {self._found.step} to {trainer.global_step}"
+            self._refuse_any({moved: trainer.global_step != self._found.step})
+            total = trainer.fit_loop.epoch_loop.batch_progress.total
+            total.ready = total.completed  # Lightning counts the batch twice in which it was saved
             _parts(trainer).take({name: self._identity[name] for name in self._changed if name in self._identity})
             epoch, batch = self._found.facts["epoch"], self._batch(trainer)
             self.journal.resume(self._found.path, (epoch, batch // trainer.accumulate_grad_batches))
@@ -312,10 +330,9 @@ class Stop(MemfitCallback):
                 self.journal.inexact(f"the changed ranks go on at batch {batch + 1} of epoch {epoch + 1}")
             self._saved = self._found.step
         self._stopper.listen()
-        if self.stream is not None:
-            loop = trainer.fit_loop.epoch_loop
-            loop._on_after_fetch = partial(self._seed_between, trainer, loop._on_after_fetch)  # before a batch's hooks
-            self._at_end.callback(vars(loop).pop, "_on_after_fetch")
+        loop, self._is_in_epoch = trainer.fit_loop.epoch_loop, False
+        loop._on_after_fetch = partial(self._after_fetch, trainer, loop._on_after_fetch)  # before a batch's hooks
+        self._at_end.callback(vars(loop).pop, "_on_after_fetch")
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
@@ -334,8 +351,9 @@ class Stop(MemfitCallback):
             return
         with silent(pl_module):
             if self.stream is not None:
-                loader = longest = find_longest(loader)
-                check_model(pl_module, lambda: loss_of(longest.batch), self.allow | metric_numbers(pl_module))
+                with tried("the module", "rehearsal", self.allow):
+                    loader = longest = find_longest(loader)
+                    check_model(pl_module, lambda: loss_of(longest.batch), self.allow | metric_numbers(pl_module))
             if "rehearsal" not in self.allow:
                 rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
 
@@ -343,6 +361,7 @@ class Stop(MemfitCallback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
+        self._is_in_epoch = True
         if (order := order_of(self._loader)) is not None:
             order.set_epoch(trainer.current_epoch)  # Lightning tells no batch_sampler
 
@@ -368,9 +387,19 @@ class Stop(MemfitCallback):
         )
         return self._num_open == 0
 
-    def _seed_between(self, trainer: Any, then: Callable[[], None]) -> None:
+    def _after_fetch(self, trainer: Any, then: Callable[[], None]) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
         then()
+        if not self._is_in_epoch:  # entered midway: Lightning leaves its beginning out
+            self._is_in_epoch, module = True, trainer.lightning_module
+            hooks = [(one, one.on_train_epoch_start) for one in (*trainer.callbacks, module)]
+            own = [pair for pair in hooks if not pair[1].__module__.startswith(("lightning.", "memfit."))]
+            with silent(module):  # the means of the epoch are put back
+                for one, hook in own:
+                    hook(*() if one is module else (trainer, module))
+            if own:
+                names = ", ".join(type(one).__name__ for one, _ in own)
+                say(f"on_train_epoch_start is called again for the rest of the epoch, of {names}")
         if self.stream is not None and self._is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
             self.stream.step(-1 - trainer.global_step)
 
@@ -438,7 +467,7 @@ class Stop(MemfitCallback):
         """Let a stop close the loggers' runs as finished: they go on."""
         if isinstance(exception, StoppedError):
             for logger in trainer.loggers:
-                logger.finalize = partial(_finalize, logger.finalize)
+                logger.finalize = lambda status, own=logger.finalize: own("finished")
                 self._at_end.callback(vars(logger).pop, "finalize")
 
 
@@ -449,11 +478,9 @@ class Exact(Stop):
     it, of the same distribution. Weights do not depend on the number of workers.
 
     Args:
-        folder: Where checkpoints are kept.
         seed: Other seeds, other order and draws.
-        every: A checkpoint after so many optimizer steps.
-        keep: The newest checkpoints that stay.
         allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        folder, every, keep: As for ``Stop``.
 
     Raises:
         UsageError: As for ``Stop``, and what cannot be exact, by name.
@@ -483,7 +510,8 @@ class Exact(Stop):
 
 
 def _parts(trainer: Any) -> LoopParts:
-    named = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
+    made = [one for one in trainer.optimizers if type(one).__name__ != "_MockOptimizer"]
+    named = [*made, *(one.scheduler for one in trainer.lr_scheduler_configs), trainer.lightning_module]
     return LoopParts({str(number): one for number, one in enumerate(named)})
 
 
@@ -491,11 +519,3 @@ def _deaf(loaders: Any) -> Any:
     for one in loaders if isinstance(loaders, list | tuple) else [loaders]:
         deaf_workers(one)
     return loaders
-
-
-def _changed(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-    return change(make())
-
-
-def _finalize(finalize: Callable[[str], None], status: str) -> None:
-    finalize("finished")

@@ -9,7 +9,7 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.jobs._admission import LocalAdmission as LocalAdmission
-    from memfit.jobs._budget_watch import ReadBudget as ReadBudget
+    from memfit.jobs._budget_watch import HeldByOthers as HeldByOthers
     from memfit.jobs._child import call_in_child as call_in_child
     from memfit.jobs._child import load_target as load_target
     from memfit.jobs._child import raise_error_of as raise_error_of
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._fork import leave as leave
+    from memfit.jobs._fork import own_threads as own_threads
     from memfit.jobs._fork import thread_env as thread_env
     from memfit.jobs._job import ENDED as ENDED
     from memfit.jobs._job import Backend as Backend
-    from memfit.jobs._job import EndedBy as EndedBy
     from memfit.jobs._job import Enforcer as Enforcer
     from memfit.jobs._job import Job as Job
     from memfit.jobs._job import JobSource as JobSource
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._processes import spawn as spawn
-    from memfit.jobs._retry import RESTARTS as RESTARTS
+    from memfit.jobs._ranks import Headway as Headway
     from memfit.jobs._retry import End as End
     from memfit.jobs._retry import Retry as Retry
     from memfit.jobs._retry import what_follows as what_follows
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from memfit.jobs._slurm import SHIM as SHIM
     from memfit.jobs._slurm import SlurmBackend as SlurmBackend
     from memfit.jobs._slurm import SlurmOptions as SlurmOptions
-    from memfit.jobs._slurm import SlurmPlace as SlurmPlace
     from memfit.jobs._slurm import render_script as render_script
     from memfit.jobs._stop import ASK_SIGNAL as ASK_SIGNAL
     from memfit.jobs._stop import NOW_SIGNAL as NOW_SIGNAL
@@ -63,5 +62,7 @@ if TYPE_CHECKING:
     from memfit.jobs._stop import stop as stop
     from memfit.jobs._stop import take_stop as take_stop
     from memfit.jobs._warm import Parent as Parent
+
+__all__ = ["Job", "JobStatus", "State", "Verdict"]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,8 @@ from memfit.memory import (
     Lendable,
     Others,
     Sizes,
+    default_reserve_of,
+    held_bytes,
     keep_cache,
     reservation_bytes,
     why_tight,
@@ -33,7 +36,6 @@ from memfit.units import format_bytes, format_count
 
 #: A job that is to have so much starts with this share of it: what is free changes by some bytes all the time.
 _ALMOST = 0.97
-HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 
 
 class Admitted(NamedTuple):
@@ -52,15 +54,9 @@ class Admitted(NamedTuple):
 class LocalAdmission:
     """Admits jobs under the budget of this host, or one by one under that of a node.
 
-    On this host a job in the backend's queue counts for nothing.
-
-    Args:
-        known: Footprints measured earlier, each with the stage and the parameters of its job.
-        claims: The list of this user's runs on this host; None for no list.
-        is_shared: True if the jobs share one budget; False if each may have it whole, as on a node of a cluster.
-
-    Attributes:
-        running: The jobs that were submitted and have not ended, by id. The scheduler keeps it.
+    ``known`` are footprints measured earlier, each with the stage and the parameters of its job. The jobs share one
+    budget if it ``is_shared``; else each may have it whole, as on a node of a cluster. On this host a queued job counts
+    for nothing.
     """
 
     def __init__(
@@ -79,20 +75,16 @@ class LocalAdmission:
         for stage, params, footprint in known:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
         self.running: dict[str, Entry] = {}
-
-    @property
-    def has_walls(self) -> bool:
-        """True if jobs wait at their limits; without walls they fail there. The enforcement sets it."""
-        return self.forecast.has_walls
-
-    @has_walls.setter
-    def has_walls(self, value: bool) -> None:
-        self.forecast.has_walls = value
+        self.least_bytes = 1
 
     def held(self) -> list[Held]:
         """Return the running jobs as the policy sees them."""
         now = self.now()
         return [entry.held(self.forecast.guess(entry.job), now) for entry in self._sharing() if not entry.is_queued]
+
+    def read_own(self) -> int:
+        """Return what memfit's own processes hold: this one, the watchers, and those from which jobs are forked."""
+        return held_bytes(os.getpid(), {entry.status.pid or 0 for entry in self.running.values()})
 
     def in_use(self) -> Sizes:
         """Return what the running jobs use now, by place."""
@@ -139,11 +131,7 @@ class LocalAdmission:
                 self.claims.write(used=self.in_use(), unused=self.unused())
 
     def learn(self) -> list[dict[str, Any]]:
-        """Learn what the running jobs took so far, and revise the reservations of similar ones.
-
-        Returns:
-            The fields of a ``footprint`` event for each job that changed what is known.
-        """
+        """Learn what the running jobs took so far, and revise the reservations of similar ones."""
         for entry in self.running.values():
             if self.is_shared:
                 entry.hold_devices(self.measured(entry.job), self.policy.slack)
@@ -194,7 +182,7 @@ class LocalAdmission:
         if self.policy.force:
             return None
         if most is None and self.is_shared:
-            cores = max(1, self.budget.now.num_cpus // (1 + self.budget.others.num))
+            cores = max(1, self.budget.now.num_cpus // (1 + self.budget.others.num[HOST]))
             if why := why_no_core(self.held(), cores):
                 return Wait("cores", f"{why} (max_parallel: auto)")
         for entry in () if self.is_shared else self.running.values():
@@ -211,7 +199,7 @@ class LocalAdmission:
     def likeness(self, entry: Entry) -> Hashable:
         """Return what decides whether a job fits: two for which it is equal fit or do not fit both."""
         job, progress = entry.job, entry.progress
-        needed, guess = tuple(sorted(progress.needed.items())), self.forecast.guess(job)
+        needed, guess = (*sorted(progress.needed.items()), progress.gets_all), self.forecast.guess(job)
         return job.stage, job.num_devices, job.device_bytes, job.mapped_bytes, guess, needed, progress.restarts["aside"]
 
     def admit(self, entry: Entry) -> Admitted | Wait:
@@ -237,7 +225,7 @@ class LocalAdmission:
         size = self._on_host(entry, needs[HOST], rooms[HOST].bytes)
         if isinstance(size, str):
             return Wait("measuring" if is_unknown else "memory", size)
-        reserved = Counter({HOST: max(1, size)})
+        reserved = Counter({HOST: max(self.least_bytes, size)})
         for place in devices:
             need, room = needs[DEVICE], rooms[place].bytes
             wanted = room if need is None else need.wanted if place in held else min(need.wanted, max(need.least, room))
@@ -260,7 +248,7 @@ class LocalAdmission:
             return room if need is None else min(need.wanted, max(need.least, room))
         guess, asides = self.forecast.guess(entry.job), entry.progress.restarts["aside"]
         jobs, capacity = [] if self.is_alone else self.held(), self.capacity_bytes()
-        return start(need, guess, jobs, room, capacity, asides=asides, has_walls=self.has_walls)
+        return start(need, guess, jobs, room, capacity, asides=asides, has_walls=self.forecast.has_walls)
 
     def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, Need | None], str]:
         """Return what a job needs on the host and on each device, and what the log must say about that."""
@@ -270,29 +258,28 @@ class LocalAdmission:
             devices = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
             most = {HOST: rooms[HOST].bytes, DEVICE: devices[num - 1] if 0 < num <= len(devices) else 0}
             for kind, need in needs.items():
-                if need is not None and need.least > most[kind] and not entry.progress.needed[kind]:
-                    needs[kind], note = None, f"similar jobs took {format_bytes(need.least)}, it gets all there is"
+                own = entry.progress.needed.get(kind, 0)
+                if need is not None and need.least > most[kind] >= own:
+                    needs[kind] = Need(own, need.wanted) if own else None
+                    note = f"similar jobs took {format_bytes(need.least)}, it gets all there is"
         return needs, note
 
     def _why_tight(self, entry: Entry, needs: Mapping[str, Need | None]) -> str:
         """Return why a job is to be refused whose declared peak is tight; empty if it is not."""
         if self.policy.refuse_tight and self.measured(entry.job) is None:
             most = self.budget.most(entry.job.num_devices)
-            for kind, need in needs.items():
-                if need is not None and not entry.progress.needed[kind] and (why := why_tight(need.least, most[kind])):
+            for kind in sorted(needs.keys() - entry.progress.needed):
+                if (need := needs[kind]) is not None and (why := why_tight(need.least, most[kind])):
                     return f"{entry.job.id} is tight{'' if kind == HOST else ' on its GPU'}, as declared: {why}"
         return ""
 
     def need(self, entry: Entry, kind: str) -> Need | None:
-        """Return the least that a job can start with on the host or on each device, and what it is to have.
-
-        None if its size is unknown.
-        """
+        """Return the least that a job can start with on the host or each device, and what it is to have, if known."""
         job, slack = entry.job, self.policy.slack
-        if needed := entry.progress.needed[kind]:
-            needed = max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0)
-            needed = min(needed, self.budget.most(job.num_devices)[kind])
-            return Need(round(_ALMOST * needed), needed)
+        if needed := entry.progress.needed.get(kind):
+            most = self.budget.most(job.num_devices)[kind]
+            needed = min(max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0), most)
+            return Need(round(_ALMOST * needed), most if entry.progress.gets_all else needed)
         expected = self.forecast.predict(job)
         least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
         if kind == HOST and self.is_shared:
@@ -305,14 +292,20 @@ class LocalAdmission:
         needs = (self.need(entry, kind) for kind in (DEVICE, HOST))
         return entry.job.num_devices, *(math.inf if need is None else need.wanted for need in needs)
 
-    def waits_for_others(self, entry: Entry) -> bool:
-        """Return True if a job that does not fit will fit once other runs on this host have ended."""
-        num = self._num_devices(entry.job)
-        most = self.budget.most(num)
-        needs = {kind: self.need(entry, kind) or Need(1, 1) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
-        if any(max(1, need.least) > most[kind] for kind, need in needs.items()):
-            return False
-        return self.budget.can_others_help or bool(num and self.budget.devices_of_others)
+    def why_others(self, entry: Entry) -> str:
+        """Return who holds what a job needs that will fit once they gave it back; empty if nobody does."""
+        num, unknown = self._num_devices(entry.job), Need(self.least_bytes, 0)  # as much as a process needs
+        here, most, words = self.budget.here(num), self.budget.most(num), ""
+        for kind in (HOST, DEVICE)[: 1 + bool(num)]:
+            if max(self.least_bytes, (self.need(entry, kind) or unknown).least) > most[kind]:
+                return ""
+            words = self.held_in_words(kind) if most[kind] > here[kind] else words
+        return words
+
+    def held_in_words(self, kind: str = HOST) -> str:
+        """Return who else holds memory of the host or of the devices, as the reason for a wait."""
+        words = self.budget.held(kind).words or "others hold memory"
+        return f"{words}{' of GPU memory' * (kind == DEVICE)}, and it needs a part of that"
 
     def refusal(self, entry: Entry, wait: Wait) -> DoesNotFitError:
         """Return the error for a job that waits although no other runs."""
@@ -320,11 +313,16 @@ class LocalAdmission:
             rule = "a peak that was declared, not measured, leaves 5 % or more of what its job gets alone."
             remedy = "raise that limit, make the job smaller, or accept it: --accept-tight"
             return DoesNotFitError(f"{wait.reason}.", rule=rule, remedy=remedy)
-        job, binding, measured = entry.job, self.read_budget().binding, self.measured(entry.job)
+        job, budget, measured = entry.job, self.read_budget(), self.measured(entry.job)
+        binding, reserve = budget.binding, budget.reserve_bytes
         if is_host := wait.on == "memory":
             is_measured, is_declared, where = measured is not None, job.footprint is not None, "of host memory"
             rule = f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source})."
             remedy = "free memory or raise that limit, make the job smaller, or run it all the same with --force"
+            usual, _ = default_reserve_of(binding, budget.swap)
+            if reserve > usual and wait.lacks <= binding.limit_bytes - usual:
+                rule = f"{rule[:-1]}, less the reserve of {format_bytes(reserve)} (--reserve)."
+                remedy = f"lower the reserve, for example --reserve {usual >> 20}MiB"
         else:
             is_measured = measured is not None and measured.bytes_per_device > 0
             is_declared, where = bool(job.device_bytes), f"on {format_count(job.num_devices, 'GPU')}"

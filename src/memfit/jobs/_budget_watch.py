@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from memfit.memory import HOST, Budget, Lendable, Others, Sizes, bounds_of, rooms_of
+from memfit.memory import HOST, Budget, Lendable, Limit, Others, Sizes, bounds_of, rooms_of
+from memfit.units import format_bytes
 
 #: Reads the budget, given the private bytes that running jobs use now (the user's own limit counts those).
 ReadBudget = Callable[[int], Budget]
 
-#: Stands for each device of a job, in bytes by place.
-DEVICE = "device"
-#: How old a reading may be; what jobs took since is subtracted from it.
-_FRESH_SECONDS = 0.25
-#: What other runs hold is worth a wait from this share of one's own capacity on.
-_NOTABLE = 0.05
-#: The share of the reserve that neighbours outside memfit may take before jobs must give way.
-_FOR_OUTSIDERS = 0.75
+DEVICE = "device"  # stands for each device of a job, in bytes by place
+_FRESH_SECONDS = 0.25  # how old a reading may be; what jobs took since is subtracted from it
+_NOTABLE = 0.05  # what other runs hold is worth a wait from this share of one's own capacity on
+_NAMED = 1 / 64  # the holder of less than this share of a limit is not named
+_FOR_OUTSIDERS = 0.75  # the share of the reserve that neighbours outside memfit may take before jobs must give way
+#: What processes of no run held at each reading of a whole span of this length belongs to the machine.
+_SPAN_SECONDS = 300.0
+
+
+class HeldByOthers(NamedTuple):
+    """What this run cannot have now and others may give back: a job waits for it, and no end rests on it.
+
+    ``runs`` is used and reserved by ``num`` other runs, ``outside`` used by processes of no run.
+    """
+
+    runs: int = 0
+    num: int = 0
+    outside: int = 0
+
+    @property
+    def words(self) -> str:
+        """Say who holds how much; empty if nobody does."""
+        who = "another run of memfit holds" if self.num == 1 else f"{self.num} other runs of memfit hold"
+        found = {who: self.runs, "processes that are not memfit's hold": self.outside}
+        return " and ".join(f"{who} {format_bytes(size)}" for who, size in found.items() if size)
+
+
+class _Outside:
+    """What processes of no run hold at one place: now, at the first reading, and all the time."""
+
+    def __init__(self, first: int, now: float) -> None:
+        self.bytes = self.first = first
+        self._since, self._lowest = now, (0, first)  # of the time before nothing is known
+
+    def note(self, size: int, now: float) -> None:
+        if now - self._since >= _SPAN_SECONDS:
+            self._since, self._lowest = now, (self._lowest[1], size)
+        self.bytes, self._lowest = size, (self._lowest[0], min(self._lowest[1], size))
+
+    def can_go(self, own: int) -> int:
+        """Return what they may give back; ``own`` is what memfit's own processes hold of it."""
+        return max(0, self.bytes - max(own, min(self._lowest)))
 
 
 class BudgetWatch:
-    """The last reading of the budget, and what changed since.
-
-    Attributes:
-        others: What other runs on this host use and have reserved, as last seen.
-        checkpoint_bytes: The largest checkpoint that a job reported. So much is kept free, so that a job that is asked
-            to stop can write one.
-        read_at: When the budget was read last, by the clock.
-        outsiders_bytes: By how much others than memfit's jobs have grown since the first reading, at the least.
-    """
+    """The last reading of the budget, and what changed since."""
 
     def __init__(
         self, read_budget: ReadBudget, clock: Callable[[], float], read_others: Callable[[], Others] = Others
     ) -> None:
         self.read_budget, self.read_others = read_budget, read_others
+        self.read_own: Callable[[], int] = int  # what memfit's own processes hold, without jobs
         self.others = self._others_then = Others()
+        # The largest reported checkpoint is kept free for a stop; others have grown by so much at the least.
         self.checkpoint_bytes = self.outsiders_bytes = 0
         self._clock = clock
         self._budget: Budget | None = None
         self.read_at, self._in_use_then, self._reserve_left = 0.0, Counter[str](), 0
-        self._outside_first: dict[str, int] = {}
+        self._outside: dict[str, _Outside] = {}
 
     @property
     def is_due(self) -> bool:
@@ -58,7 +88,7 @@ class BudgetWatch:
         """Read the budget, given what jobs use at each place."""
         # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
-        self._budget = self.read_budget(in_use[HOST])
+        self._budget, self._own = self.read_budget(in_use[HOST]), self.read_own()
         self.read_at, self._in_use_then = self._clock(), in_use
         self.outsiders_bytes = self._measure_outsiders()
         # The reserve is there for others: what they took since the first reading comes out of it.
@@ -74,8 +104,8 @@ class BudgetWatch:
         """Return this run's part of what is available: other runs may take theirs of a shared limit meanwhile."""
         found, kept = Counter[str](), self._kept_bytes
         bounds = bounds_of(self.now, self._freed(in_use), unused=unused, others=self._new_of_others, reserve_bytes=kept)
-        for place, is_shared, room in bounds:
-            size = max(0, room.bytes) // (1 + self.others.num * is_shared)
+        for place, id, room in bounds:
+            size = max(0, room.bytes) // (1 + self.others.num[id if place == HOST else HOST])
             found[place] = min(found.get(place, size), size)
         return found
 
@@ -88,20 +118,31 @@ class BudgetWatch:
     @property
     def capacity_bytes(self) -> int:
         """What all jobs of this run may take together."""
-        return self._capacity(self._new_of_others)[HOST]
+        return self._capacity(self._new_of_others, self._kept_bytes)[HOST]
 
-    @property
-    def can_others_help(self) -> bool:
-        """True if this run could take notably more when other runs on this host end."""
-        here = self.capacity_bytes
-        return self._capacity_alone()[HOST] - here > max(0.0, _NOTABLE * here)
+    def here(self, num_devices: int) -> dict[str, int]:
+        """Return what one job could take on the host and on each of its devices, if no other job of this run ran."""
+        return _best(self._capacity(self._new_of_others, self._kept_bytes), num_devices)
 
-    def most(self, num_devices: int) -> Sizes:
-        """Return what one job could take on the host and on each of its devices, if no job of any run ran."""
-        whole = self._capacity_alone()
-        devices = sorted((size for place, size in whole.items() if place != HOST), reverse=True)
-        on_device = max(0, devices[num_devices - 1]) if 0 < num_devices <= len(devices) else 0
-        return Counter({HOST: max(1, whole[HOST] if self.can_others_help else self.capacity_bytes), DEVICE: on_device})
+    def most(self, num_devices: int) -> dict[str, int]:
+        """Return the same once others have given back what they hold, where that is notably more."""
+        here, gone = self.here(num_devices), Counter({key: -size for key, size in self._others_then.used.items()})
+        for id in {one.id for one in (*self.now.limits, self.now.binding)} - {""}:
+            gone[id] -= self._can_go(HOST)
+        for device in self.now.devices:
+            gone[device.uuid] -= self._can_go(device.uuid)
+        alone = _best(self._capacity(gone, self.now.reserve_bytes + self.checkpoint_bytes), num_devices)
+        return {kind: alone[kind] if alone[kind] > (1 + _NOTABLE) * size else size for kind, size in here.items()}
+
+    def held(self, kind: str = HOST) -> HeldByOthers:
+        """Return what others hold of the host, or of all devices."""
+        is_host, id = kind == HOST, self.now.binding.id
+        ids = [id] if is_host else [device.uuid for device in self.now.devices]
+        runs = sum(self.others.used[one] + self.others.unused[one] for one in ids)
+        least = _NAMED * self.now.limit_bytes * is_host
+        outside = self._can_go(HOST) if is_host else sum(map(self._can_go, ids))
+        found = [size if size > least else 0 for size in (runs, outside)]
+        return HeldByOthers(found[0], self.others.num[id if is_host else HOST], found[1])
 
     @property
     def _kept_bytes(self) -> int:
@@ -113,13 +154,16 @@ class BudgetWatch:
         # A device's reading may be newer than the last report of its jobs, and have seen what they gave back.
         return {place: size if place == HOST else min(0, size) for place, size in freed.items()}
 
-    def _capacity(self, others: Sizes) -> dict[str, int]:
-        rooms = rooms_of(self.now, self._in_use_then, others=others, reserve_bytes=self._kept_bytes)
+    def _capacity(self, others: Mapping[str, int], kept: int) -> dict[str, int]:
+        rooms = rooms_of(self.now, self._in_use_then, others=others, reserve_bytes=kept)
         return {place: room.bytes for place, room in rooms.items()}
 
-    def _capacity_alone(self) -> dict[str, int]:
-        """Return what there is once all other runs have ended."""
-        return self._capacity(Counter({place: -size for place, size in self._others_then.used.items()}))
+    def _can_go(self, place: str) -> int:
+        """Return what processes of no run hold at a place and may give back."""
+        if place != HOST:  # what was on a GPU when the run began is there to stay
+            return self._outside[place].can_go(self._outside[place].first)
+        binding = self.now.binding
+        return self._outside[_name_of(binding)].can_go(self._own) if binding.id else 0
 
     @property
     def _new_of_others(self) -> Sizes:
@@ -127,10 +171,28 @@ class BudgetWatch:
         return self.others.unused + (self.others.used - self._others_then.used)
 
     def _measure_outsiders(self) -> int:
-        binding, others = self.now.binding, self._others_then
-        if binding.scope not in ("group", "host"):
-            others = Others()
-        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then[HOST] - others.used[HOST]
-        first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
+        """Note what others than all runs hold at each place; return by how much it has grown on the host."""
+        binding, in_use, others = self.now.binding, self._in_use_then, self._others_then
+        found = {
+            one.uuid: one.total_bytes - one.free_bytes - in_use[one.uuid] - others.used[one.uuid]
+            for one in self.now.devices
+        }
         # Other runs may use what they reserved already: the kernel shows that before they do.
-        return max(0, outside - others.unused[HOST] - first)
+        outside = binding.limit_bytes - binding.headroom_bytes - in_use[HOST] - others.used[binding.id]
+        found[name := _name_of(binding)] = outside - others.unused[binding.id]
+        for place, size in found.items():
+            if place not in self._outside:
+                self._outside[place] = _Outside(outside if place == name else size, self.read_at)
+            self._outside[place].note(size, self.read_at)
+        return max(0, found[name] - self._outside[name].first)
+
+
+def _name_of(limit: Limit) -> str:
+    return f"{limit.name} {limit.source}"
+
+
+def _best(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Return what there is on the host, and on each of so many devices, those with the most."""
+    devices = sorted((size for place, size in sizes.items() if place != HOST), reverse=True)
+    on_device = devices[num_devices - 1] if 0 < num_devices <= len(devices) else 0
+    return {HOST: max(0, sizes[HOST]), DEVICE: max(0, on_device)}

@@ -32,14 +32,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def load_target(target: str) -> Any:
-    """Return the object that ``module:name`` names.
-
-    Raises:
-        UsageError: If there is no such module or no such name in it.
-
-    >>> load_target("math:sqrt")(9)
-    3.0
-    """
+    """Return the object that ``module:name`` names."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise UsageError(
@@ -80,18 +73,10 @@ def importing() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Any:
-    """Return a function's result, computed in a new interpreter whose memory is gone afterwards.
-
-    Args:
-        target: The function as ``module:name``.
-        arguments: JSON values, passed as keywords.
-        env: The child's whole environment; this process's when None.
-
-    Raises:
-        MemfitError: The one that the function raised.
-        UsageError: For any other failure, with its place and the last lines of stderr.
-    """
+def call_in_child(
+    target: str, arguments: Mapping[str, Any], env: Mapping[str, str] | None = None, *, again: bool = True
+) -> Any:
+    """Return a function's result, or raise its error, from a new interpreter; ``again``: once more if it is killed."""
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
         write_json(
@@ -107,6 +92,8 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
             check=False,
             start_new_session=True,  # a second Ctrl-C is for the run, not for what writes its table
         )
+        if again and done.returncode == -signal.SIGKILL:
+            return call_in_child(target, arguments, env, again=False)
         return read_answer(folder, target, done.returncode, done.stderr)
 
 
@@ -151,18 +138,14 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def die_with(parent: int) -> None:
-    """End this process when its parent ends, however that ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before that held
-            os._exit(127)
+    """End this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before that held
+        os._exit(127)
 
 
 def main(folder: Path, place: str = "") -> int:
-    """Call the function that ``request.json`` names; return the job's exit code.
-
-    Its result or error goes into the folder, or to a path that begins with ``place``.
-    """
+    """Call the function that ``request.json`` names; return the exit code. Its result goes there or to ``place``."""
     place = place or f"{folder}/"
     # Python takes bytecode for that of a file of the same size and second, which may be edited after a run.
     sys.dont_write_bytecode = True

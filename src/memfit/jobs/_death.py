@@ -25,10 +25,13 @@ _ERROR_TEXTS = re.compile(
     r"can(?:'t|not) allocate memory|\bbad_alloc\b|out of memory|unable to allocate", re.IGNORECASE
 )
 #: ENOMEM in words, as libc and Python write it.
-_REFUSED = re.compile(r"cannot allocate memory", re.IGNORECASE)
+_REFUSED = re.compile(r"cannot allocate memory|argument list too long", re.IGNORECASE)
 _LAST_LINES = 8
-#: The signals with which a platform stops a job.
-_STOPPING = (-signal.SIGTERM, -signal.SIGINT)
+#: An epoch of how many, and a place within one: a batch, or a pair such as 12/100.
+_EPOCH_OF = re.compile(r"\bepoch\W{0,3}\d+ *(?:/|of) *\d+(?P<told>.*)", re.IGNORECASE)
+_WITHIN = re.compile(r"\b(?:batch|step|it|iter|iteration)\b\W{0,3}\d+(?! *(?:/|of) *\d)", re.IGNORECASE)
+_PAIR = re.compile(r"(\d+) *(?:/|of) *(\d+)")
+_STOPPING = (-signal.SIGTERM, -signal.SIGINT)  # the signals with which a platform stops a job
 
 
 @dataclass(frozen=True)
@@ -77,33 +80,21 @@ class Counters:
 
 @dataclass(frozen=True)
 class Death:
-    """The evidence of a job's end.
+    """The evidence of a job's end."""
 
-    Attributes:
-        returncode: As in ``subprocess``: negative for a signal.
-        stopped_by: The signal that the job's watcher sent it, or None.
-        error: What the job's interpreter left in ``error.json``, or None.
-        has_result: A function job left its result.
-        refused: The limit at which an allocation of it was refused or delayed; empty when none was.
-        met_above: The nearest group, its own or one above it, whose limit was met by anyone; empty when none was.
-        last_words: The end of what it wrote to standard error.
-        starved: Why its shim ended it for want of memory; empty when it did not.
-        is_asked: memfit or its user asked for the end.
-    """
-
-    returncode: int
-    stopped_by: str | None
+    returncode: int  # as in ``subprocess``: negative for a signal
+    stopped_by: str | None  # the signal that the job's watcher or the platform sent it, or None
     counters_before: Counters
     counters_after: Counters
-    error: Mapping[str, Any] | None
-    has_result: bool
+    error: Mapping[str, Any] | None  # what the job's interpreter left in ``error.json``, or None
+    is_done: bool  # a function left its result; a command was not asked to stop, or left what shows that it was done
     peak_bytes: int
     phase: str | None
-    refused: str = ""
-    met_above: str = ""
-    last_words: str = ""
-    starved: str = ""
-    is_asked: bool = False
+    refused: str = ""  # the limit at which an allocation of it was refused or delayed; empty when none was
+    met_above: str = ""  # the nearest group, its own or above, whose limit anyone met; empty when none was
+    last_words: str = ""  # the end of what it wrote to standard error
+    starved: str = ""  # why its shim ended it for want of memory; empty when it did not
+    is_asked: bool = False  # memfit or its user asked for the end
 
 
 def explain_death(death: Death) -> tuple[State, str, EndedBy]:
@@ -117,17 +108,13 @@ def explain_death(death: Death) -> tuple[State, str, EndedBy]:
 
 def _explain(death: Death) -> tuple[State, str]:
     where = f" in phase {death.phase}" if death.phase else ""
-    if death.returncode == 0:
-        return ("completed", "") if death.has_result else ("failed", "ended with 0 but left no result")
+    if death.returncode == 0 and (death.is_done or not death.stopped_by):
+        return ("completed", "") if death.is_done else ("failed", "ended with 0 but left no result")
     if death.returncode == StoppedError.exit_code:
         return "preempted", f"stopped after a checkpoint{where}; it goes on from there"
     # If memfit sent SIGTERM alone, a SIGKILL is somebody else's.
     if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
-        if death.starved:
-            return "out_of_memory", death.starved
-        if death.is_asked:
-            return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
-        return "preempted", f"ended by a signal from outside memfit{where}"
+        return _explain_stop(death, where)
     if death.returncode == -signal.SIGKILL:
         return _explain_kill(death, where)
     if death.returncode in _STOPPING:
@@ -177,6 +164,17 @@ def _shortage(death: Death) -> str:
     return ""
 
 
+def _explain_stop(death: Death, where: str) -> tuple[State, str]:
+    """Say how a job ended that was asked to."""
+    if death.starved:
+        return "out_of_memory", death.starved
+    if death.returncode == 0:
+        return "preempted", f"asked to stop{where}, it ended with exit code 0, and nothing shows that it was done"
+    if death.is_asked:
+        return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
+    return "preempted", f"ended by a signal from outside memfit{where}"
+
+
 def _explain_kill(death: Death, where: str) -> tuple[State, str]:
     """Say who sent a SIGKILL that was not memfit's."""
     before, after = death.counters_before, death.counters_after
@@ -216,8 +214,23 @@ def read_error(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_end(path: Path) -> str:
+def read_end(path: Path, start: int = 0) -> str:
+    """Return the end of a log, from ``start`` on: before it are the words of earlier attempts."""
     with suppress(OSError), open_own(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        file.seek(max(start, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""
+
+
+def shows_last_epoch(log: str) -> bool:
+    """Return whether the last line of a log that counts epochs tells what the last of n gave.
+
+    >>> shows_last_epoch("epoch 2/3 loss 0.3\\nepoch 3/3 loss 0.2\\nsaved"), shows_last_epoch("epoch 2/3 loss 0.3")
+    (True, False)
+    >>> [shows_last_epoch(f"Epoch 3/3{text}") for text in ("", " 12/100 loss 0.2", " batch 12 loss 0.2", ": 100/100")]
+    [False, False, False, True]
+    """
+    found = [(line, match["told"]) for line in re.split(r"[\r\n]+", log) if (match := _EPOCH_OF.search(line))]
+    if not found or not re.search(r"\d", found[-1][1]) or _WITHIN.search(found[-1][0]):
+        return False  # a bare "Epoch 30/30" stands where the epoch begins
+    return all(int(at) == int(of) for at, of in _PAIR.findall(found[-1][0]))

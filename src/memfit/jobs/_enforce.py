@@ -8,37 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.jobs import policy
-from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
+from memfit.jobs._admission import LocalAdmission
 from memfit.jobs._job import Backend, Verdict
 from memfit.jobs._reservation import Entry, Wait
+from memfit.jobs._retry import WHOLE
 from memfit.memory import HOST, Sizes
 from memfit.units import MIB, format_bytes
 
 #: How long a job that waits at its limit may take to stop, and how long one goes first to which another gave way.
 _LEAVING_SECONDS, _FAVOUR_SECONDS = 2.0, 10.0
-#: A reservation that grows by less than this share is not worth a word.
-_LEAST_GROWTH = 1.02
-#: The least share of the limit by which a reservation grows for a line that all see.
-_WORTH_A_LINE = 0.02
-#: A limit rises at once for a job that uses this share of it; else by a 64th of it at least.
-_PRESSED = 0.8
+_LEAST_GROWTH = 1.02  # a reservation that grows by less than this share is not worth a word
+_WORTH_A_LINE = 0.02  # the least share of the limit by which a reservation grows for a line that all see
+_PRESSED = 0.8  # a limit rises at once for a job that uses this share of it; else by a 64th of it at least
 #: A job that outgrew its part of a device gets this share of what it uses on top, or this step if that is more.
 _DEVICE_GROWTH, _DEVICE_STEP_BYTES = 1.15, 32 * MIB
 
 
 class Enforcement:
-    """Holds the running jobs of one run within its budget.
-
-    ``say`` is called with the kind and the fields of each event: ``grow``, ``short``, ``aside``.
-    """
+    """Holds the running jobs of one run within its budget; ``say`` gets each event: ``grow``, ``short``, ``aside``."""
 
     def __init__(self, backend: Backend, admission: LocalAdmission, say: Callable[..., None]) -> None:
         self.backend, self.walls, self.admission = backend, backend.enforcer, admission
-        admission.has_walls = self.walls is not None
+        admission.forecast.has_walls, admission.least_bytes = self.walls is not None, backend.traits.least_bytes
         self._running = admission.running
         self._now, self._say = admission.now, say
         self._short = ""
-        self._favoured: str | None = None
+        self._favoured = ""
         self._favoured_at = 0.0
         self._capped_at: float | None = None
 
@@ -46,7 +41,7 @@ class Enforcement:
         """Return why running jobs need what is free; None when they do not."""
         if self._short:
             return Wait("memory", self._short)
-        if self._favoured is not None:
+        if self._favoured:
             return Wait("memory", f"{self._favoured} goes first: another job gave way to it")
         return None
 
@@ -84,8 +79,8 @@ class Enforcement:
     def _grow_all(self) -> int:
         """Grow and shrink reservations; return what is free on the host then."""
         free, capacity, jobs = self.admission.parts(), self.admission.capacity_bytes(), self.admission.held()
-        has_walls = self.walls is not None
-        grown = policy.grow(jobs, free[HOST], capacity, self._favoured, has_walls=has_walls)
+        has_walls, least = self.walls is not None, self.admission.least_bytes
+        grown = policy.grow(jobs, free[HOST], capacity, self._favoured, has_walls=has_walls, least=least)
         for job in jobs:
             entry, size = self._running[job.id], grown.reserved[job.id]
             if size != job.reserved:
@@ -101,24 +96,16 @@ class Enforcement:
             had = format_bytes(self._running[grown.short].reserved[HOST])
             short = f"{grown.short} outgrew its {had} and nothing is free"
             if not self._short:
-                self._say(
-                    "short",
-                    job=None,
-                    outgrew=grown.short,
-                    reason=short,
-                    text=f"Memory is short, no job starts now: {short}",
-                )
+                text = f"Memory is short, no job starts now: {short}"
+                self._say("short", job=None, outgrew=grown.short, reason=short, text=text)
         self._short = short
         return grown.free
 
     def _grow_device(self, entry: Entry, place: str, free: Sizes) -> None:
-        """Grow what a job has of a device once it uses more.
-
-        One that outgrows its part takes nothing from jobs elsewhere: those may start.
-        """
+        """Grow what a job has of a device once it uses more; jobs elsewhere lose nothing by it."""
         before, used = entry.reserved[place], entry.used[place]
         step = min(_DEVICE_STEP_BYTES, free[place] // 8)
-        wanted = max(entry.expected[place], round(used * _DEVICE_GROWTH), used + step) if used > before else 0
+        wanted = max(entry.sizes.expected[place], round(used * _DEVICE_GROWTH), used + step) if used > before else 0
         held = max(before, used)
         more = min(wanted - held, free[place])
         if before and wanted > before and held + more > _LEAST_GROWTH * before:
@@ -141,29 +128,32 @@ class Enforcement:
         self._capped_at = budget.read_at
         if self.walls is None:
             return
-        spare = budget.checkpoint_bytes + budget.now.reserve_bytes // 8
+        spare, entries = budget.checkpoint_bytes + budget.now.reserve_bytes // 8, self._running.values()
+        # What jobs use stays, and each keeps what a process needs: else one that starts now fails.
+        held = sum(max(admission.least_bytes, entry.status.used_bytes) for entry in entries)
         # Other runs have counted what this one reserved: it stays, whatever they take meanwhile.
-        reserved = sum(entry.reserved[HOST] for entry in self._running.values()) if budget.others.num else 0
-        self.walls.cap(max(1, reserved, admission.capacity_bytes()) + spare)
+        reserved = sum(entry.reserved[HOST] for entry in entries) if budget.others.num else 0
+        self.walls.cap(max(admission.least_bytes, held, reserved, admission.capacity_bytes()) + spare)
 
     def _review_favour(self) -> None:
         """Let the job that another gave way to go first, until it has ended or wanted no more for a while."""
-        entry = self._running.get(self._favoured or "")
+        entry = self._running.get(self._favoured)
         if entry is not None and entry.status.stalled:
             self._favoured_at = self._now()
         if entry is None or self._now() - self._favoured_at > _FAVOUR_SECONDS:
-            self._favoured = None
+            self._favoured = ""
 
     def _hand_out(self, free_bytes: int, *, is_exact: bool = False) -> None:
         """Move the limits of all jobs, those that come down first; by little only if they are to be exact."""
         if self.admission.budget.others.num:  # with a part alone, it follows each reservation at once
             self._cap()
-        changes, capacity = [], self.admission.capacity_bytes()
-        for job_id, wall in policy.walls(self.admission.held(), free_bytes, capacity, self._favoured).items():
+        admission, changes = self.admission, []
+        jobs, capacity, least = admission.held(), admission.capacity_bytes(), admission.least_bytes
+        for job_id, wall in policy.walls(jobs, free_bytes, capacity, self._favoured, least=least).items():
             entry = self._running[job_id]
             if entry.progress.set_aside is not None:
                 continue  # it has what it needs to leave
-            old = entry.wall_bytes or 0
+            old = entry.sizes.wall_bytes or 0
             is_pressed = entry.status.stalled or entry.status.used_bytes > _PRESSED * old
             if not old or abs(wall - old) > (0 if is_pressed or is_exact else wall // 64):
                 changes.append((wall - old, job_id, wall))
@@ -181,10 +171,10 @@ class Enforcement:
         if found is None:
             return
         entry = self._running[found.id]
-        if found.id == found.to and self.admission.budget.can_others_help:
-            self._set_aside(entry, HELD_BY_OTHERS)
-        elif found.id == found.to:
+        if found.id == found.to and self._has_all(entry):
             self._give_up(entry)
+        elif found.id == found.to:
+            self._set_aside(entry, self.admission.held_in_words())
         else:
             self._favoured, self._favoured_at = found.to, self._now()
             self._set_aside(entry, f"{found.to} waits for memory and nothing is free", to=found.to)
@@ -200,19 +190,25 @@ class Enforcement:
         if headroom >= least:
             return
         first = self._running[policy.cheapest(admission.held()).id]
-        lonely = len(self._running) == 1 and not budget.can_others_help
+        lonely = len(self._running) == 1 and self._has_all(first)
         if lonely and budget.outsiders_bytes < budget.now.reserve_bytes // 2:
             self._give_up(first)
         else:
-            self._set_aside(first, f"only {format_bytes(max(0, headroom))} is left of {budget.now.binding.name}")
+            left = f"only {format_bytes(max(0, headroom))} is left of {budget.now.binding.name}"
+            self._set_aside(first, "; ".join(filter(None, (left, budget.held().words))))
+
+    def _has_all(self, entry: Entry) -> bool:
+        """Return True if a job can get no more than it has, also once others gave back what they hold."""
+        here, most = self.admission.budget.here(0)[HOST], self.admission.budget.most(0)[HOST]
+        return most <= here or entry.status.used_bytes >= WHOLE * most
 
     def _set_aside(self, entry: Entry, reason: str, *, to: str | None = None) -> None:
         """Ask a job to checkpoint and stop; it is restarted later."""
         entry.progress.set_aside = self._now()
-        if entry.wall_bytes and self.walls is not None:
+        if entry.sizes.wall_bytes and self.walls is not None:
             # A job that waits in the kernel runs no signal handler. It gets the room to leave, from the reserve.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
-            self.walls.grant(entry.job.id, entry.wall_bytes + more)
+            self.walls.grant(entry.job.id, entry.sizes.wall_bytes + more)
         text = f"{entry.job.id} gives way and is restarted later: {reason}"
         self._say("aside", job=entry.job.id, reason=reason, now=False, to=to, text=text)
         self.backend.cancel(entry.job.id)
@@ -220,7 +216,7 @@ class Enforcement:
     def _give_up(self, entry: Entry) -> None:
         """End a job that had the whole budget and wants more."""
         budget = self.admission.read_budget()
-        binding, capacity_bytes = budget.binding, self.admission.budget.capacity_bytes
+        binding, capacity_bytes = budget.binding, self.admission.budget.most(0)[HOST]
         entry.progress.verdict = Verdict(
             "out_of_memory",
             f"it needs more than the whole budget of {format_bytes(capacity_bytes)} under {binding.name} of "

@@ -36,11 +36,7 @@ def take_lock(folder: Path) -> int | None:
 
 
 def read_record(job_id: str, path: Path) -> JobStatus | None:
-    """Return the status in a job's file; None without one, or for an empty file, which a power cut leaves.
-
-    Raises:
-        DamagedError: If the file holds something else.
-    """
+    """Return the status in a job's file; None without one, or for an empty file, which a power cut leaves."""
     found = read_status_file(path)
     return JobStatus.from_dict(job_id, found) if found is not None else None
 

@@ -20,10 +20,7 @@ from memfit.rundir import RunDir
 
 @dataclass
 class Followed:
-    """A job that a backend follows.
-
-    ``changed`` is when the status file was written that was read last, in nanoseconds; 0 before the first.
-    """
+    """A job that a backend follows; ``changed`` is the time of the status file that was read last, in nanoseconds."""
 
     folder: Path
     status: JobStatus
@@ -41,8 +38,7 @@ class Followed:
 
 
 F = TypeVar("F", bound=Followed)
-#: How long an NFS client may take a file for absent: ``actimeo``, 60 s by default.
-CACHED_SECONDS = 61.0
+CACHED_SECONDS = 61.0  # how long an NFS client may take a file for absent: ``actimeo``, 60 s by default
 
 
 class FollowingBackend(ABC, Generic[F]):
@@ -112,7 +108,6 @@ class FollowingBackend(ABC, Generic[F]):
         return self.now() - (followed.ended_since or 0.0) < seconds
 
     def _begin(self, job_id: str, followed: F) -> None:
-        """Follow a new attempt of a job."""
         self._ended.pop(job_id, None)
         self._adopted.discard(job_id)
         self._live[job_id] = followed

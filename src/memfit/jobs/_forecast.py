@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from statistics import StatisticsError, linear_regression
-from typing import NamedTuple
 
 from memfit.jobs._job import Job
 from memfit.jobs.policy import Ended, Guess, Params, guess_for, number_of, usual_spread
 from memfit.memory import Footprint, reservation_bytes
 
-#: A line needs this number of jobs, and uses at most the last 64.
-_LEAST_POINTS, _MOST_POINTS = 4, 64
-#: A line counts if its largest error is within this share of the largest peak.
-_GOOD = 0.25
-#: A line must leave at most this share of the error that the middle of all peaks leaves.
-_BETTER = 0.5
-#: So many jobs that ended are compared with a job, the latest of its stage.
-_MOST_ENDED = 256
+_MOST_ENDED = 256  # so many jobs that ended are compared with a job, the latest of its stage
 #: The most that a job takes of which only running jobs are known, as a multiple of what they took so far.
 _RUNNING_FACTOR = 2
-#: Names a job's declared size among its numbers.
-_DECLARED = "(declared)"
-
 _Key = tuple[str, ...]
-#: A straight line: its largest error, its slope and its offset.
-_Fit = tuple[float, float, float]
-_NO_LINE: _Fit = (math.inf, 0.0, 0.0)
-
-
-class Line(NamedTuple):
-    """A peak on a straight line through so many jobs, and the line's largest error, in bytes."""
-
-    peak_bytes: float
-    error_bytes: float
-    num_jobs: int
 
 
 class Forecast:
@@ -46,20 +23,17 @@ class Forecast:
     The first of these that is known counts:
 
     1. what an earlier job with the same parameters took;
-    2. the straight line that peaks follow over one number: a parameter, or the declared size;
-    3. the job's declared size, if it is not one for the whole stage;
-    4. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
+    2. the job's declared size, if it is not one for the whole stage;
+    3. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
 
     ``slack`` is the share that is added to what was measured, ``has_walls`` whether jobs wait at their limits: without
     walls they fail there, so that they get the most that similar ones took. ``guess`` is what the policy needs of a
-    forecast. Where the fourth rule counts, it takes the jobs that ended and share the most parameters.
+    forecast. Where the third rule counts, it takes the jobs that ended and share the most parameters.
     """
 
     def __init__(self, slack: float = 0.0) -> None:
         self.slack, self.has_walls = slack, True
         self._largest: dict[_Key, Footprint] = {}
-        self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
-        self._lines: dict[_Key, _Fit] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
         self._ended: defaultdict[str, deque[tuple[Params, Ended]]] = defaultdict(lambda: deque(maxlen=_MOST_ENDED))
         self._guesses: dict[str, Guess | None] = {}
@@ -78,16 +52,7 @@ class Forecast:
         seconds: float = math.inf,
         cores: float = 0.0,
     ) -> None:
-        """Learn what a job took; one that still runs adds no point to a line.
-
-        Args:
-            job: The job.
-            footprint: What it took.
-            is_final: It has ended.
-            peaked: After how many seconds it had reached its peak; infinite if nobody knows.
-            seconds: How long it ran.
-            cores: How many cores it kept busy.
-        """
+        """Learn what a job took; if it has ended, also when it had reached its peak, its seconds and its cores."""
         self._forget()
         if is_final:
             self._ended_pairs[job.stage] |= _pairs(job)
@@ -97,10 +62,6 @@ class Forecast:
             self._largest[key] = footprint if known is None else known.merge(footprint)
         if job.footprint is not None:
             self._declared[job.stage].add(job.footprint.private_bytes)
-        for name, number in _numbers(job).items() if is_final else ():
-            key = (*_keys(job)[1], name)
-            self._points[key].append((number, footprint.private_bytes))
-            self._lines[key] = _fit(self._points[key])
 
     def predict(self, job: Job) -> Footprint | None:
         """Return what the job will take, measured on similar jobs or declared; None when nothing is known."""
@@ -108,16 +69,10 @@ class Forecast:
         if same in self._largest:
             return self._largest[same]
         found = self._largest.get(kind) or self._largest.get(stage)
-        line = self.extrapolate(job)
-        if found is not None and line is not None:
-            return replace(found, private_bytes=max(0, math.ceil(line.peak_bytes + line.error_bytes)))
         return job.footprint if self._has_own_hint(job) else found or job.footprint
 
     def guess(self, job: Job) -> Guess | None:
-        """Return what the policy is to think of a job, a slack on top of what was measured; None when nothing is known.
-
-        Asked again and again, so it is kept until something is learnt.
-        """
+        """Return what the policy is to think of a job, a slack on top of what was measured, if anything is known."""
         if job.id not in self._guesses:
             self._guesses[job.id] = self._guess(job)
         return self._guesses[job.id]
@@ -145,11 +100,6 @@ class Forecast:
             return Guess(size, _RUNNING_FACTOR * size) if job.phases else None
         if _keys(job)[0] in self._largest:
             return replace(found, size=size, most=size, spread=0)
-        if self.extrapolate(job) is not None:  # its largest error is in it already
-            # A line through few jobs may follow their numbers by chance and lead to nothing for the last of them.
-            least = min(ended.peak for _, ended in self._ended[job.stage])
-            known = expected.private_bytes if self.has_walls else size
-            return replace(found, size=max(known, least), most=max(size, least), spread=0)
         return found
 
     def _found_of(self, job: Job) -> Guess | None:
@@ -166,15 +116,6 @@ class Forecast:
             )
         return self._found[key]
 
-    def extrapolate(self, job: Job) -> Line | None:
-        """Return what the best straight line through similar jobs says of a job; None without a good line."""
-        kind = _keys(job)[1]
-        lines = [(*self._lines.get((*kind, name), _NO_LINE), number, name) for name, number in _numbers(job).items()]
-        error, slope, offset, number, name = min(lines, default=(*_NO_LINE, 0.0, ""))
-        if error == math.inf:
-            return None
-        return Line(slope * number + offset, error, len(self._points[(*kind, name)]))
-
     def _has_own_hint(self, job: Job) -> bool:
         """True if its declared size is its own, not one for the whole stage."""
         if not job.params or job.footprint is None:
@@ -189,33 +130,12 @@ class Forecast:
         return is_measured and bool(job.params) and _keys(job)[0] not in self._largest
 
 
-def _fit(points: Collection[tuple[float, int]]) -> _Fit:
-    """Return the straight line through the peaks of jobs over one of their numbers, if there is a good one."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    if len(xs) < _LEAST_POINTS:
-        return _NO_LINE
-    try:
-        slope, offset = linear_regression(xs, ys)
-    except StatisticsError:  # all have the same number
-        return _NO_LINE
-    error = max(abs(y - slope * x - offset) for x, y in points)
-    is_good = error <= _GOOD * max(ys) and error <= _BETTER * (max(ys) - min(ys)) / 2
-    return (error, slope, offset) if is_good else _NO_LINE
-
-
 def _pairs(job: Job) -> Params:
     return frozenset(job.params.items())
 
 
 def _keys(job: Job) -> tuple[_Key, _Key, _Key]:
     """Return a job's stage with all its parameters, with its names alone, and with none."""
-    numbers = _numbers(job)
     texts = {name: f"{name}={value}" for name, value in sorted(job.params.items())}
-    names = [text for name, text in texts.items() if name not in numbers]
+    names = [text for name, text in texts.items() if number_of(job.params[name]) is None]
     return (job.stage, "all", *texts.values()), (job.stage, "names", *names), (job.stage,)
-
-
-def _numbers(job: Job) -> dict[str, float]:
-    """Return a job's parameters that are numbers or sizes, and its declared size."""
-    numbers = {name: number for name, value in job.params.items() if (number := number_of(value)) is not None}
-    return numbers | ({_DECLARED: float(job.footprint.private_bytes)} if job.footprint is not None else {})

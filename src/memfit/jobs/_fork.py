@@ -24,7 +24,6 @@ _THREADS = (
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
     "POLARS_MAX_THREADS",
     "RAYON_NUM_THREADS",
 )
@@ -36,14 +35,18 @@ def thread_env(threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREADS, str(threads))
 
 
+def own_threads(env: Mapping[str, str]) -> int:
+    """Return how many threads the user's own OMP_NUM_THREADS gives a process; 0 if it gives none."""
+    text = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() else 0
+
+
 def wait_for_any(pids: Iterable[int], seconds: float) -> None:
     """Wait until one of these processes has ended, and at most so long; always so long before Linux 5.3."""
     # Not select, which knows 1,024 descriptors.
-    ends, poll = [], select.poll()
-    for pid in pids if hasattr(os, "pidfd_open") else ():
-        with suppress(OSError):
-            ends.append(os.pidfd_open(pid))
-            poll.register(ends[-1], select.POLLIN)
+    ends, poll = [end for pid in pids for end in end_descriptors(pid)], select.poll()
+    for end in ends:
+        poll.register(end, select.POLLIN)
     poll.poll(1000 * max(0.0, seconds))
     for end in ends:
         os.close(end)
@@ -51,24 +54,24 @@ def wait_for_any(pids: Iterable[int], seconds: float) -> None:
 
 def is_alive(pid: int) -> bool:
     """Return True if a process has not ended; False before Linux 5.3."""
-    try:
-        end = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return False
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    try:
-        return not poll.poll(0)
-    finally:
+    for end in end_descriptors(pid):
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        has_ended = poll.poll(0)
         os.close(end)
+        return not has_ended
+    return False
+
+
+def end_descriptors(pid: int) -> list[int]:
+    """Return a descriptor that is readable once a process has ended; none if it is gone, or before Linux 5.3."""
+    with suppress(AttributeError, OSError):
+        return [os.pidfd_open(pid)]
+    return []
 
 
 def end_of(pid: int, seconds: float) -> int | None:
-    """Return the exit code of a child, negative for a signal; None if it still runs after so many seconds.
-
-    Raises:
-        ChildProcessError: If this process has no such child, or has had its exit code already.
-    """
+    """Return the exit code of a child, negative for a signal; None if it still runs after so many seconds."""
     found, status = os.waitpid(pid, os.WNOHANG)
     if not found:
         wait_for_any([pid], seconds)

@@ -118,66 +118,39 @@ class Job:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job.
-
-    Attributes:
-        job_id: The job's id.
-        state: One of Slurm's states in lower case.
-        phase: The phase that it marked last; None without marks.
-        settled: Its measured footprint is a forecast for similar jobs: it has passed each of its ``phases`` or, if it
-            names none, has stopped growing.
-        used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
-        peak_bytes: The peak of that.
-        pss_bytes: The proportional sizes of its processes at the last sweep; 0 before the first and after its end.
-        device_used_bytes: Its device memory now, by the UUID of each device that it was given.
-        footprint: The measured footprint so far, or None before the first sample.
-        started, ended: Unix seconds, or None.
-        exit_code: The child's exit code; negative for a signal, as in ``subprocess``.
-        cause: Why it ended as it did, in words.
-        attempt: How many times it was started.
-        pid: The process id of the job itself, or None before its start.
-        watcher_pid: The process id of its shim; None before the start of that.
-        stalled: It waits at its limit: the kernel lets it allocate no more until the limit is raised.
-        wants_more: An allocation of it was refused or delayed at its limit in this attempt.
-        cpu_seconds: The CPU time of all its processes so far.
-        checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
-        checkpoint_bytes: The largest checkpoint that it reported.
-        asked: Its end was asked for by ``cancel`` or ``memfit stop``.
-        ended_by: Who ended it: the ``job`` itself, the ``user`` (through memfit) or the ``platform`` (a signal from
-            elsewhere, or the death of its watcher); empty while it runs.
-        pending_reason: Why the backend's queue holds a submitted job that has not started; empty when none does.
-        evidence: What proves the cause: limits, peaks and counters of its group at the end.
-        node: The node of a cluster that it runs on; empty on this host.
-        ranks: What each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
-            ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far.
-    """
+    """The state of a job."""
 
     job_id: str
-    state: State
-    phase: str | None = None
-    settled: bool = False
-    used_bytes: int = 0
-    peak_bytes: int = 0
-    footprint: Footprint | None = None
-    started: float | None = None
+    state: State  # one of Slurm's states in lower case
+    phase: str | None = None  # the phase that it marked last; None without marks
+    settled: bool = False  # it has passed its ``phases``, or else stopped growing: a forecast for similar jobs
+    used_bytes: int = 0  # its non-reclaimable memory now, of its whole control group where it has one
+    peak_bytes: int = 0  # the peak of that
+    footprint: Footprint | None = None  # the measured footprint so far, or None before the first sample
+    started: float | None = None  # Unix seconds
     ended: float | None = None
-    exit_code: int | None = None
-    cause: str = ""
-    attempt: int = 1
-    pss_bytes: int = 0
-    device_used_bytes: Mapping[str, int] = field(default_factory=dict)
-    pid: int | None = None
-    watcher_pid: int | None = None
-    stalled: bool = False
-    wants_more: bool = False
-    cpu_seconds: float = 0.0
+    exit_code: int | None = None  # negative for a signal, as in ``subprocess``
+    cause: str = ""  # why it ended as it did, in words
+    attempt: int = 1  # how many times it was started
+    pss_bytes: int = 0  # the proportional sizes of its processes at the last sweep; 0 before and after
+    device_used_bytes: Mapping[str, int] = field(default_factory=dict)  # now, by the UUID of each device that it has
+    pid: int | None = None  # of the job itself; None before its start
+    watcher_pid: int | None = None  # of its shim
+    stalled: bool = False  # it waits at its limit: the kernel lets it allocate no more until the limit is raised
+    wants_more: bool = False  # an allocation of it was refused or delayed at its limit in this attempt
+    cpu_seconds: float = 0.0  # the CPU time of all its processes so far
+    # when it last reported a checkpoint further than those of earlier attempts, in Unix seconds; its start if it
+    # reported others alone, None if none
     checkpointed: float | None = None
-    checkpoint_bytes: int = 0
-    asked: bool = False
-    ended_by: EndedBy = ""
-    pending_reason: str = ""
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    node: str = ""
+    furthest: Mapping[str, Sequence[float]] = field(default_factory=dict)  # checkpoint of each training: epoch and step
+    checkpoint_bytes: int = 0  # the largest checkpoint that it reported
+    asked: bool = False  # its end was asked for by ``cancel`` or ``memfit stop``
+    ended_by: EndedBy = ""  # ``job``, ``user`` (through memfit) or ``platform`` (others); empty while it runs
+    pending_reason: str = ""  # why the backend's queue holds a submitted job that has not started; empty when none does
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # limits, peaks and counters of its group at the end
+    node: str = ""  # the node of a cluster that it runs on; empty on this host
+    # what each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
+    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far
     ranks: Sequence[Mapping[str, Any]] = ()
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
@@ -232,37 +205,24 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a backend can do.
+    """What a backend can do."""
 
-    Attributes:
-        queues_jobs: True if a submitted job may wait in a queue before it starts.
-        enforces_memory: True if a job that takes more than its request ends as ``out_of_memory``.
-        patience_seconds: How long a status may lag behind the truth.
-        outside: Ends that are no fault of a job here: another start after one is no retry.
-        most_outside: How many of them in a row are followed by another start.
-        saving_forgives: A checkpoint between two of them begins a new row.
-        more: What a job that ran out of memory gets next, as a multiple of what it had or took.
-        last_gets_all: Its last retry gets the whole budget.
-    """
-
-    queues_jobs: bool
-    enforces_memory: bool
-    patience_seconds: float
-    outside: Collection[State] = frozenset[State]({"preempted"})
-    most_outside: int = 1
-    saving_forgives: bool = False
-    more: float = 1.5
-    last_gets_all: bool = True
+    queues_jobs: bool  # true if a submitted job may wait in a queue before it starts
+    enforces_memory: bool  # true if a job that takes more than its request ends as ``out_of_memory``
+    patience_seconds: float  # how long a status may lag behind the truth
+    outside: Collection[State] = frozenset[State]({"preempted"})  # ends that are no fault of a job: no retry counts
+    most_outside: int = 1  # how many of them in a row are followed by another start
+    saving_forgives: bool = False  # a checkpoint between two of them begins a new row
+    more: float = 1.5  # what a job that ran out of memory gets next, as a multiple of what it had or took
+    last_gets_all: bool = True  # its last retry gets what is free
+    least_bytes: int = 1  # less is no room for a process here: no reservation and no limit is smaller
 
 
 class Enforcer(Protocol):
     """Makes running jobs wait at their limits. Only a backend on this host can offer one."""
 
     def grant(self, job_id: str, wall_bytes: int) -> None:
-        """Set a job's limit in non-reclaimable bytes: before its start, and again while it runs.
-
-        Does nothing for one that has ended.
-        """
+        """Set a job's limit in non-reclaimable bytes, before its start or while it runs; nothing once it has ended."""
 
     def cap(self, total_bytes: int) -> None:
         """Set what all jobs together may take now."""
@@ -286,11 +246,7 @@ class Backend(Protocol):
         """What makes running jobs wait at their limits; None where nothing can."""
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Start jobs. Returns before they end.
-
-        Raises:
-            UsageError: If a job of one of these ids runs already.
-        """
+        """Start jobs. Returns before they end."""
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
         """Follow those of these jobs that an earlier supervisor started and that still run; return their ids.
@@ -310,9 +266,6 @@ class Backend(Protocol):
 
         A job that ends by this, and not by itself, is recorded with the verdict if there is one. A job that does not
         run is recorded with it at once.
-
-        Raises:
-            UsageError: If there is no job of this id and no verdict.
         """
 
     def make_room(self) -> bool:
@@ -324,26 +277,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """How jobs are admitted.
+    """How jobs are admitted."""
 
-    Attributes:
-        max_parallel: The most jobs at once; None for as many as fit, while they leave cores idle.
-        on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on.
-        slack: The share that is reserved on top of a measured footprint.
-        force: Admit without asking whether it fits, and without measuring one job first.
-        retries: How often a job is restarted when it ran out of memory, its watcher died or it was preempted.
-        largest_first: Start the largest of the waiting jobs that fit, unless two have passed the oldest. If false,
-            start the oldest that fits.
-        refuse_tight: Refuse a job whose declared peak leaves less than 5 % of what it gets alone (`why_tight`).
-    """
-
-    max_parallel: int | None = None
-    on_failure: OnFailure = "continue"
-    slack: float = DEFAULT_SLACK
-    force: bool = False
-    retries: int = 2
-    largest_first: bool = False
-    refuse_tight: bool = False
+    max_parallel: int | None = None  # the most jobs at once; None for as many as fit, while they leave cores idle
+    on_failure: OnFailure = "continue"  # when a job fails, ``stop`` stops the run and ``continue`` goes on
+    slack: float = DEFAULT_SLACK  # the share that is reserved on top of a measured footprint
+    force: bool = False  # admit without asking whether it fits, and without measuring one job first
+    retries: int = 2  # how often a job is restarted when it ran out of memory, its watcher died or it was preempted
+    largest_first: bool = False  # of the waiting jobs that fit, unless two have passed the oldest; else the oldest
+    refuse_tight: bool = False  # refuse a declared peak that leaves less than 5 % of what it gets alone (`why_tight`)
 
 
 class StopRequest:
@@ -359,16 +301,10 @@ class StopRequest:
 
 
 class JobSource(Protocol):
-    """Hands over jobs and hears how they ended.
-
-    The scheduler calls both methods from one thread. It asks for jobs ten times a second, so ``next`` must be cheap.
-    """
+    """Hands over jobs and hears how they ended, in one thread; ``next`` is called ten times a second."""
 
     def next(self, num_free: int) -> Sequence[Job]:
-        """Return the jobs that may start now and were not handed over before; the scheduler keeps their order.
-
-        A source that makes up its jobs, such as a search, returns at most ``num_free``.
-        """
+        """Return the jobs that may start now and are new, in order; a search makes up ``num_free`` at most."""
 
     def ended(self, status: JobStatus) -> None:
         """Take note of a job's last end. Called once for each job that was handed over.

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from memfit.errors import DamagedError
@@ -33,10 +32,12 @@ from memfit.jobs._processes import end_group
 from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from memfit.units import format_bytes
+from memfit.units import MIB, format_bytes
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
+_PROCESSES = "LOKY_MAX_CPU_COUNT"  # how many processes joblib takes for n_jobs=-1; the user's own number counts
+_LEAST = 16 * MIB  # below it an exec or a fork fails
 #: torch 2.13 reads the first that is set; later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -48,12 +49,9 @@ def start_env(*, tight_malloc: bool, cuda_allocator: str | None) -> dict[str, st
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
-    """Return the variables that a job's process gets on top of this one's.
-
-    >>> child_env(Job("fold_1", command=("true",), threads=2), RunDir(Path("/runs/r")))["OMP_NUM_THREADS"]
-    '2'
-    """
+    """Return the variables that a job's process gets on top of this one's."""
     env = thread_env(job.threads) | start_env(tight_malloc=job.tight_malloc, cuda_allocator=job.cuda_allocator)
+    env[_PROCESSES] = os.environ.get(_PROCESSES) or str(max(1, job.threads // max(1, job.ranks)))
     if job.command:
         env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)
@@ -72,10 +70,8 @@ class _Followed(Followed):
 class LocalBackend(FollowingBackend[_Followed]):
     """Runs jobs as processes of this host. All state lies in the run directory.
 
-    Args:
-        grace_seconds: How long a job that was asked to stop may take to checkpoint.
-        walls: Makes a control group for each job that has a grant. Without it, RLIMIT_DATA limits the job's processes.
-        parent: From which functions are forked. Without it, each starts in a new interpreter.
+    ``walls`` makes a control group for each job that has a grant; without it, RLIMIT_DATA limits the job's processes.
+    Functions are forked from ``parent``; without it, each starts in a new interpreter.
     """
 
     def __init__(
@@ -88,7 +84,8 @@ class LocalBackend(FollowingBackend[_Followed]):
     ) -> None:
         super().__init__(run, grace_seconds)
         self.walls, self.parent = walls, parent
-        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
+        self._plain: Parent | None = None  # from which the shims of commands are forked that start beside others
+        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0, least_bytes=_LEAST)
         self._granted: dict[str, JobGroup] = {}
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
@@ -103,8 +100,7 @@ class LocalBackend(FollowingBackend[_Followed]):
         return self if self.walls is not None else None
 
     def _adopt(self, folder: Path) -> None:
-        job_id, order = folder.name, read_order(folder)
-        host = other_host(folder)
+        job_id, order, host = folder.name, read_order(folder), other_host(folder)
         group = JobGroup.at(Path(order["group"])) if order.get("group") and not host else None
         status = JobStatus(job_id, "pending", attempt=order.get("attempt", 1))
         self._live[job_id] = _Followed(folder, status, group=group, host=host)
@@ -145,22 +141,19 @@ class LocalBackend(FollowingBackend[_Followed]):
         self._begin(job.id, followed)
 
     def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
-        """Fork the shim of a job; from the process that has imported its code if it is a function and that can be."""
+        """Fork the shim of a job from a process that has imported what it needs; None where that cannot be."""
+        if job.target is None:
+            with contextlib.suppress(OSError):
+                self._plain = self._plain or (Parent.start("", os.environ) if self._live else None)
+            return self._plain.start_shim(folder, lock) if self._plain is not None else None
         parent = self.parent
-        if parent is not None and job.target is not None and parent.takes(child_env(job, self.run)):
+        if parent is not None and parent.takes(child_env(job, self.run)):
             parent.load(uses=job.uses)
             if not parent.refused:
-                if (shim := parent.start_shim(folder, lock, forks=True)) is not None:
+                if (shim := parent.start_shim(folder, lock)) is not None:
                     return shim
                 parent.refused = "the process from which they are forked has ended"
             self._part_with(parent)
-        return self._plain.start_shim(folder, lock, forks=False) if self._plain is not None else None
-
-    @cached_property
-    def _plain(self) -> Parent | None:
-        """The process from which shims alone are forked."""
-        with contextlib.suppress(OSError):
-            return Parent.start("", os.environ)
         return None
 
     def make_room(self) -> bool:
@@ -177,9 +170,9 @@ class LocalBackend(FollowingBackend[_Followed]):
         parent.close()
 
     def close(self) -> None:
-        """End the process from which shims are forked; they and their jobs go on."""
-        if (plain := vars(self).pop("_plain", None)) is not None:
-            plain.close()
+        """End the process from which shims are forked."""
+        if self._plain is not None:
+            self._plain.close()
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in an interpreter of its own; None when no process can be had."""
@@ -268,7 +261,7 @@ def _read_running(followed: _Followed) -> None:
 def _settle(folder: Path) -> JobStatus:
     """End what is left of a job whose shim died without an outcome, and write one."""
     order = read_order(folder)
-    if order.get("group"):
+    if order.get("group") and not RunDir(folder.parents[1]).is_copy:
         end_group(JobGroup.at(Path(order["group"])), keep=bool(order.get("keeps_group")))
     last = JobStatus(folder.name, "pending", attempt=order.get("attempt", 1))
     with contextlib.suppress(DamagedError):

@@ -30,7 +30,7 @@ from memfit.memory import (
     is_locked,
     visible_uuids,
 )
-from memfit.rundir import Beat, EventTail, RunDir, event_time, read_beats
+from memfit.rundir import Beat, Event, EventTail, RunDir, event_time, is_further, read_beats, read_status_file
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -39,40 +39,29 @@ _SETTLED_SECONDS, _GROWN = 3.0, 1.02
 #: times, so that the others get what the first gives back.
 _ALONE_SECONDS, _STARVED_SECONDS = 5.0, 60.0
 _MOST_BYTES = 1 << 50
-#: A refusal counts from this part of the limit on; below it the kernel reclaimed page cache.
-_AT_WALL = 0.9
+_AT_WALL = 0.9  # a refusal counts from this part of the limit on; below it the kernel reclaimed page cache
 
 
 @dataclass
 class Monitor:
-    """A running job under observation.
-
-    Attributes:
-        job: ``job.json``.
-        known: What is known of it, without its memory.
-        first: The state of its group before it began.
-        older: Event files that were there before it.
-        devices: The devices that it was given, by UUID, in the order in which it numbers them.
-        last_peak_bytes: The private peak that the kernel gave at the end; a burst after the last sample shows there
-            alone.
-        inherited_bytes: What its process got by a fork from its watcher, in anonymous memory.
-    """
+    """A running job under observation."""
 
     run: RunDir
-    job: Mapping[str, Any]
-    known: JobStatus
+    job: Mapping[str, Any]  # ``job.json``
+    known: JobStatus  # what is known of it, without its memory
     group: JobGroup | None = None
-    first: GroupState | None = None
-    older: frozenset[Path] = frozenset()
-    devices: tuple[str, ...] = field(init=False)
+    first: GroupState | None = None  # the state of its group before it began
+    older: frozenset[Path] = frozenset()  # event files that were there before it
+    devices: tuple[str, ...] = field(init=False)  # that it was given, by UUID, in the order in which it numbers them
     born: float = field(default_factory=time.monotonic)
     meter: TreeMeter = field(init=False)
     series: SeriesWriter | None = None
     sample: Sample | None = None
     state: GroupState | None = None
     passed: list[str] = field(default_factory=list)
-    last_peak_bytes: int = 0
-    inherited_bytes: int = 0
+    has_trained: bool = False  # the last epoch of its training was the last of all
+    last_peak_bytes: int = 0  # private, by the kernel at the end; a burst after the last sample shows there alone
+    inherited_bytes: int = 0  # what its process got by a fork from its watcher, in anonymous memory
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
@@ -81,10 +70,19 @@ class Monitor:
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
     _num_met: int = 0
+    _has_met: bool = False
     _wall_bytes: int = sys.maxsize
+    #: The furthest checkpoint of each training in earlier attempts.
+    _before: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._grown_at = self.born
+        for path in self.run.job_dir(self.known.job_id).glob("outcome_*.json"):
+            with suppress(DamagedError, OSError):
+                last = read_status_file(path) or {}
+                found = (last.get("furthest") or {}).items()
+                self._before |= {name: at for name, at in found if is_further(self._before, name, at)}
+        self.note(furthest=self._before)
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
         self.devices = tuple(filter(None, visible.split(",")))
         if self.job["num_devices"] and not visible:
@@ -123,7 +121,6 @@ class Monitor:
             self._settled, self._grown_at = self._settled | sizes, time.monotonic()
 
     def look_at_group(self) -> None:
-        """Note the state of its group."""
         if self.group is None:
             return
         self.state = self.group.state()
@@ -134,9 +131,12 @@ class Monitor:
         """Note whether an allocation was refused or delayed at its limit, given the most that was used."""
         # The limit may have been raised since it was met.
         wall_bytes = min(state.wall_bytes, self._wall_bytes)
-        refused = state.met_wall > self._num_met and used_bytes >= _AT_WALL * wall_bytes
+        has_met = state.met_wall > self._num_met
+        refused = (has_met or self._has_met) and used_bytes >= _AT_WALL * wall_bytes
         self.note(wants_more=self.known.wants_more or state.stalled or refused, stalled=state.stalled)
         self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
+        # A process that ends for it has freed most by now: the next look may know the peak.
+        self._has_met = has_met and not refused
 
     def open_series(self) -> None:
         """Begin the memory series; if it cannot be written, the job runs all the same."""
@@ -165,14 +165,26 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
-                if record.get("rank"):  # rank 0 tells of the job
-                    continue
-                if record.get("kind") == "phase":
-                    self._enter(str(record.get("phase")))
-                elif record.get("kind") == "checkpoint":
-                    told: Any = record.get("bytes")
-                    size = max(self.known.checkpoint_bytes, told if fits(told, int) else 0)
-                    self.note(checkpointed=event_time(record) or time.time(), checkpoint_bytes=size)
+                if not record.get("rank"):  # rank 0 tells of the job
+                    self._take_in(record)
+
+    def _take_in(self, event: Event) -> None:
+        kind = event.get("kind")
+        if kind == "phase":
+            self._enter(str(event.get("phase")))
+        elif kind == "checkpoint":
+            self._note_checkpoint(event)
+        elif kind in ("step", "epoch", "early_stop"):
+            self.has_trained = kind != "step" and (kind != "epoch" or event.get("epoch") == event.get("num_epochs"))
+
+    def _note_checkpoint(self, record: Mapping[str, Any]) -> None:
+        told: Any = record.get("bytes")
+        size = max(self.known.checkpoint_bytes, told if fits(told, int) else 0)
+        self.note(checkpoint_bytes=size, checkpointed=self.known.checkpointed or self.known.started)
+        training = str(Path(str(record.get("path"))).parent)
+        at: Any = [record.get("epoch") or 0, record.get("step") or 0]
+        if fits(at, [(int, float)]) and is_further(self._before, training, at):
+            self.note(checkpointed=event_time(record) or time.time(), furthest={**self._before, training: at})
 
     def _enter(self, phase: str) -> None:
         marked = self.known.phase

@@ -23,15 +23,14 @@ from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
 from memfit.jobs._job import JobStatus
 from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
-from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, free_port, may_begin_again
+from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, Headway, free_port
 from memfit.jobs._watch import Shim, Stop
 from memfit.memory import Footprint
 from memfit.rundir import CANARY_VARIABLE, EventWriter, read_beats
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
-#: A port for torchrun's rendezvous, by the job's number.
-_PORTS = range(20000, 40000)
+_PORTS = range(20000, 40000)  # a port for torchrun's rendezvous, by the job's number
 
 
 def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int = 0) -> Path:
@@ -65,7 +64,7 @@ class NodesShim(Shim):
     """
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
-        self.order, self.generation, self.without_checkpoint = job, 0, 0
+        self.order, self.generation, self.headway = job, 0, Headway()
         self._look_at, self._lost_at, self._was_lost = 0.0, math.inf, False
         self.folder = make_nodes(job_dir, job)
         super().__init__(self._make_step(), job_dir, stop)
@@ -120,9 +119,9 @@ class NodesShim(Shim):
             return False
         end = ends[_worst(ends)]
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
-        self.without_checkpoint = 0 if any(one.sealed for one in beats) else self.without_checkpoint + 1
+        begins_again = self.headway.begins_again(beats)
         is_final = end.state != "failed" or end.exit_code in FINAL or CANARY_VARIABLE in self.order["env"]
-        if is_final or not may_begin_again(beats, self.without_checkpoint, self.generation):
+        if is_final or not begins_again:
             return False
         text = (
             f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "

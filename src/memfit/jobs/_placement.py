@@ -14,11 +14,9 @@ from memfit.jobs._reservation import Wait
 from memfit.memory import HOST, Device, Lendable, Sizes
 from memfit.units import format_count
 
-#: torch reads the first that is set.
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first that is set
 _FRACTION = "per_process_memory_fraction"
-#: The first torch that knows this setting; an earlier one refuses to start with it.
-_FIRST_TORCH = (2, 10)
+_FIRST_TORCH = (2, 10)  # the first torch that knows this setting; an earlier one refuses to start with it
 
 
 def choose(
@@ -30,12 +28,6 @@ def choose(
     One of unknown size gets devices that are not ``held`` by other jobs.
 
     Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".
-
-    >>> rooms = {"GPU-a": Lendable(900, 100, 0), "GPU-b": Lendable(700, 100, 0), "GPU-c": Lendable(500, 100, 0)}
-    >>> choose(rooms, 2, held=()), choose(rooms, 2, held={"GPU-b"}, is_unknown=True)
-    (['GPU-a', 'GPU-b'], ['GPU-a', 'GPU-c'])
-    >>> choose(rooms, 4, held=()).reason
-    'it needs 4 GPUs and 3 are here'
     """
     devices, here, why = [place for place in rooms if place != HOST], "are here", ""
     if num_devices > 1 and any(place.startswith("MIG-") for place in devices):

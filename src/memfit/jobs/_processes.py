@@ -23,19 +23,17 @@ from memfit.jobs._ranks import run_ranks
 from memfit.memory import JobGroup, ProcReader
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-#: If memory runs out, the kernel kills a job and not the shim, the supervisor or another program.
-_OOM_SCORE_ADJ = "500"
+#: If memory runs out, the kernel kills a job, however small it is: a job starts again, another program does not.
+_OOM_SCORE_ADJ = "1000"
 #: Names in /dev/shm with the number of the process that made them: torch, Python, OpenMP, joblib.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
 _PATIENCE_SECONDS = 2.0
-#: Helpers such as multiprocessing's resource tracker end by themselves just after their parent.
-_LEAVING_SECONDS = 0.3
+_LEAVING_SECONDS = 0.3  # helpers such as multiprocessing's resource tracker end by themselves just after their parent
 
 
 def become_subreaper() -> None:
-    """Inherit orphaned grandchildren, so that none escapes the watch (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Inherit orphaned grandchildren, so that none escapes the watch."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Started(NamedTuple):
@@ -57,9 +55,6 @@ def spawn(
 
     With ``forks`` the process of a function is forked from this one, unless it comes to nothing in
     ``patience_seconds``; then it gets a new interpreter.
-
-    Raises:
-        OSError: If its program, its folder or its group is missing.
     """
     if job["attempt"] > 1:
         for name in (RESULT, ERROR):
@@ -105,7 +100,7 @@ def spawn(
 def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:
     """Bring this process under a job's limits, and into its folder."""
     die_with(watcher)  # so that no later attempt runs beside it
-    with suppress(OSError):  # Linux only
+    with suppress(OSError):  # a container may forbid it
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
     if group is not None:
         group.enter()
@@ -116,7 +111,6 @@ def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherit
 
 
 def _open_streams(job: Mapping[str, Any], job_dir: Path) -> Iterator[int]:
-    """Open the standard input, output and error of a job's process."""
     has_stdin = job["stdin"] is not None and job["attempt"] == 1
     yield os.open(job["stdin"] if has_stdin else os.devnull, os.O_RDONLY)
     for name in ("out.log", "err.log"):

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from memfit.files import read_json, read_whole, write_json
 from memfit.jobs._child import ERROR, RESULT, die_with, main
 from memfit.jobs._death import Counters
 from memfit.jobs._folder import JOB
-from memfit.jobs._fork import begin_anew, fork_job, stop_targets, thread_env
+from memfit.jobs._fork import begin_anew, end_descriptors, fork_job, stop_targets, thread_env
 from memfit.memory import JobGroup
 from memfit.rundir import (
     LOST,
@@ -37,6 +37,7 @@ from memfit.rundir import (
     WAITING,
     Beat,
     is_canary,
+    is_further,
     launch_of,
     open_beats,
     read_beats,
@@ -48,26 +49,34 @@ RANKS, END = "ranks", "end.json"
 LEAVING_SECONDS, _SOON_SECONDS = 10.0, 2.0
 #: What the agent of a node says where the first rank was lost on another one.
 ELSEWHERE = "a rank of another node was lost"
-#: Where a rank has nothing to save yet, and does not notice that another is gone.
-_BEGINS = frozenset({"begin", "load"})
-#: Where a rank has given no beat of its own yet; a later generation is one of a script that beats.
-_START = "start"
+_BEGINS = frozenset({"begin", "load"})  # where a rank has nothing to save yet, and does not notice that another is gone
+_START = "start"  # where a rank has given no beat of its own yet; a later generation is one of a script that beats
 _LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
 #: Ends that another start would repeat, or that somebody asked for. 10 and 11 are a gate's.
-FINAL = {
-    UsageError.exit_code,
-    DoesNotFitError.exit_code,
-    10,
-    11,
-    InterruptedRunError.exit_code,
-    -signal.SIGINT,
-    -signal.SIGTERM,
-}
-#: So many generations in a row may end without a new checkpoint.
-_MOST_WITHOUT_CHECKPOINT = 2
+FINAL = {UsageError.exit_code, DoesNotFitError.exit_code, 10, 11, InterruptedRunError.exit_code}
+FINAL |= {-signal.SIGINT, -signal.SIGTERM}
+_MOST_WITHOUT = 2  # so many generations in a row may end without a new checkpoint
 #: Below those that the kernel gives to clients by itself: nobody takes it before rank 0 does.
 _PORTS = range(20000, 32000)
 _TAIL_BYTES, _TICK_SECONDS = 4096, 0.2
+
+
+@dataclass
+class Headway:
+    """How far the ranks of a job came, generation after generation: whether another one is worth a try."""
+
+    num_without: int = 0
+    _best: dict[str, int] = field(default_factory=dict)
+    _has_beaten: bool = False
+
+    def begins_again(self, beats: Collection[Beat]) -> bool:
+        """Take in how a generation ended; return whether its script has checkpoints, and new ones still come."""
+        self._has_beaten = self._has_beaten or any(one.count for one in beats)
+        self.num_without += 1
+        for one in beats:
+            if one.sealed is not None and is_further(self._best, one.training, one.sealed):
+                self._best[one.training], self.num_without = one.sealed, 0
+        return self._has_beaten and self.num_without < _MOST_WITHOUT
 
 
 @dataclass
@@ -149,7 +158,7 @@ class Agent:
         """Run generations until one is the last; return the exit code, negative for a signal."""
         generation = int(os.environ.get("MEMFIT_GENERATION", "0")) if self.num_nodes > 1 else 0
         (self.job_dir / RANKS / END).unlink(missing_ok=True)
-        without_checkpoint = 0
+        headway = Headway()
         while True:
             counters = Counters.read(self.group)
             folder = self.shared_dir / RANKS / f"{self.job['attempt']}_{generation}"
@@ -163,14 +172,14 @@ class Agent:
                     os.replace(folder / f"{ranks[0].number}_{RESULT}", self.job_dir / RESULT)
                 return code
             cause = self._cause(ended, beats)
-            told = self._tell(cause, generation, beats, folder)
-            without_checkpoint = 0 if any(one.sealed for one in beats.values()) else without_checkpoint + 1
+            told = self._tell(cause, ended, generation, beats)
+            begins_again = headway.begins_again(beats.values())
             may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1 or is_canary())
             now = Counters.read(self.group)
             oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
-            if not (may_go_on and may_begin_again(beats.values(), without_checkpoint, generation) and not oom):
-                if may_go_on and without_checkpoint == _MOST_WITHOUT_CHECKPOINT:
-                    told += f"; {_MOST_WITHOUT_CHECKPOINT} generations in a row ended without a new checkpoint"
+            if not (may_go_on and begins_again and not oom):
+                if may_go_on and headway.num_without == _MOST_WITHOUT:
+                    told += f"; {_MOST_WITHOUT} generations in a row ended without a new checkpoint"
                 self._close(cause, generation, folder, told)
                 return code
             generation += 1
@@ -178,7 +187,6 @@ class Agent:
             record("ranks_again", generation=generation, text=text)
 
     def _start(self, generation: int, folder: Path) -> list[_Rank]:
-        """Start all ranks of a generation that are on this host."""
         here, node, address, port = self.size // self.num_nodes, 0, "127.0.0.1", free_port()
         if self.num_nodes > 1:
             node = int(os.environ["SLURM_NODEID"])
@@ -256,7 +264,7 @@ class Agent:
         poll, failed, was_asked = select.poll(), float("inf"), False
         begins = _BEGINS | {_START} if generation else _BEGINS
         of_pipe = {pipe: one for one in ranks for pipe in one.pipes}
-        for descriptor in [*of_pipe, *(end for one in ranks for end in _pidfd(one.pid))]:
+        for descriptor in [*of_pipe, *(end for one in ranks for end in end_descriptors(one.pid))]:
             poll.register(descriptor, select.POLLIN)
         while live := [one for one in ranks if one.code is None]:
             ready = poll.poll(1000 * _TICK_SECONDS)
@@ -306,7 +314,7 @@ class Agent:
         stuck = [one for one in ended if one.was_killed] or left or at_work or ended
         return min(stuck, key=lambda one: beats[one.number].time if one.number in beats else 0.0)
 
-    def _tell(self, cause: _Rank, generation: int, beats: Mapping[int, Beat], folder: Path) -> str:
+    def _tell(self, cause: _Rank, ended: Sequence[_Rank], generation: int, beats: Mapping[int, Beat]) -> str:
         """Record which rank was lost, where it was, and how; return it as a sentence."""
         last = beats.get(cause.number)
         left = last.left if last is not None and last.has_own_reason else ""
@@ -320,10 +328,12 @@ class Agent:
         if has_hung and last and last.place in (*WAITING, "begin"):
             where += " (or a peer: all waited there)"
         how = "hung" if has_hung else f"ended with exit code {cause.code}"
-        if not has_hung and (cause.code or 0) < 0:
-            how = f"was ended by {_signal_name(-(cause.code or 0))}"
+        if not has_hung and (number := -(cause.code or 0)) > 0:
+            how = f"was ended by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
         how = "left" if left else how
         text = f"rank {cause.number} {how}{where}{f': {left}' if left else ''}"
+        if cause.is_consequence and (gone := [one.number for one in ended[: ended.index(cause)] if one.code == 0]):
+            text += f", after rank {gone[0]} had left with exit code 0"
         record(
             "rank_lost",
             rank=cause.number,
@@ -347,11 +357,6 @@ class Agent:
         lines = [line for line in cause.said.decode(errors="replace").splitlines() if line.strip()]
         mark = f"[rank{cause.number}]: "
         print(f"memfit: {told}", *(line.removeprefix(mark) for line in lines[-1:]), sep="\n", file=sys.stderr)
-
-
-def may_begin_again(beats: Iterable[Beat], without_checkpoint: int, generation: int) -> bool:
-    """Return whether another generation is worth a try: one has beaten, so it has checkpoints, and new ones come."""
-    return (generation > 0 or any(one.count for one in beats)) and without_checkpoint < _MOST_WITHOUT_CHECKPOINT
 
 
 def read_lost(job_dir: Path) -> dict[str, Any] | None:
@@ -383,12 +388,6 @@ def _send(ranks: Sequence[_Rank], number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
-def _pidfd(pid: int) -> list[int]:
-    with suppress(AttributeError, OSError):  # before Linux 5.3
-        return [os.pidfd_open(pid)]
-    return []
-
-
 def free_port() -> int:
     """Return a port that nobody listens on."""
     for port in random.sample(_PORTS, 100):
@@ -398,12 +397,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def run_ranks(job_dir: Path, *, forks: bool = False) -> int:

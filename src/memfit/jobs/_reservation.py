@@ -13,84 +13,54 @@ from memfit.jobs._retry import Restart, Retry
 from memfit.jobs.policy import STILL_SHARE, Guess, Held, likely
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
 
-#: The CPU use of a running job is measured over so long at least.
-_CPU_SECONDS = 1.0
+_CPU_SECONDS = 1.0  # the CPU use of a running job is measured over so long at least
 
 
 class Wait(NamedTuple):
-    """Why a job is not started now.
+    """Why a job is not started now."""
 
-    Attributes:
-        on: ``memory``, ``device``, ``cores``, ``tight``, ``max_parallel``, ``measuring`` (of another job) or
-            ``other_run`` (here).
-        reason: The same in words.
-        detail: The arithmetic behind it.
-        lacks: The bytes that it needs; 0 when it waits for something else.
-        available: The bytes that are there instead.
-    """
-
-    on: str
-    reason: str
-    detail: str = ""
-    lacks: int = 0
-    available: int = 0
+    on: str  # ``memory``, ``device``, ``cores``, ``tight``, ``max_parallel``, ``measuring`` or ``others``
+    reason: str  # the same in words
+    detail: str = ""  # the arithmetic behind it
+    lacks: int = 0  # the bytes that it needs; 0 when it waits for something else
+    available: int = 0  # the bytes that are there instead
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one attempt of a job holds, in bytes by place. The places other than the host are its devices.
+    """What one attempt of a job holds, in bytes by place. The places other than the host are its devices."""
 
-    Attributes:
-        reserved: What it was granted. Nothing on the host where a cluster's job of unknown size has a node to itself.
-        expected: What it will take by all that is known of it now.
-        by_hint: The places where its reservation rests on no measurement; a measured one may lower it.
-        wall_bytes: The limit that the backend was given last.
-    """
-
+    # what it was granted. Nothing on the host where a cluster's job of unknown size has a node to itself
     reserved: Sizes = field(default_factory=Counter)
-    expected: Sizes = field(default_factory=Counter)
-    by_hint: frozenset[str] = frozenset()
-    wall_bytes: int | None = None
+    expected: Sizes = field(default_factory=Counter)  # what it will take by all that is known of it now
+    by_hint: frozenset[str] = frozenset()  # where it rests on no measurement; a measured one may lower it
+    wall_bytes: int | None = None  # the limit that the backend was given last
 
 
 @dataclass
 class Progress:
-    """How far a job has come, over all its attempts.
+    """How far a job has come, over all its attempts."""
 
-    Attributes:
-        needed: What it must get at its next start (``HOST``; ``DEVICE``: on each); nothing where the forecast decides.
-        noted: When it was looked at last, by the monotonic clock.
-        age: For how long this attempt has run and did not wait at its limit, in seconds.
-        grown_to, grown_at: The most that it was seen to use on the host, to 2 %, and since when.
-        peaked: Its age then.
-        cores: How many cores it kept busy when that was measured last; None before.
-        cpu_seconds, cpu_at: The CPU time of this attempt then, and when that was, by the same clock.
-        stalled_since: Since when it waits at its limit, by the same clock.
-        told_bytes: The largest reservation that was told of this attempt.
-        set_aside: When it was asked to stop so that others can go on, by the same clock.
-        verdict: What its end is recorded as, once memfit has given it up.
-        restarts: How often it was restarted, by what that counts as. ``outside`` counts from the last checkpoint on.
-        learned: The peaks that the forecast knows already.
-    """
-
-    needed: Sizes = field(default_factory=Counter)
-    noted: float = 0.0
-    age: float = 0.0
-    grown_to: int = 0
-    grown_at: float = 0.0
-    peaked: float = 0.0
-    cores: float | None = None
-    cpu_seconds: float = 0.0
-    cpu_at: float = 0.0
-    stalled_since: float | None = None
-    told_bytes: int = 0
-    set_aside: float | None = None
-    verdict: Verdict | None = None
+    # what it must get at its next start, on the host and on each device; no entry where nothing is known
+    needed: dict[str, int] = field(default_factory=dict)
+    gets_all: bool = False  # its next start gets all that is free
+    noted: float = 0.0  # when it was looked at last, by the monotonic clock
+    age: float = 0.0  # for how long this attempt has run and did not wait at its limit, in seconds
+    grown_to: int = 0  # the most that it was seen to use on the host, to 2 %
+    grown_at: float = 0.0  # since when
+    peaked: float = 0.0  # its age then
+    cores: float | None = None  # how many cores it kept busy when that was measured last; None before
+    cpu_seconds: float = 0.0  # the CPU time of this attempt then
+    cpu_at: float = 0.0  # when that was, by the same clock
+    stalled_since: float | None = None  # since when it waits at its limit, by the same clock
+    told_bytes: int = 0  # the largest reservation that was told of this attempt
+    set_aside: float | None = None  # when it was asked to stop so that others can go on, by the same clock
+    verdict: Verdict | None = None  # what its end is recorded as, once memfit has given it up
+    # how often it was restarted, by what that counts as. ``outside`` counts from the last checkpoint on
     restarts: Counter[Restart] = field(default_factory=Counter)
-    learned: Sizes = field(default_factory=Counter)
+    learned: Sizes = field(default_factory=Counter)  # the peaks that the forecast knows already
 
     def begin(self, now: float) -> None:
-        """Begin another attempt."""
         self.noted, self.grown_at, self.grown_to, self.age, self.peaked = now, now, 0, 0.0, 0.0
         self.cores, self.cpu_seconds, self.cpu_at = None, 0.0, now
         self.set_aside, self.stalled_since, self.told_bytes = None, None, 0
@@ -127,16 +97,6 @@ class Entry:
         """What it was granted, by place."""
         return self.sizes.reserved
 
-    @property
-    def expected(self) -> Sizes:
-        """What it will take by all that is known of it now, by place."""
-        return self.sizes.expected
-
-    @property
-    def wall_bytes(self) -> int | None:
-        """The limit that the backend was given last."""
-        return self.sizes.wall_bytes
-
     def hold(self, place: str, reserved: int) -> None:
         """Reserve so much at a place."""
         self.sizes = replace(self.sizes, reserved=Counter({**self.sizes.reserved, place: reserved}))
@@ -158,7 +118,7 @@ class Entry:
 
     def unused(self, *, expected: bool = True) -> Sizes:
         """Return what it has reserved, or is also expected to take, and does not use yet."""
-        return Counter(self.reserved | self.expected if expected else self.reserved) - self.used
+        return Counter(self.reserved | self.sizes.expected if expected else self.reserved) - self.used
 
     def held(self, guess: Guess | None, now: float) -> Held:
         """Return it as the policy sees it."""
@@ -168,7 +128,7 @@ class Entry:
             self.status.used_bytes,
             self.reserved[HOST],
             likely(guess, self.status.used_bytes),
-            at_least=self.progress.needed[HOST],
+            at_least=self.progress.needed.get(HOST, 0),
             age=self.progress.age,
             still=now - self.progress.grown_at,
             stalled=None if stalled is None else now - stalled,
@@ -193,13 +153,13 @@ class Entry:
         """Hold these bytes at each place from its start on."""
         is_declared = forecast is not None and forecast.method == "declared"
         needed, places = self.progress.needed, (HOST, *(place for place in sizes if place != HOST))
-        by_hint = (place for place in places if not needed[kind_of(place)] and (place != HOST or is_declared))
+        by_hint = (place for place in places if kind_of(place) not in needed and (place != HOST or is_declared))
         self.sizes = Reservation(sizes, sizes.copy(), frozenset(by_hint))
 
     def hold_devices(self, forecast: Footprint | None, slack: float) -> None:
         """Reserve its devices if an earlier supervisor chose them."""
         if self.job.num_devices and not self.devices:
-            need = self.progress.needed[DEVICE] or self.forecast_bytes(DEVICE, forecast, slack) or 1
+            need = self.progress.needed.get(DEVICE) or self.forecast_bytes(DEVICE, forecast, slack) or 1
             for place, used in self.status.device_used_bytes.items():
                 self.hold(place, max(need, used))
 
@@ -212,7 +172,7 @@ class Entry:
 
     def revise(self, measured: Footprint, slack: float) -> None:
         """Take over what was measured of devices on similar jobs; a reservation by a hint may turn out too large."""
-        if self.progress.needed[DEVICE] or not measured.bytes_per_device:
+        if DEVICE in self.progress.needed or not measured.bytes_per_device:
             return
         for place in self.devices:
             size = self.forecast_bytes(DEVICE, measured, slack) or 0
@@ -226,20 +186,21 @@ class Entry:
         since = self.status.checkpointed or self.status.started
         return max(0.0, time.time() - since) if since else 0.0
 
-    def had(self) -> Sizes:
-        """Return what it could take before it ended, on the host and on each device."""
-        wall = self.wall_bytes or 0
-        met_wall = self.status.wants_more and self.status.peak_bytes >= 0.8 * wall
-        host = wall if met_wall or not self.reserved[HOST] else self.reserved[HOST]
-        host = max(host, self.status.evidence.get("data_limit_bytes") or 0)
-        return Counter({HOST: host, DEVICE: max((self.reserved[place] for place in self.devices), default=0)})
+    def had(self, *, is_enforced: bool) -> dict[str, int]:
+        """Return the limit of its start that it met, by place; none where a grant is not enforced."""
+        status, wall = self.status, self.sizes.wall_bytes or 0
+        met_wall = status.wants_more and status.peak_bytes >= 0.8 * wall
+        at_start = status.evidence.get("data_limit_bytes")
+        host = at_start or (wall if met_wall else self.reserved[HOST] * is_enforced)
+        found = {HOST: host, DEVICE: max((self.reserved[place] for place in self.devices), default=0)}
+        return {kind: size for kind, size in found.items() if size}
 
     def take_back(self, again: Retry, *, is_forgiven: bool) -> None:
         """Queue it again; from now on it needs what the retry says, or what it needed before."""
         if is_forgiven:
             self.progress.restarts["outside"] = 0
         self.progress.restarts[again.counts_as] += 1
-        self.progress.needed = Counter({**self.progress.needed, **again.needed})
+        self.progress.needed, self.progress.gets_all = {**self.progress.needed, **again.needed}, again.gets_all
         self.sizes = Reservation()
         self.progress.set_aside, self.progress.stalled_since = None, None
 

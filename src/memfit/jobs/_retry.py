@@ -1,173 +1,142 @@
-"""Decides whether a job that ended is restarted, and with what: one table, read from above; each line has a reason."""
+"""Decides whether a job that ended is restarted, and with what: one function; the first rule that holds decides."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from memfit.jobs._budget_watch import DEVICE
-from memfit.jobs._job import ENDED, JobStatus, State, Traits
-from memfit.memory import HOST, Sizes
+from memfit.jobs._budget_watch import DEVICE, HeldByOthers
+from memfit.jobs._job import JobStatus, Traits
+from memfit.memory import HOST
 from memfit.units import format_bytes, format_count
 
 #: What a restart counts as: a retry (at most ``retries``), an end from outside memfit, or a job that gave way.
 Restart = Literal["retry", "outside", "aside"]
-
-
-@dataclass(frozen=True)
-class Retry:
-    """A job is to be restarted, why, and what it must get then: on the host (``HOST``), on each device (``DEVICE``)."""
-
-    reason: str
-    needed: Sizes = field(default_factory=Counter)
-    counts_as: Restart = "retry"
-
-
-@dataclass(frozen=True)
-class End:
-    """How an attempt ended, and all that decides what follows. The properties are what the table asks.
-
-    Attributes:
-        status: How it ended.
-        traits: What its backend tries again.
-        had: What it could take when it ended, in bytes on the host and on each device.
-        capacity: What the budget can give one job there.
-        retries: How often a job may be restarted for its own sake.
-        restarts: How often it was restarted already, by what that counted as.
-        aside: What it must get if it gave way to other jobs; None if it did not.
-        was_given_up: memfit ended it because it wanted more than the whole budget.
-        is_stopping: The run was asked to stop.
-    """
-
-    status: JobStatus
-    traits: Traits
-    had: Sizes = field(default_factory=Counter)
-    capacity: Sizes = field(default_factory=Counter)
-    retries: int = 2
-    restarts: Counter[Restart] = field(default_factory=Counter)
-    aside: Sizes | None = None
-    was_given_up: bool = False
-    is_stopping: bool = False
-
-    @property
-    def has_saved(self) -> bool:
-        """It wrote a checkpoint in this attempt."""
-        return (self.status.checkpointed or 0.0) > (self.status.started or math.inf)
-
-    @property
-    def is_from_outside(self) -> bool:
-        """Such an end is no fault of the job, as its backend says."""
-        return self.status.state in self.traits.outside
-
-    @property
-    def ended_outside_too_often(self) -> bool:
-        return self.is_from_outside and not self.is_forgiven and self.restarts["outside"] >= self.traits.most_outside
-
-    @property
-    def is_forgiven(self) -> bool:
-        """Ends from outside before this attempt count no more."""
-        return self.traits.saving_forgives and self.has_saved
-
-    @property
-    def has_no_retries_left(self) -> bool:
-        return self.retries <= (0 if self.is_from_outside else self.restarts["retry"])
-
-    @property
-    def kind(self) -> str:
-        """Where it ran out of memory: on the host or on a device."""
-        on_device = self.status.state == "out_of_memory" and self.status.evidence.get("place") == "device"
-        return DEVICE if on_device else HOST
-
-    @property
-    def most(self) -> int:
-        return self.capacity[self.kind]
-
-    @property
-    def peak(self) -> int:
-        if self.kind == HOST:
-            return self.status.peak_bytes
-        return self.status.footprint.bytes_per_device if self.status.footprint else 0
-
-    @property
-    def took(self) -> int:
-        """What it had or took, there."""
-        return max(self.peak, min(self.had[self.kind], self.most))
-
-    @property
-    def had_all(self) -> bool:
-        return self.took >= 0.99 * self.most
-
-    @property
-    def more(self) -> int:
-        """What it gets there next."""
-        is_last = self.traits.last_gets_all and self.restarts["retry"] + 1 >= self.retries
-        return self.most if is_last else min(round(self.took * self.traits.more), self.most)
-
-
-class Line(NamedTuple):
-    """A line of the table: what follows from these ends if something is known, and why.
-
-    ``then`` is ``end``, or what a restart gets: ``same`` as before, ``more``, or what it needs ``beside`` others.
-    """
-
-    states: tuple[State, ...] | frozenset[State]
-    known: Callable[[End], bool]
-    then: Literal["end", "same", "more", "beside"]
-    why: str
-
-
-def _always(end: End) -> bool:
-    return True
-
-
-_GAVE_WAY: tuple[State, ...] = ("preempted", "cancelled", "node_fail", "out_of_memory")
-_FAULT = "its own fault is not tried again"
-_AGAIN_OUTSIDE = "it was ended from outside memfit again, without a checkpoint in between"
+#: A job had all that there is from this share of it on; others hold a part of it below that share.
+_ALL, WHOLE = 0.99, 0.97
+_CLIMB = 1.25  # a job that gave way at its limit needs this multiple of its peak at its next start
+_RETRIED = "it was restarted {} already (retries)"
 _NO_DEVICE = (
     "it ran out of device memory, and memfit has no more to give: --num-gpus 1 gives it a GPU here, and "
     "slurm.extra=[--constraint=...] larger ones in Slurm"
 )
-_GOES_ON = "it goes on from its checkpoint"
-#: How it ended, what is known, what follows, why. The first line that holds decides.
-RESTARTS = (
-    Line(("completed",), _always, "end", "it completed"),
-    Line(ENDED, lambda end: end.was_given_up, "end", "it had the whole budget to itself"),
-    Line(ENDED, lambda end: end.is_stopping, "end", "the run was asked to stop"),
-    Line(_GAVE_WAY, lambda end: end.aside is not None, "beside", "it gave way to other jobs"),
-    Line(ENDED, lambda end: end.status.asked, "end", "its end was asked for"),
-    Line(ENDED, lambda end: end.ended_outside_too_often, "end", _AGAIN_OUTSIDE),
-    Line(("cancelled",), _always, "end", _FAULT),
-    Line(("failed",), lambda end: not end.status.wants_more, "end", _FAULT),
-    Line(("timeout",), lambda end: not end.has_saved, "end", _FAULT),
-    Line(("out_of_memory",), lambda end: end.kind == DEVICE and not end.most, "end", _NO_DEVICE),
-    Line(("out_of_memory", "failed"), lambda end: end.had_all, "end", "it had {took}, and {whole} {most}"),
-    Line(ENDED, lambda end: end.has_no_retries_left, "end", "it was restarted {retried} already (retries)"),
-    Line(("node_fail",), _always, "same", "{cause}; the job did not fail"),
-    Line(("preempted",), _always, "same", f"it was ended from outside memfit; {_GOES_ON}"),
-    Line(("timeout",), _always, "same", f"it met its time limit; {_GOES_ON}"),
-    Line(("out_of_memory", "failed"), _always, "more", "it ran out of {memory}; it gets {more}"),
-)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A job is to be restarted, why, and what it must get: on the host (``HOST``), on each device (``DEVICE``).
+
+    Where ``needed`` has no entry, nothing is known: the forecast decides. One that ``gets_all`` starts alone, with all
+    that is free then; what others hold is waited for only as far as ``needed`` reaches.
+    """
+
+    reason: str
+    needed: Mapping[str, int] = field(default_factory=dict)
+    counts_as: Restart = "retry"
+    gets_all: bool = False
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended, and all that decides what follows. Sizes are bytes on the host and on each device."""
+
+    status: JobStatus
+    traits: Traits
+    # the limit that it met; no entry where it met none, since a grant is no proof that the memory was there
+    had: Mapping[str, int] = field(default_factory=dict)
+    # what one job gets once others have given back what they may: this alone ends a job for good
+    alone: Mapping[str, int] = field(default_factory=dict)
+    now: Mapping[str, int] = field(default_factory=dict)  # what one job gets now
+    held: HeldByOthers = field(default_factory=HeldByOthers)  # what others hold there
+    expected: int | None = None  # its forecast on the host; None if there is none
+    retries: int = 2
+    restarts: Counter[Restart] = field(default_factory=Counter)
+    gave_way: bool = False  # it was asked to give way to others
+    was_given_up: bool = False  # memfit ended it because it wanted more than the whole budget
+    is_stopping: bool = False  # the run was asked to stop
+
+    @property
+    def is_forgiven(self) -> bool:
+        """It wrote a checkpoint in this attempt, so that ends from outside before it count no more."""
+        return self.traits.saving_forgives and _has_saved(self.status)
+
+
+_KILLED = (-9, 137)  # how a process that was killed by SIGKILL has ended, by itself and below a shell
 
 
 def what_follows(end: End) -> Retry | str:
-    """Return what follows from a job's end: a restart, or the reason why there is none."""
-    line = next(line for line in RESTARTS if end.status.state in line.states and line.known(end))
-    on_device = end.kind == DEVICE
-    reason = line.why.format(
-        took=format_bytes(end.took),
-        most=format_bytes(end.most),
-        whole="a GPU here gives one job" if on_device else "the whole budget is",
-        memory="device memory" if on_device else f"memory at {format_bytes(end.peak)}",
-        more=f"{format_bytes(end.more)}{' on each GPU' if on_device else ''}",
-        retried=format_count(end.restarts["retry"], "time"),
-        cause=end.status.cause or "its watcher died",
-    )
-    if line.then == "end":
-        return reason
-    if line.then == "beside":
-        return Retry(reason, end.aside or Counter(), "aside")
-    needed = Counter({end.kind: end.more}) if line.then == "more" else Counter[str]()
-    return Retry(reason, needed, "outside" if end.is_from_outside else "retry")
+    """Return the next start of a job that ended, or why there is none. The first rule that holds decides.
+
+    No rule that ends a job for good reads a size that nobody knows, or what others hold.
+    """
+    status, traits, state, num_retries = end.status, end.traits, end.status.state, end.restarts["retry"]
+    is_outside = state in traits.outside
+    outside_left = traits.most_outside - (0 if end.is_forgiven else end.restarts["outside"])
+    is_short = state == "out_of_memory" or (state == "failed" and status.wants_more)
+    if state == "completed":
+        return "it completed"
+    if end.was_given_up:
+        return "it had the whole budget to itself"
+    if end.is_stopping:
+        return "the run was asked to stop"
+    if end.gave_way:  # whatever it answered: memfit asked
+        return Retry("it gave way to other jobs", _needed_beside(end), "aside")
+    if status.asked:
+        return "its end was asked for"
+    if is_outside and outside_left <= 0:
+        return "it was ended from outside memfit again, without a checkpoint in between"
+    if state == "cancelled" or (state == "failed" and not is_short) or (state == "timeout" and not _has_saved(status)):
+        return "its own fault is not tried again"
+    if is_short:
+        return _with_more(end)
+    if end.retries <= (0 if is_outside else num_retries):
+        return _RETRIED.format(format_count(num_retries, "time"))
+    how = f"{status.cause or 'its watcher died'}; the job did not fail"
+    if state != "node_fail":
+        how = "it was ended from outside memfit" if state == "preempted" else "it met its time limit"
+        how += "; it goes on from its checkpoint"
+    return Retry(how, counts_as="outside" if is_outside else "retry")
+
+
+def _with_more(end: End) -> Retry | str:
+    """Return how a job that ran out of memory is tried again with more of it, or why it is not."""
+    status, num_retries = end.status, end.restarts["retry"]
+    kind, peak = HOST, status.peak_bytes
+    if status.state == "out_of_memory" and status.evidence.get("place") == "device":
+        kind, peak = DEVICE, status.footprint.bytes_per_device if status.footprint else 0
+    most, now, met = end.alone.get(kind, 0), end.now.get(kind, 0), end.had.get(kind)
+    took = max(peak, min(met or 0, most))
+    more = min(round(max(took, end.traits.least_bytes) * end.traits.more), most)
+    if kind == DEVICE and not most:
+        return _NO_DEVICE
+    if took >= _ALL * most:
+        whole = "a GPU here gives one job" if kind == DEVICE else "the whole budget is"
+        return f"it had {format_bytes(took)}, and {whole} {format_bytes(most)}"
+    needed = {kind: more} if took else {}  # nothing was measured, so nothing is known
+    out_of = "device memory" if kind == DEVICE else f"memory at {format_bytes(peak)}"
+    # One that was refused a request while there was room, such as a size that no machine has, is not others' doing.
+    is_own = status.exit_code not in (None, *_KILLED) and took < WHOLE * now
+    if not is_own and now < WHOLE * most and (met is None or met >= WHOLE * now):  # no retry is used up
+        return Retry(f"it ran out of {out_of}: {end.held.words or 'others held a part'}", needed, "aside")
+    if end.retries <= num_retries:
+        return _RETRIED.format(format_count(num_retries, "time"))
+    gets_all = end.traits.last_gets_all and num_retries + 1 >= end.retries
+    if gets_all:
+        needed = {kind: more}
+    what = f"{'all that is free' if gets_all else format_bytes(more)}{' on each GPU' * (kind == DEVICE)}"
+    gets = f"it gets {what}" if needed else "its size is not known"
+    return Retry(f"it ran out of {out_of}; {gets}", needed, gets_all=gets_all)
+
+
+def _needed_beside(end: End) -> dict[str, int]:
+    """Return what a job that gave way needs at its next start: its peak or its forecast, if either is known."""
+    peak = round(_CLIMB * end.status.peak_bytes) if end.status.wants_more else end.status.peak_bytes
+    needed = min(max(peak, end.expected or 0), end.alone.get(HOST, 0))
+    return {HOST: needed} if needed >= end.traits.least_bytes else {}
+
+
+def _has_saved(status: JobStatus) -> bool:
+    return (status.checkpointed or 0.0) > (status.started or math.inf)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs._admission import HELD_BY_OTHERS, Admitted, LocalAdmission
+from memfit.jobs._admission import Admitted, LocalAdmission
+from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._enforce import Enforcement
 from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, State, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
@@ -24,7 +26,7 @@ from memfit.units import format_bytes, format_count
 _TICK_SECONDS = 0.1
 #: How long a lack of memory must last: the kernel brings a group's counters up to date within two seconds.
 _LACK_SECONDS = 3.0
-_SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
+_NUMBER = re.compile(r"\b[0-9]+(\.[0-9]+)?( [KMGT]?i?B)?\b")
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Where the largest job starts first: once so many have passed the oldest, that one starts as soon as it fits.
@@ -32,15 +34,7 @@ _PASSED_ENOUGH = 2
 
 
 class Scheduler:
-    """Runs the jobs of a source on a backend, as many at once as the admission lets in.
-
-    Args:
-        source: Hands over the jobs. They start in its order, or the largest first (``Policy.largest_first``).
-        backend: Runs them.
-        admission: Decides which of them may start.
-        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
-            ``short``, ``aside``, ``retry``, ``stop``, ``cpu``, ``end``. The line for the log is its ``text``.
-    """
+    """Runs a source's jobs on a backend, as many at once as the admission lets in; ``say`` gets each event."""
 
     def __init__(
         self,
@@ -63,25 +57,25 @@ class Scheduler:
         self._num_passed = 0
         self._orders: list[Submission] = []
 
-    def run(
+    def run(self, **options: Any) -> dict[str, JobStatus]:
+        """Run jobs until the source is done; return the last status of every job that was started, by id."""
+        for _ in self.steps(**options):
+            self.backend.wait(_TICK_SECONDS)
+        return self.statuses
+
+    def steps(
         self,
         *,
         stop: StopRequest | None = None,
         on_tick: Callable[[], None] = lambda: None,
         still_running: Collection[str] = (),
         stopped: Callable[[str], str] = lambda job_id: "",
-    ) -> dict[str, JobStatus]:
-        """Run jobs until the source is done; return the last status of every job that was started, by id.
+    ) -> Iterator[None]:
+        """Run jobs until the source is done; yield whenever all is decided for now, so that the caller waits.
 
-        Args:
-            stop: Lets the caller stop the run from a signal handler.
-            on_tick: Called at least ten times a second, for a live view.
-            still_running: The ids of the jobs that the backend adopted. They count as started when the source hands
-                them over, whatever is free: their memory is in use already.
-            stopped: Returns why the user wants a queued job of this id not to start any more; empty if it may.
-
-        Raises:
-            DoesNotFitError: If no job of a stage was started, because none fits although no other runs.
+        ``stop`` lets a signal handler stop the run. ``on_tick`` is called at least ten times a second. Jobs of
+        ``still_running`` count as started when they are handed over: their memory is in use already. ``stopped`` says
+        why a queued job must not start any more.
         """
         while True:
             self._poll()
@@ -95,8 +89,8 @@ class Scheduler:
                 for stage, error in self._refused.items():
                     if stage not in self._started_stages:
                         raise error
-                return self.statuses
-            self.backend.wait(_TICK_SECONDS)
+                return
+            yield
 
     def _take_in(self, still_running: Collection[str]) -> None:
         """Ask the source for jobs."""
@@ -138,7 +132,7 @@ class Scheduler:
         if isinstance(again, str):
             self._end(entry, again)
             return
-        number, size = status.attempt + 1, again.needed[HOST] or None
+        number, size = status.attempt + 1, again.needed.get(HOST)
         found = {"state": status.state, "cause": status.cause, "reservation_bytes": size}
         text = f"{entry.job.id} restarts as attempt {number}: {again.reason}"
         self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **found, text=text)
@@ -147,23 +141,20 @@ class Scheduler:
 
     def _end_of(self, entry: Entry) -> End:
         """Return how an attempt ended, with all that decides what follows."""
-        progress, budget = entry.progress, self.admission.budget
-        self.admission.read_budget()
-        aside = None
-        if progress.set_aside is not None:
-            grown = round(1.25 * entry.status.peak_bytes) if progress.stalled_since is not None else 0
-            needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most(0)[HOST])
-            aside = Counter({HOST: needed}) if needed else Counter[str]()
-        capacity = budget.most(entry.job.num_devices)
-        capacity[HOST] *= budget.capacity_bytes > 0
+        progress, budget, num = entry.progress, self.admission.budget, entry.job.num_devices
+        budget.read(self.admission.in_use())  # what it had may be another's already
+        guess = self.admission.forecast.guess(entry.job)
         return End(
             entry.status,
             self.backend.traits,
-            entry.had(),
-            capacity,
-            self.policy.retries,
-            progress.restarts,
-            aside,
+            entry.had(is_enforced=self.backend.traits.enforces_memory),
+            alone=budget.most(num),
+            now=budget.here(num),
+            held=budget.held(DEVICE if entry.status.evidence.get("place") == "device" else HOST),
+            expected=None if guess is None else guess.size,
+            retries=self.policy.retries,
+            restarts=progress.restarts,
+            gave_way=progress.set_aside is not None,
             was_given_up=progress.verdict is not None,
             is_stopping=self._stop_level > 0,
         )
@@ -198,7 +189,6 @@ class Scheduler:
             self.backend.cancel(job_id, now=level > 1)
 
     def _admit(self, stopped: Callable[[str], str]) -> None:
-        """Start the jobs that may start now."""
         for entry in self._waiting[:_BACKFILL]:
             if reason := stopped(entry.job.id):
                 self._drop(entry, "cancelled", reason)
@@ -271,13 +261,15 @@ class Scheduler:
     def _limit_of(self, entry: Entry) -> int | None:
         """Return what an attempt asks for: its grant here, or in a queue its reservation and what it shares."""
         if self.admission.is_shared:
-            return entry.wall_bytes
+            return entry.sizes.wall_bytes
         expected, reserved = self.admission.forecast.predict(entry.job), entry.reserved[HOST]
         wanted = reserved + (expected.shared_bytes if expected else 0)
         return min(wanted, self.admission.budget.capacity_bytes) if reserved else None
 
     def _wait(self, entry: Entry, wait: Wait) -> None:
-        kind = _SIZE.sub("", wait.reason)  # a forecast that moves a little is no news
+        """Say why a job waits if the kind of the reason has changed; another name or size in it is no news."""
+        words = _NUMBER.sub("", wait.reason).split()
+        kind = " ".join([wait.on, *(word for word in words if word.strip(":,") not in self.statuses)])
         if kind != self._why_waiting:
             self._why_waiting, running = kind, len(self._running)
             fields = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on, "num_running": running}
@@ -286,13 +278,14 @@ class Scheduler:
 
     def _refuse(self, entry: Entry, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
-        if wait.on != "tight" and self.admission.waits_for_others(entry):
-            self._wait(entry, Wait("other_run", HELD_BY_OTHERS))
+        if wait.on != "tight" and (words := self.admission.why_others(entry)):
+            self._wait(entry, Wait("others", words))
             return
         now = self.admission.now()
         self._lacking_since = self._lacking_since or now
         # One that gave way had room when it started, so there will be some again.
         if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.progress.restarts["aside"]):
+            self._wait(entry, wait)
             return
         if self.backend.make_room():
             self._lacking_since = None

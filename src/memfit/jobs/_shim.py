@@ -1,13 +1,8 @@
-"""The small process beside each local job: it watches the job and writes its outcome.
+"""The small process beside each local job: it watches the job and writes its outcome; standard library only.
 
-It starts by itself: ``python -m memfit.jobs shim RUN_DIR --job ID``, and holds ``lock`` in the job's folder while it
-lives. It imports the standard library only.
-
-The file ``stop_requested`` in that folder asks the job to checkpoint and end within a grace; with the word ``now``, it
-ends the job at once. A SIGTERM to the shim does the same as the file, but then the platform asked.
-
-A job on several nodes of Slurm has a shim on each, and one that starts them, follows them and ends as they do. A node's
-shim sees the folder ``nodes_<attempt>`` of the job as a run of its own with one job for each node.
+It holds ``lock`` in the job's folder while it lives. The file ``stop_requested`` there asks the job to checkpoint and
+end within a grace; with the word ``now``, it ends the job at once. A SIGTERM to the shim does the same as the file, but
+then the platform asked. A job on several nodes of Slurm has a shim on each, and one that follows those.
 """
 
 from __future__ import annotations
@@ -29,8 +24,7 @@ def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
     """Run the job whose folder this is, as its ``job.json`` says; return its exit code, or 128 + n for signal n.
 
     Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0).
-    ``lock`` is the descriptor that holds the job's lock; it is taken here when None. With ``forks`` this process has
-    imported what the job needs, and the job is forked from it.
+    ``lock`` is the descriptor of the job's lock. With ``forks`` the job is forked from this process.
     """
     if lock is None and (lock := take_lock(job_dir)) is None:
         return 0
@@ -45,10 +39,7 @@ def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
 
 
 def run_element(run_dir: Path, array: Path) -> int:
-    """Run the job that this element of a Slurm array is for; return its exit code.
-
-    An element whose job has a later attempt does nothing.
-    """
+    """Run the job of an element of a Slurm array, unless it has a later attempt; return its exit code."""
     found = read_json(array, {"jobs": [[(str, int)]]}) or {"jobs": []}
     job_id, attempt = found["jobs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
     order = read_whole(job_dir / JOB) if refresh(job_dir := run_dir / "jobs" / job_id) else None

@@ -34,19 +34,16 @@ from memfit.jobs._local import child_env
 from memfit.rundir import RunDir
 from memfit.units import MIB, format_count
 
-#: What the shim takes beside its job.
-SHIM: Amount = Amount(16 * MIB, "node")
+SHIM: Amount = Amount(16 * MIB, "node")  # what the shim takes beside its job
 #: The same on the first of several nodes, with srun and the shim that follows the others.
 _NODES = Amount(64 * MIB, "node")
 _START = ("-P", "-m", "memfit.jobs", "shim")
-#: The largest index of an array is 1000 on a cluster with Slurm's defaults.
-_MOST_ELEMENTS = 1000
+_MOST_ELEMENTS = 1000  # the largest index of an array is 1000 on a cluster with Slurm's defaults
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
 _FIRST_SECONDS, _LAST_SECONDS = 2.0, 60.0
 #: How long a folder is read after it changed: what changes it twice in a few milliseconds shows once.
 _NEWS_SECONDS = 2.0
-#: Why Slurm holds an element that it could not start, in the words of squeue.
-_HELD = "launch failed requeued held"
+_HELD = "launch failed requeued held"  # why Slurm holds an element that it could not start, in the words of squeue
 #: How long an outcome may come after Slurm knows the end: at once for a job that never began, else an NFS cache's time.
 _LATE_SECONDS, _LATEST_SECONDS = 2.0, CACHED_SECONDS
 #: How long a job may run by Slurm and leave no file before it is taken for lost, as after a controller's crash.
@@ -71,19 +68,12 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
 
 
 class SlurmPlace(Settings):
-    """Where Slurm runs a job.
+    """Where Slurm runs a job."""
 
-    Attributes:
-        partition: The partition; the cluster's default when empty.
-        account: The account that pays; your default when empty.
-        qos: The quality of service.
-        extra: Further options of sbatch, such as ``--constraint=a100``.
-    """
-
-    partition: str = ""
-    account: str = ""
+    partition: str = ""  # empty: the cluster's default
+    account: str = ""  # empty: your default
     qos: str = ""
-    extra: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--constraint=a100``
 
     @property
     def options(self) -> dict[str, str]:
@@ -92,17 +82,11 @@ class SlurmPlace(Settings):
 
 
 class SlurmOptions(SlurmPlace):
-    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast.
+    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast."""
 
-    Attributes:
-        time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``; the partition's when empty.
-        memory: What a job asks for on each node while its size is unknown.
-        nodes: The nodes of one job, over which its GPUs are spread. Its command starts once on each, as one unit.
-    """
-
-    time: str = ""
-    memory: ByteSize = ByteSize(4 << 30)
-    nodes: Annotated[int, Field(ge=1)] = 1
+    time: str = ""  # of one job, as ``sbatch --time`` takes it: ``08:00:00``; empty: the partition's
+    memory: ByteSize = ByteSize(4 << 30)  # what a job asks for on each node while its size is unknown
+    nodes: Annotated[int, Field(ge=1)] = 1  # of one job, whose GPUs are spread over them; each runs its command once
 
 
 class _Request(NamedTuple):
@@ -125,7 +109,6 @@ class _Request(NamedTuple):
         return cls(memory, ranks, cpus, job.num_devices // options.nodes, options)
 
     def to_options(self) -> dict[str, str]:
-        """Return the options of ``sbatch``."""
         return {
             **self.options.options,
             "time": self.options.time,
@@ -173,15 +156,7 @@ class _Followed(Followed):
 
 
 class SlurmBackend(FollowingBackend[_Followed]):
-    """Runs jobs as elements of Slurm arrays. All state lies in the run directory and in Slurm.
-
-    Args:
-        run: The run directory, on a disk that the nodes share.
-        options: What every array asks of Slurm.
-        by_stage: The same for the jobs of some stages.
-        grace_seconds: How long a job that was asked to stop may take to checkpoint.
-        max_parallel: The most elements of an array at once; None for no limit.
-    """
+    """Runs jobs as elements of Slurm arrays. All state lies in the run directory, which nodes share, and in Slurm."""
 
     enforcer = None
     traits = Traits(
@@ -412,21 +387,15 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
 
     def close(self) -> None:
-        """Follow no job any more; those that run go on.
-
-        A crash of the controller leaves elements that it takes for running although their jobs have ended.
-        """
+        """Follow no job any more; those that run go on."""
+        # A crash of the controller leaves elements that it takes for running although their jobs have ended.
         with suppress(slurm.NoAnswerError, UsageError):
             self._queue = slurm.read_queue(self._names) if self._names else {}
             self._tidy("PENDING", "RUNNING")
 
 
 def cancel_queued(run: RunDir) -> list[str]:
-    """Cancel the jobs of a run that wait in Slurm's queue, and wait until they are gone; return their ids.
-
-    Raises:
-        UsageError: Slurm does not answer.
-    """
+    """Cancel the jobs of a run that wait in Slurm's queue, and wait until they are gone; return their ids."""
     backend = SlurmBackend(run)
     queued = [job_id for job_id, status in backend.poll().items() if status.state == "pending"]
     for job_id in queued:
@@ -444,16 +413,7 @@ def cancel_queued(run: RunDir) -> list[str]:
 
 
 def render_script(options: Mapping[str, str | None], extra: Sequence[str], body: str) -> str:
-    """Return a batch script: options of ``sbatch``, those with an empty text left out, and what it does.
-
-    >>> print(render_script({"mem": "64M", "qos": "", "no-requeue": None}, ["--gpus=1"], "exec python train.py"))
-    #!/bin/sh
-    #SBATCH --mem=64M
-    #SBATCH --no-requeue
-    #SBATCH --gpus=1
-    exec python train.py
-    <BLANKLINE>
-    """
+    """Return a batch script: options of ``sbatch``, those with an empty text left out, and what it does."""
     # A backslash in the name of a log turns %A_%a off.
     given = [text for text in (*options.values(), *extra) if text]
     if bad := [text for text in given if re.search(r"[\x00-\x1f\x7f\\\ud800-\udfff]", text)]:

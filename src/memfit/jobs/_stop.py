@@ -32,22 +32,10 @@ def stop(
     now: bool = False,
     on_tick: Callable[[Sequence[str]], None] = lambda left: None,
 ) -> list[JobStatus]:
-    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
+    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has; return the last statuses.
 
     The live supervisor is asked too, so that it starts no more jobs; a later one starts a queued job again. Asking
-    twice never ends a job sooner.
-
-    Args:
-        run: The run.
-        job_id: The job; None for the whole run.
-        now: End them at once, without a checkpoint.
-        on_tick: Called ten times a second with the ids of the jobs that still run.
-
-    Returns:
-        The last statuses of the jobs that ran or were queued; empty when there was nothing to stop.
-
-    Raises:
-        UsageError: If the run belongs to another user, or its supervisor is on another host.
+    twice never ends a job sooner. ``on_tick`` gets the ids of the jobs that still run, ten times a second.
     """
     check_owner(run.path)
     asked, supervisor = [one for one in running_jobs(run) if job_id in (None, one)], None
@@ -100,11 +88,7 @@ def take_stop(run: RunDir, job_id: str) -> str:
 
 
 def find_supervisor(run: RunDir) -> int | None:
-    """Return the process id of the run's supervisor, or None when it has none.
-
-    Raises:
-        UsageError: If it has one that this process cannot see, for example on another host.
-    """
+    """Return the process id of the run's supervisor, or None when it has none."""
     lock = run.path / _LOCK
     for pid in _lock_owners(lock):
         if _holds(pid, lock):

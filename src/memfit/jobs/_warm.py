@@ -2,8 +2,7 @@
 
 It starts by itself: ``python -m memfit.jobs warm DESCRIPTOR``, answers over that socket, and ends with it. A forked
 process shares the imported code with all others, and begins at once. This is safe only while the process has one
-thread and holds nothing that a fork would share, which `why_not` looks for. One that has imported no user code forks
-watchers alone, whose jobs are other programs.
+thread and holds nothing that a fork would share, which `why_not` looks for.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.files import write_json
-from memfit.jobs._child import REQUEST, die_with, importing, main, read_answer
+from memfit.jobs._child import REQUEST, call_in_child, die_with, importing, main, read_answer
 from memfit.jobs._fork import (
     close_all_but,
     draw_anew,
@@ -52,18 +51,11 @@ _HARMLESS = re.compile(r"/dev/(?:null|zero|u?random)")
 _LIBRARIES = frozenset({"memfit", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "torch", "transformers", "av"})
 _IMPORT_SECONDS, _MOST_NAMES = 300.0, 400
 _MESSAGE_BYTES, _PATIENCE_SECONDS = 1 << 16, 30.0
-#: After so long without a question it has time to load more.
-_IDLE_SECONDS = 0.005
-_early: list[Parent] = []
+_IDLE_SECONDS = 0.005  # after so long without a question it has time to load more
 
 
 class Parent:
-    """The side of a run: asks the process, from any thread.
-
-    Attributes:
-        pid: Its number.
-        refused: Why no function may be called in a fork of it; empty if that may be.
-    """
+    """The side of a run: asks the process, from any thread."""
 
     def __init__(self, pid: int, connection: socket.socket, env: Mapping[str, str]) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -73,17 +65,7 @@ class Parent:
 
     @classmethod
     def start(cls, target: str, env: Mapping[str, str]) -> Parent | None:
-        """Start one; None where this system has none.
-
-        Args:
-            target: The workload as ``module:name``, whose module it imports; empty for none of the user's code.
-            env: Its whole environment, but for the number of threads, which is 1 where it imports a target.
-
-        Raises:
-            OSError: If no process can be had.
-        """
-        if not target and _early and _early[0]._env == env:
-            return _early.pop()
+        """Start one that imports a target's module, with one thread, or none; None where this system has none."""
         if not is_alive(os.getpid()):  # before Linux 5.3 a fork cannot be followed
             return None
         env = {**env, **(_ONE_THREAD if target else {})}
@@ -94,22 +76,11 @@ class Parent:
             words = ["warm", str(theirs.fileno()), str(os.getpid())]
             parent = cls(start_interpreter(words, theirs.fileno(), env=env, safe_path=not target), ours, env)
             stack.pop_all()
-        if target:
-            parent.load(target.partition(":")[0])
+        parent.load(target.partition(":")[0])
         return parent
 
-    @classmethod
-    def start_early(cls) -> None:
-        """Start one without user code, which `start` returns later: it loads while this program does."""
-        with contextlib.suppress(OSError):
-            _early.extend(filter(None, [cls.start("", dict(os.environ))]))
-
     def load(self, *modules: str, uses: Sequence[str] = ()) -> None:
-        """Have it import modules, and the libraries that code of the user's uses; it may refuse then.
-
-        Args:
-            uses: Definitions (``module:name``), or whole modules.
-        """
+        """Have it import modules, and what ``uses`` (``module:name``, or a module) import; it may refuse then."""
         wanted = sorted({*modules, *(one if ":" in one else f"{one}:*" for one in uses)} - self._loaded)
         for part in (wanted[at : at + _MOST_NAMES] for at in range(0, len(wanted), _MOST_NAMES)):
             if self.refused:
@@ -127,6 +98,8 @@ class Parent:
             while pid is not None and is_alive(pid):
                 wait_for_any([pid], _PATIENCE_SECONDS)
             code = self._ask({"do": "wait", "pid": pid}).get("code", -signal.SIGKILL)
+            if code == -signal.SIGKILL:  # the fork, or this process
+                return call_in_child(target, arguments, self._env)
             said = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
             return read_answer(folder, target, code, said)
 
@@ -136,12 +109,9 @@ class Parent:
         early = {name for name in {**self._env, **wanted} if name.startswith(_EARLY)} - _ONE_THREAD.keys()
         return not self.refused and all(self._env.get(name) == wanted.get(name) for name in early)
 
-    def start_shim(self, job_dir: Path, lock: int, *, forks: bool) -> int | None:
-        """Fork the watcher of a job, with the job's lock; return its number, or None if this process has ended.
-
-        With ``forks`` the job, which is a function, is forked from its watcher.
-        """
-        return self._ask({"do": "shim", "job_dir": str(job_dir), "forks": forks}, lock).get("pid")
+    def start_shim(self, job_dir: Path, lock: int) -> int | None:
+        """Fork the watcher of a job, which holds ``lock`` and forks the job; return its number, if this still lives."""
+        return self._ask({"do": "shim", "job_dir": str(job_dir)}, lock).get("pid")
 
     @property
     def used_bytes(self) -> int:
@@ -149,12 +119,10 @@ class Parent:
         status = ProcReader().status(self.pid)
         return status.private if status is not None else 0
 
-    def close(self, *, now: bool = False) -> None:
-        """Let it end, or end it ``now``, without what the imported code does at its end; what it forked goes on."""
+    def close(self) -> None:
+        """Let it end without what the imported code does at its end; what it forked goes on."""
         self.refused = self.refused or "it has ended"
         self._connection.close()
-        if now:
-            os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             if end_of(self.pid, _PATIENCE_SECONDS) is None:
                 os.kill(self.pid, signal.SIGKILL)
@@ -266,11 +234,7 @@ def _imports(module: str, names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def why_not(*own: int) -> str:
-    """Say why this process should not be forked; empty if nothing speaks against it.
-
-    Args:
-        own: Descriptors that are known.
-    """
+    """Say why this process should not be forked; empty if nothing speaks against it."""
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1:
         return f"it has {num_threads} threads after the imports"
@@ -300,7 +264,7 @@ def _watch(shim: Callable[..., int], question: Mapping[str, Any], lock: int, con
     job_dir = Path(question["job_dir"])
     _write_to(job_dir / "shim.log", 1, 2)
     name_process("memfit shim")
-    return shim(job_dir, lock, forks=question["forks"])
+    return shim(job_dir, lock, forks=True)
 
 
 def _write_to(path: Path, *streams: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from memfit.errors import StoppedError
 from memfit.files import outlast, read_own, until_next_look, write_atomic
 from memfit.jobs._child import ERROR, RESULT
-from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error
+from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error, shows_last_epoch
 from memfit.jobs._folder import STATUS, STOP_REQUESTED
 from memfit.jobs._fork import end_of, stop_targets
 from memfit.jobs._job import EndedBy, JobStatus, State
@@ -27,13 +27,10 @@ from memfit.jobs._ranks import read_lost
 from memfit.masking import mask
 from memfit.memory import JobGroup, ProcReader
 from memfit.rundir import RunDir
-from memfit.units import MIB, format_bytes
+from memfit.units import KIB, MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
-#: Source: getrusage(2): ru_maxrss is in KiB on Linux, in bytes on macOS.
-_MAXRSS_UNIT = 1024 if sys.platform == "linux" else 1
-#: Less may be the kernel's lag in counting.
-_LEFT_BYTES = MIB
+_LEFT_BYTES = MIB  # less may be the kernel's lag in counting
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -79,7 +76,8 @@ class Shim:
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
         self.unsupervised = Unsupervised(self.run_dir.path, self.group) if self.group else None
         self.attempt, self.grace_seconds = int(job["attempt"]), float(job["grace_seconds"])
-        self.env_differs: dict[str, Any] = {}
+        logs = (job_dir / "out.log", job_dir / "err.log")
+        self.logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}  # where this attempt begins
         self.asked: set[int] = set()
         self.is_forked = False
 
@@ -134,7 +132,7 @@ class Shim:
 
     def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
-        stopped_by, next_tick, is_first = None, 0.0, True
+        stopped_by, next_tick = None, 0.0
         while True:
             monitor.observe()
             self.stop.read_request()
@@ -142,11 +140,10 @@ class Shim:
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
                 self._write(monitor.status())
-            if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
-                is_first = False
-                self._check_env(pid)
             with until_next_look():
                 self._end_starved(monitor, now)
+            if self.stop.since is not None and stopped_by is None and (code := end_of(pid, 0)) is not None:
+                return code, None  # by itself, before it was asked
             stopped_by = self._pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
             if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
@@ -178,27 +175,10 @@ class Shim:
             self.stop.now = True
             self.stop.begin()
 
-    def _check_env(self, pid: int) -> None:
-        """Record the variables that memfit set as the job's process really has them."""
-        wanted = self.job["env"]
-        try:
-            content = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return
-        real = dict(line.split("=", 1) for line in os.fsdecode(content).split("\0") if "=" in line)
-        if self.is_forked:  # it has set them itself, which that file does not show
-            real |= wanted
-        self.env_differs = mask({name: real.get(name) for name, value in wanted.items() if real.get(name) != value})
-        for name, value in self.env_differs.items():
-            print(f"{name} is {value!r} in the job, not {mask(wanted)[name]!r} as set", file=sys.stderr)
-        found = mask({name: real.get(name) for name in wanted})
-        with contextlib.suppress(OSError):
-            write_atomic(self.job_dir / "environ.json", json.dumps(found, indent=2) + "\n", durable=False)
-
     def _close(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> JobStatus:
         """End what is left, gather the evidence, and say why the job ended."""
         self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
-        resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _MAXRSS_UNIT
+        resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KIB
         if stopped_by == "SIGTERM":  # those whom a shell ran, and who were asked too, use what is left of the grace
             codes = wait_for(self.asked - {monitor.known.pid or 0}, lambda: self.stop.is_over(self.grace_seconds))
             returncode = StoppedError.exit_code if StoppedError.exit_code in codes else returncode
@@ -215,7 +195,7 @@ class Shim:
         state: State = "completed"
         ended_by: EndedBy = "job"
         cause = ""
-        if returncode != 0 or self.job["target"] is not None:
+        if returncode != 0 or self.job["target"] is not None or self.stop.since is not None:
             death = outlast(lambda: self._death(monitor, before, returncode, stopped_by))
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
@@ -236,14 +216,12 @@ class Shim:
 
     def _group_evidence(self, monitor: Monitor, resident_bytes: int) -> tuple[dict[str, Any], int]:
         """Return the evidence of the job's group, and the shared memory that is still charged to it."""
-        evidence: dict[str, Any] = {"env_differs": self.env_differs} if self.env_differs else {}
-        if self.is_forked:
-            evidence["start"] = "warm"
+        evidence: dict[str, Any] = {"start": "warm"} if self.is_forked else {}
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
         state = self.group.state() if self.group is not None else None
         # What a process inherited by fork counts as its peak too, so that a lower one than this one's tells nothing.
-        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT:
+        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB:
             resident_bytes = 0
         if self.group is None or state is None:
             monitor.note_last_peak(resident_bytes, None)
@@ -267,15 +245,22 @@ class Shim:
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         # What it said may repeat its arguments and variables.
-        said = {"error": read_error(self.job_dir / ERROR), "end": read_end(self.job_dir / "err.log")}
+        ends = {path.name: read_end(path, start) for path, start in self.logs.items()}
+        said = {"error": read_error(self.job_dir / ERROR), "end": ends["err.log"]}
         said = mask({name: self.job.get(name) for name in ("command", "params", "env")} | said)
+        if self.stop.since is not None and not self.stop.is_asked:
+            stopped_by = stopped_by or "SIGTERM"  # a platform may have asked the job itself, too
+        is_done = (self.job_dir / RESULT).exists()
+        if self.job["target"] is None:
+            is_done = not stopped_by or monitor.has_trained or self._has_result(monitor.known.started or 0.0)
+            is_done = is_done or any(map(shows_last_epoch, ends.values()))
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
             counters_before=before,
             counters_after=Counters.read(self.group),
             error=said["error"],
-            has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
+            is_done=is_done,
             peak_bytes=monitor.peak_bytes,
             phase=monitor.known.phase,
             refused=refused,
@@ -284,3 +269,9 @@ class Shim:
             starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )
+
+    def _has_result(self, since: float) -> bool:
+        """Return whether a command wrote its result since then."""
+        name = self.job_dir.name
+        folders = [self.run_dir.manifest_path(stage, name).with_suffix("") for stage in ("", name)]
+        return any(one.stat().st_mtime >= since for folder in folders for one in folder.glob("result.json"))

@@ -28,48 +28,37 @@ from memfit.units import MIB, format_count, parse_bytes
 #: How long a job that gets no more memory waits at its limit, at least, before another one gives way to it; and how
 #: long if all wait.
 STALL_SECONDS, DEADLOCK_SECONDS = 10.0, 0.5
-#: A job that grew by less than this share since stands still.
-STILL_SHARE = 0.02
-#: How long a job stands still before its margin is a quarter, and before it is the least.
-STILL_SECONDS = 1.0
+STILL_SHARE = 0.02  # a job that grew by less than this share since stands still
+STILL_SECONDS = 1.0  # how long a job stands still before its margin is a quarter, and before it is the least
 #: What a job may grow by, as a share of what it uses: while it grows, after a second, once it has stopped.
 _GROWING, _UNPROVEN, _STANDING, _SETTLED = 1.0, 0.5, 0.25, 0.05
-#: One that uses less than this share of what similar jobs took has only begun.
-_BEGUN = 1 / 16
+_BEGUN = 1 / 16  # one that uses less than this share of what similar jobs took has only begun
 #: What a job of unknown size holds at its start, as a multiple of what others of unknown size use.
 _STANDING_FACTOR = 1.25
 #: A job may reach its peak later than similar ones did, by this factor and these seconds.
 _LATE_FACTOR, _LATE_SECONDS = 1.5, 1.0
-#: What a job holds at least while nothing at all is known of it, as a share of the capacity.
-_FIRST_SHARE = 1 / 16
-#: Of such jobs at most so many run side by side that still grow, and so many that are younger than this.
-_MOST_BLIND, _MOST_YOUNG, _YOUNG_SECONDS = 4, 2, 0.1
-#: A job that gave way so often runs alone the next time.
-_MOST_ASIDES = 3
-#: All cores count as busy from this share on: another job would only take from the others.
-_BUSY = 0.8
-#: A job that takes more than this multiple of the most of similar ones is not similar.
-_OUTGROWN = 1.25
-#: Without walls, a job that needs more than was thought fails: all margins are wider.
-_NO_WALLS = 3.0
+_FIRST_SHARE = 1 / 16  # what a job holds at least while nothing at all is known of it, as a share of the capacity
+#: Of such jobs at most so many run side by side that are not measured yet. One that holds no more than an interpreter
+#: counts twice: it imports and reads, and its memory tells nothing yet.
+_MOST_BLIND, _INTERPRETER = 4, 16 * MIB
+_BARE_SECONDS = 5.0  # one that holds no more than that for so long is small
+_MOST_ASIDES = 3  # a job that gave way so often runs alone the next time
+_BUSY = 0.8  # all cores count as busy from this share on: another job would only take from the others
+_OUTGROWN = 1.25  # a job that takes more than this multiple of the most of similar ones is not similar
+_NO_WALLS = 3.0  # without walls, a job that needs more than was thought fails: all margins are wider
 #: What a job gets beyond its use at least, if it grows: so much, or this share of the capacity if that is less.
 _LEAST_STEP, _STEP_SHARE = 32 * MIB, 1 / 64
 #: Similar jobs may differ by this share of their mean, until so many of them tell by how much.
 _UNKNOWN_SPREAD, _LEAST_KNOWN = 1.0, 2
-#: Jobs that reach their peak before this share of their time stand still for good once they stand still.
-_EARLY = 0.35
-#: The square of a larger number would overflow.
-_LARGEST = 1e15
-#: How many standard deviations of the sum of all bets are kept free.
-_SURE = 0.1
+_EARLY = 0.35  # jobs that reach their peak before this share of their time stand still for good once they stand still
+_LARGEST = 1e15  # the square of a larger number would overflow
+_SURE = 0.1  # how many standard deviations of the sum of all bets are kept free
 #: What a job holds above the mean of similar ones, in standard deviations of these and of that mean.
 _ABOVE, _ERROR = 1.0, 0.3
-#: What is added to the most that similar jobs took, without walls.
-_LEAST_SLACK = 0.1
+_LEAST_SLACK = 0.1  # what is added to the most that similar jobs took, without walls
 
 
-#: The parameters of a job, as pairs of name and value.
-Params = frozenset[tuple[str, str]]
+Params = frozenset[tuple[str, str]]  # the parameters of a job, as pairs of name and value
 
 
 class Ended(NamedTuple):
@@ -83,25 +72,15 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Guess:
-    """What a job is thought to need, from jobs that ended.
+    """What a job is thought to need, from jobs that ended."""
 
-    Attributes:
-        size: What it is to hold, in bytes.
-        most: What it may need if it is an exception.
-        spread: By how much such jobs differ, as a standard deviation in bytes.
-        peaked: After how many seconds it has reached its peak; infinite if nobody knows.
-        seconds: How long it will run; infinite if nobody knows.
-        is_early: Such jobs reach their peak early, so that one that stands still has reached it.
-        cores: How many cores it will keep busy.
-    """
-
-    size: int
-    most: int
-    spread: int = 0
-    peaked: float = math.inf
-    seconds: float = math.inf
-    is_early: bool = False
-    cores: float = 0.0
+    size: int  # what it is to hold, in bytes
+    most: int  # what it may need if it is an exception
+    spread: int = 0  # by how much such jobs differ, as a standard deviation in bytes
+    peaked: float = math.inf  # after how many seconds it has reached its peak; infinite if nobody knows
+    seconds: float = math.inf  # how long it will run; infinite if nobody knows
+    is_early: bool = False  # such jobs reach their peak early, so that one that stands still has reached it
+    cores: float = 0.0  # how many cores it will keep busy
 
 
 def number_of(text: str) -> float | None:
@@ -117,20 +96,13 @@ def number_of(text: str) -> float | None:
 
 
 def likeness(params: Params, others: Params) -> tuple[int, int]:
-    """Return how many parameters two jobs share: names first, then all.
-
-    >>> likeness(frozenset({("model", "t5"), ("seed", "1")}), frozenset({("model", "t5"), ("seed", "2")}))
-    (1, 1)
-    """
+    """Return how many parameters two jobs share: names first, then all."""
     shared = params & others
     return sum(number_of(value) is None for _, value in shared), len(shared)
 
 
 def usual_spread(ended: Collection[tuple[Params, Ended]]) -> float | None:
-    """Return by how much jobs differ that share all parameters which repeat, as a share of their mean.
-
-    None while too few of them ended.
-    """
+    """Return how much jobs with the same repeated parameters differ, as a share of their mean, if enough ended."""
     times = Counter(pair for params, _ in ended for pair in params)
     groups = defaultdict[Params, list[int]](list)
     for params, one in ended:
@@ -152,10 +124,7 @@ def guess_for(
     *,
     has_walls: bool = True,
 ) -> Guess | None:
-    """Return what a job is thought to need, from those of the jobs that ended with most parameters in common.
-
-    ``standing`` are jobs that run and stand still, with what they use; the rest is as in `guess_from`.
-    """
+    """Return what a job is thought to need, from the most similar ones that ended, and those ``standing`` still."""
     shared = [likeness(params, others) for others, _ in ended]
     most = max(shared, default=(0, 0))
     similar = [one for (_, one), like in zip(ended, shared, strict=True) if like == most]
@@ -173,15 +142,9 @@ def guess_from(
 ) -> Guess | None:
     """Return what a job is thought to need, given similar ones that ended; None without any.
 
-    Args:
-        similar: Those that ended.
-        running: What similar ones use that still run and stand still: small ones end first, and would speak for all.
-        slack: The share that is added on top.
-        usual: By how much similar jobs of this stage differ, as a share; None if nobody knows.
-        has_walls: A job that needs more waits at its limit. Without walls it fails there, so that it gets the most.
-
-    >>> guess_from([Ended(size, 1.0, 9.0) for size in (100, 50, 80, 90)])
-    Guess(size=83, most=100, spread=20, peaked=1.0, seconds=9.0, is_early=True, cores=0.0)
+    ``running`` is what similar ones use that still run and stand still: small ones end first, and would speak for all.
+    ``slack`` is a share on top, ``usual`` by how much similar jobs differ as a share, None if nobody knows. Without
+    walls a job fails where it needs more, so that it gets the most.
     """
     if not similar:
         return None
@@ -200,36 +163,21 @@ def guess_from(
 
 @dataclass(frozen=True)
 class Held:
-    """A running job, as the policy sees it. Sizes are bytes of host memory.
-
-    Attributes:
-        used: What it uses now.
-        reserved: What it was granted.
-        guess: What it is thought to need; None if nothing is known of similar jobs.
-        at_least: What it is to hold whatever it uses, because it ran out of memory before.
-        age: Seconds since its start, without those in which it waited at its limit.
-        still: Seconds since it grew last.
-        stalled: For how many seconds it has waited at its limit; None if it does not.
-        at_risk: Seconds of work that would be lost if it ended now.
-        asides: How often it gave way already.
-        is_leaving: It was asked to stop.
-        cores: How many cores it keeps busy; None before that was measured.
-        threads: How many it may keep busy.
-    """
+    """A running job, as the policy sees it. Sizes are bytes of host memory."""
 
     id: str
-    used: int
-    reserved: int
-    guess: Guess | None = None
-    at_least: int = 0
-    age: float = 0.0
-    still: float = 0.0
-    stalled: float | None = None
-    at_risk: float = 0.0
-    asides: int = 0
-    is_leaving: bool = False
-    cores: float | None = None
-    threads: int = 1
+    used: int  # what it uses now
+    reserved: int  # what it was granted
+    guess: Guess | None = None  # what it is thought to need; None if nothing is known of similar jobs
+    at_least: int = 0  # what it is to hold whatever it uses, because it ran out of memory before
+    age: float = 0.0  # seconds since its start, without those in which it waited at its limit
+    still: float = 0.0  # seconds since it grew last
+    stalled: float | None = None  # for how many seconds it has waited at its limit; None if it does not
+    at_risk: float = 0.0  # seconds of work that would be lost if it ended now
+    asides: int = 0  # how often it gave way already
+    is_leaving: bool = False  # it was asked to stop
+    cores: float | None = None  # how many cores it keeps busy; None before that was measured
+    threads: int = 1  # how many it may keep busy
 
     @property
     def left_seconds(self) -> float:
@@ -285,26 +233,21 @@ class Grown(NamedTuple):
     reserved: dict[str, int]
     free: int
     short: str
-    lack: int
 
 
 def grow(
-    jobs: Collection[Held], free: int, capacity: int, first: str | None = None, *, has_walls: bool = True
+    jobs: Collection[Held], free: int, capacity: int, first: str = "", *, has_walls: bool = True, least: int = 1
 ) -> Grown:
-    """Return what each job is to hold, given what is free beside what they hold.
-
-    Args:
-        first: The job that others gave way to; it comes before all others that wait.
-    """
+    """Return what each job is to hold, given what is free beside; ``first``, to which others gave way, comes first."""
     is_tight = any(job.stalled is not None for job in jobs)
     wants = {job.id: wanted(job, capacity, is_tight=is_tight, has_walls=has_walls) for job in jobs}
     reserved = {job.id: job.reserved for job in jobs}
     for job in jobs:
-        least = max(job.used, wants[job.id], 1)
-        if least < job.reserved and not job.is_leaving:
-            reserved[job.id] = least
-            free += job.reserved - least
-    short, lack = "", 0
+        size = max(job.used, wants[job.id], least)
+        if size < job.reserved and not job.is_leaving:
+            reserved[job.id] = size
+            free += job.reserved - size
+    short = ""
     waiting = _in_order((job for job in jobs if job.stalled is not None), first)
     growing = sorted((job for job in jobs if job.stalled is None), key=lambda job: wants[job.id] - job.used)
     for job in (*waiting, *growing):
@@ -315,8 +258,7 @@ def grow(
         reserved[job.id], free = held + more, free - more
         if held + more < wants[job.id] and (job.stalled is not None or job.used > job.reserved):
             short = short or job.id
-            lack = lack or wants[job.id] - held - more
-    return Grown(reserved, max(0, free), short, lack)
+    return Grown(reserved, max(0, free), short)
 
 
 def _in_order(jobs: Iterable[Held], first: str | None) -> list[Held]:
@@ -324,31 +266,25 @@ def _in_order(jobs: Iterable[Held], first: str | None) -> list[Held]:
     return sorted(jobs, key=lambda job: (job.id != first, job.left_seconds, -job.age))
 
 
-def walls(jobs: Collection[Held], free: int, capacity: int, first: str | None = None) -> dict[str, int]:
+def walls(jobs: Collection[Held], free: int, capacity: int, first: str = "", *, least: int = 1) -> dict[str, int]:
     """Return each job's limit: what it holds and a part of what is free, for a burst. Together they stay within both.
 
-    While some wait at their limits, one of them alone gets a part.
+    While some wait at their limits, one of them alone gets a part. None is below the ``least`` that a process needs.
     """
     if len(jobs) == 1:
-        return {job.id: max(job.used, job.reserved, capacity) for job in jobs}
+        return {job.id: max(least, job.used, job.reserved, capacity) for job in jobs}
     waiting = _in_order((job for job in jobs if job.stalled is not None and not job.is_leaving), first)
     chosen = waiting[0].id if waiting else first
     part = free // max(8, len(jobs))
     found = {}
     for job in jobs:
-        burst = part if chosen is None else free if job.id == chosen else 0
-        found[job.id] = max(1, job.used, job.reserved) + burst
+        burst = part if not chosen else free if job.id == chosen else 0
+        found[job.id] = max(least, job.used, job.reserved) + burst
     return found
 
 
 def is_safe(jobs: Iterable[tuple[int, int]], capacity: int) -> bool:
-    """Return True if all jobs could end one after another, each with the most that it may need.
-
-    Each is what a job uses, and that most.
-
-    >>> is_safe([(40, 80), (30, 60)], 110), is_safe([(50, 80), (40, 60)], 100)
-    (True, False)
-    """
+    """Return True if all jobs could end one after another; each is what it uses, and the most that it may need."""
     jobs = sorted(jobs, key=lambda job: job[1] - job[0])
     free = capacity - sum(used for used, _ in jobs)
     for used, most in jobs:
@@ -385,14 +321,8 @@ def start(
 ) -> int | str:
     """Return what a waiting job holds from its start on, which may be more than the room; or why it must not start yet.
 
-    Args:
-        need: What it needs; None if nothing is known of it.
-        guess: The same with what an exception would need, if similar jobs ended.
-        jobs: Those that run.
-        room: What is free for it beside what they hold.
-        capacity: What all may have together.
-        asides: How often it gave way already.
-        has_walls: Jobs wait at their limits.
+    ``need`` is None if nothing is known of it; ``guess`` says what an exception would need, if similar ones ended.
+    ``room`` is free for it beside what the running ``jobs`` hold, ``capacity`` is for all together.
     """
     size = first_size(jobs, capacity, has_walls=has_walls) if need is None else need.wanted
     if not jobs:  # the slack is for jobs beside it
@@ -407,18 +337,14 @@ def start(
 def may_start(
     guess: Guess | None, size: int, jobs: Sequence[Held], room: int, capacity: int, *, has_walls: bool = True
 ) -> str:
-    """Return why a job that fits must not start yet beside others; empty if it may.
-
-    Args as in `start`; ``size`` is what it is to hold at its start.
-    """
+    """Return why a job of this size must not start beside others; empty if it may. Args as in `start`."""
     if waiting := _in_order((job for job in jobs if job.stalled is not None), None):
         return f"{waiting[0].id} waits for more memory"  # it may take all that is free at any moment
     if guess is None:
-        wider = 1.0 if has_walls else _NO_WALLS
-        growing = [job for job in jobs if job.guess is None and job.still < wider * STILL_SECONDS]
-        num_young = sum(job.age < _YOUNG_SECONDS for job in growing)
-        if num_young >= _MOST_YOUNG or len(growing) >= (_MOST_BLIND if has_walls else 1):
-            return f"{min(growing, key=lambda job: job.age).id} is being measured"
+        blind = [job for job in jobs if not is_measured(job, has_walls=has_walls)]
+        num_blind = sum(2 if job.used <= _INTERPRETER else 1 for job in blind)
+        if num_blind >= (_MOST_BLIND if has_walls else 1):
+            return f"{min(blind, key=lambda job: job.age).id} is being measured"
     bets = [job.guess.spread for job in jobs if job.guess is not None and not has_peaked(job)]
     if guess is not None and size + _SURE * math.hypot(guess.spread, *bets) > room:
         return "room is kept for running jobs that may need more than similar ones"
@@ -428,13 +354,16 @@ def may_start(
     return ""
 
 
+def is_measured(held: Held, *, has_walls: bool = True) -> bool:
+    """Return True if what a running job uses tells what it needs: similar ones ended, or it stands still."""
+    calm = STILL_SECONDS if held.used > _INTERPRETER else _BARE_SECONDS
+    return held.guess is not None or held.still >= calm * (1.0 if has_walls else _NO_WALLS)
+
+
 def why_no_core(jobs: Collection[Held], cores: int) -> str:
     """Return why no job more starts however much memory is free; empty if one may.
 
     As many as there are cores always may. Beyond that, more jobs only share what is there once all cores are busy.
-
-    >>> why_no_core([Held("a", 1, 1, cores=1.0), Held("b", 1, 1, cores=0.8)], 2)
-    '2 jobs keep 1.8 of 2 cores busy'
     """
     expected = [job.guess.cores if job.guess else 0.0 for job in jobs]
     busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
@@ -459,10 +388,7 @@ class Aside(NamedTuple):
 
 
 def relieve(jobs: Sequence[Held], first: str | None = None) -> Aside | None:
-    """Return which job gives way to one that waits at its limit; None while they wait.
-
-    If all wait, at once. Else once the wait took longer than the restart would cost.
-    """
+    """Return which job gives way to a waiting one: at once if all wait, else once the wait cost more than a restart."""
     waiting = _in_order((job for job in jobs if job.stalled is not None), first)
     if not waiting or any(job.is_leaving for job in jobs):
         return None

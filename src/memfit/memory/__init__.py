@@ -6,7 +6,6 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.memory._admission import DEFAULT_SLACK as DEFAULT_SLACK
-    from memfit.memory._admission import DEVICE_RESERVE_BYTES as DEVICE_RESERVE_BYTES
     from memfit.memory._admission import Lendable as Lendable
     from memfit.memory._admission import bounds_of as bounds_of
     from memfit.memory._admission import count_fitting as count_fitting
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.memory._admission import rooms_of as rooms_of
     from memfit.memory._admission import why_tight as why_tight
     from memfit.memory._budget import Budget as Budget
+    from memfit.memory._budget import default_reserve_of as default_reserve_of
     from memfit.memory._cgroup import locate as locate
     from memfit.memory._cgroup import memory_group as memory_group
     from memfit.memory._cgroup import oom_kills_above as oom_kills_above
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from memfit.memory._heap import read_heap as read_heap
     from memfit.memory._host import Limit as Limit
     from memfit.memory._host import SharedMemory as SharedMemory
-    from memfit.memory._host import Swap as Swap
     from memfit.memory._host import parse_cpu_list as parse_cpu_list
     from memfit.memory._host import parse_limits as parse_limits
     from memfit.memory._host import parse_mountinfo as parse_mountinfo
     from memfit.memory._host_runs import Claims as Claims
     from memfit.memory._host_runs import Entry as Entry
     from memfit.memory._host_runs import Others as Others
+    from memfit.memory._host_runs import claim_counts as claim_counts
     from memfit.memory._host_runs import list_entries as list_entries
     from memfit.memory._host_runs import live_jobs as live_jobs
+    from memfit.memory._host_runs import place_here as place_here
     from memfit.memory._host_runs import sweep_entries as sweep_entries
     from memfit.memory._jobgroup import NO_WALL_BYTES as NO_WALL_BYTES
     from memfit.memory._jobgroup import GroupState as GroupState
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from memfit.memory._process import Stat as Stat
     from memfit.memory._process import Status as Status
     from memfit.memory._process import Tree as Tree
+    from memfit.memory._process import held_bytes as held_bytes
     from memfit.memory._process import parse_counters as parse_counters
     from memfit.memory._process import parse_rollup as parse_rollup
     from memfit.memory._process import parse_stat as parse_stat
@@ -68,5 +70,7 @@ if TYPE_CHECKING:
     from memfit.memory._walls import find_base as find_base
     from memfit.memory._walls import systemd_scope_command as systemd_scope_command
     from memfit.memory._walls import why_no_walls as why_no_walls
+
+__all__ = ["Budget", "Footprint", "measure", "read_series"]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.memory._footprint import HOST, Footprint
 from memfit.units import MIB, format_bytes
@@ -21,14 +21,11 @@ DEVICE_RESERVE_BYTES = 256 * MIB
 _CACHE_SHARE = 0.25
 #: What a declared or estimated peak must leave of its limit, as a share; less is tight.
 _TIGHT = 0.05
-#: Limits that all runs on this host share; the user's limit and a Slurm job's hold for one run alone.
-_SHARED = frozenset({"group", "host"})
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int:
     """Return what a job of this footprint reserves on the host: its private peak, and a slack if that was measured.
-
     >>> reservation_bytes(Footprint(1000), slack=0.1), reservation_bytes(Footprint.declared(1000))
     (1100, 1000)
     """
@@ -38,7 +35,6 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
 
 def why_tight(upper_bytes: int, limit_bytes: int) -> str:
     """Say that a peak nobody has measured fits its limit and leaves less than 5 % of it; empty where that is not so.
-
     >>> why_tight(98 << 30, 100 << 30), why_tight(95, 100), why_tight(101, 100)
     ('98.00 GiB of 100.00 GiB leave 2.0%, under 5%', '', '')
     """
@@ -50,14 +46,9 @@ def why_tight(upper_bytes: int, limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class Lendable:
-    """What is available at one place for one more job, as a sum that can be shown.
-
-    Attributes:
-        headroom_bytes: What is free there, as measured now.
-        reserve_bytes: What is kept free.
-        unused_bytes: What running jobs have reserved and do not use yet.
-        where: The place in words, such as ``on GPU 0``; empty for the host.
-    """
+    """What is available at one place for one more job, as a sum that can be shown: ``headroom_bytes`` free as measured
+    now, less the reserve, less what running jobs have reserved and do not use yet. ``where`` is the place in words,
+    such as ``on GPU 0``; empty for the host."""
 
     headroom_bytes: int
     reserve_bytes: int
@@ -71,7 +62,6 @@ class Lendable:
 
     def explain(self) -> str:
         """Return the sum in words.
-
         >>> Lendable(8 << 30, 1 << 30, 2 << 30).explain()
         '5.00 GiB available = 8.00 GiB free - 1.00 GiB reserve - 2.00 GiB reserved and not yet used'
         """
@@ -89,52 +79,37 @@ def bounds_of(
     unused: Mapping[str, int] = _NOTHING,
     others: Mapping[str, int] = _NOTHING,
     reserve_bytes: int | None = None,
-) -> list[tuple[str, bool, Lendable]]:
-    """Return, for each limit: its place, whether other runs share it, and what is available under it.
-
-    Args:
-        budget: The limits on the host, each with what is free under it, and the devices.
-        in_use: Bytes by place that the reading counts as taken and that are free; negative for what was taken since.
-        unused: Bytes by place that running jobs have reserved and do not use yet.
-        others: Bytes by place that other runs will take of the limits that they share.
-        reserve_bytes: What is kept free on the host; the budget's own reserve when None.
-    """
+) -> list[tuple[str, str, Lendable]]:
+    """Return for each limit its place, its id (a device's uuid), and what is available under it. By place: ``in_use``
+    are bytes that the reading counts as taken and that are free (negative: taken since), ``unused`` what running jobs
+    have reserved and do not use yet. ``others``: bytes that other runs will take, by the limit's id."""
     kept = budget.reserve_bytes if reserve_bytes is None else reserve_bytes
     limits = [one for one in budget.limits if one.binds] or [budget.binding]
-    found = [(HOST, one.scope in _SHARED, one.headroom_bytes, one.limit_bytes, kept, "") for one in limits]
+    found = [(HOST, one.id, one.headroom_bytes, one.limit_bytes, kept, "") for one in limits]
     found += [
-        (one.uuid, True, one.free_bytes, one.total_bytes, DEVICE_RESERVE_BYTES, f"on GPU {one.index} ({one.uuid})")
+        (one.uuid, one.uuid, one.free_bytes, one.total_bytes, DEVICE_RESERVE_BYTES, f"on GPU {one.index} ({one.uuid})")
         for one in budget.devices
     ]
     bounds = []
-    for place, is_shared, free_bytes, limit_bytes, reserve, where in found:
-        free = min(free_bytes + in_use.get(place, 0), limit_bytes) - others.get(place, 0) * is_shared
-        bounds.append((place, is_shared, Lendable(free, reserve, unused.get(place, 0), where)))
+    for place, id, free_bytes, limit_bytes, reserve, where in found:
+        free = min(free_bytes + in_use.get(place, 0), limit_bytes) - others.get(id, 0)
+        bounds.append((place, id, Lendable(free, reserve, unused.get(place, 0), where)))
     return bounds
 
 
-def rooms_of(
-    budget: Budget,
-    in_use: Mapping[str, int] = _NOTHING,
-    *,
-    unused: Mapping[str, int] = _NOTHING,
-    others: Mapping[str, int] = _NOTHING,
-    reserve_bytes: int | None = None,
-) -> dict[str, Lendable]:
+def rooms_of(budget: Budget, in_use: Mapping[str, int] = _NOTHING, **more: Any) -> dict[str, Lendable]:
     """Return what is available at each place, under the smallest limit there; arguments as in ``bounds_of``."""
     rooms: dict[str, Lendable] = {}
-    for place, _, room in bounds_of(budget, in_use, unused=unused, others=others, reserve_bytes=reserve_bytes):
+    for place, _, room in bounds_of(budget, in_use, **more):
         if place not in rooms or room.bytes < rooms[place].bytes:
             rooms[place] = room
     return rooms
 
 
 def keep_cache(budget: Budget, room: Lendable, mapped_bytes: int) -> Lendable:
-    """Return the room beside the page cache of the files that jobs map, such as a panel.
-
-    Page cache is never the cause of a kill. But jobs that fill a limit without it read their panel from the disk again
-    and again: three folds of 3 s that mapped 176 MiB took 8 minutes under 900 MiB. The reserve counts towards it.
-    """
+    """Return the room beside the page cache of the files that jobs map, such as a panel. Page cache is never the cause
+    of a kill. But jobs that fill a limit without it read their panel from the disk again and again: three folds of 3 s
+    that mapped 176 MiB took 8 minutes under 900 MiB. The reserve counts towards it."""
     cache = min(mapped_bytes, int(_CACHE_SHARE * budget.binding.limit_bytes))
     return replace(room, reserve_bytes=max(room.reserve_bytes, cache))
 
@@ -142,10 +117,8 @@ def keep_cache(budget: Budget, room: Lendable, mapped_bytes: int) -> Lendable:
 def count_fitting(
     rooms: Mapping[str, Lendable], needed_bytes: int, num_devices: int = 0, needed_device_bytes: int = 1
 ) -> int:
-    """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs.
-
-    Both sizes are at least 1.
-
+    """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs. Both sizes
+    are at least 1.
     >>> rooms = {HOST: Lendable(100, 0, 0), "GPU-a": Lendable(90, 0, 0), "GPU-b": Lendable(20, 0, 0)}
     >>> count_fitting(rooms, 30), count_fitting(rooms, 10, 1, 30), count_fitting(rooms, 10, 2, 10)
     (3, 3, 2)

@@ -156,11 +156,9 @@ class Budget:
 
 
 def default_reserve_of(binding: Limit, swap: Swap) -> tuple[int, str]:
-    """Return the reserve when the user names none, and its arithmetic in words.
-
-    It covers the supervisor, what the kernel charges in batches per CPU, and what is measured late. Without usable swap
-    the share doubles. It stays within an eighth of the limit, so that a small container can still be used.
-    """
+    """Return the reserve when the user names none, and its arithmetic in words. It covers the supervisor, what the
+    kernel charges in batches per CPU, and what is measured late. Without usable swap the share doubles. It stays within
+    an eighth of the limit, so that a small container can still be used."""
     percent, why = (2, "swap can be used") if swap.usable_bytes else (4, "no swap can be used")
     share, ceiling = binding.limit_bytes * percent // 100, binding.limit_bytes // 8
     wanted = min(max(share, 256 * MIB), 4 * GIB)
@@ -188,7 +186,6 @@ def _check_sizes(cap_bytes: int | None, reserve_bytes: int | None) -> None:
 
 
 def _collect(root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.Placement | None) -> list[Limit]:
-    """All limits that the machine sets."""
     fields = parse_pairs(read_text(root / "proc/self/status"))
     found = [*(_cgroup.read_group_limits(placement) if placement else ()), *host.limits]
     found += read_slurm(env, *_job_used(placement, env.get("SLURM_JOB_ID", ""), fields))
@@ -203,13 +200,13 @@ def _judge(one: Limit, host: Host) -> Limit:
     return replace(one, binds=False, note="; ".join(filter(None, (note, one.note))))
 
 
-def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str, int]) -> tuple[int, str]:
-    """Return what this Slurm job uses already: its group where there is one, and else this process alone."""
+def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str, int]) -> tuple[int, str, str]:
+    """Return what this Slurm job uses already: its group where there is one, with its id, else this process alone."""
     if placement and job:
         for group in placement.groups:
             if group.path.rpartition("/")[2] == f"job_{job}":
-                return _cgroup.group_used(placement, group), ""
-    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0), "used counts this process only"
+                return _cgroup.group_used(placement, group), "", _cgroup.group_id(group.directory)
+    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0), "used counts this process only", ""
 
 
 def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:

@@ -8,6 +8,7 @@ Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.memory._host import (
+    HIDDEN,
     REAL_ROOT,
     Limit,
     Mount,
@@ -55,10 +57,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy.
-
-    ``groups`` has its own first, then each visible ancestor; ``hidden`` ones lie above the last.
-    """
+    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy. ``groups`` has its own
+    first, then each visible ancestor; ``hidden`` ones lie above the last."""
 
     version: int
     groups: tuple[Group, ...]
@@ -69,7 +69,6 @@ class Placement:
 
 def parse_cgroup(text: str | None) -> dict[str, str]:
     """Return the path by controller; the unified hierarchy is the controller ``""``.
-
     >>> parse_cgroup("4:memory:/slurm/uid_7/job_42\\n3:cpu,cpuacct:/\\n1:name=systemd:/\\n0::/init.scope\\n")
     {'memory': '/slurm/uid_7/job_42', 'cpu': '/', 'cpuacct': '/', 'name=systemd': '/', '': '/init.scope'}
     """
@@ -83,7 +82,6 @@ def parse_cgroup(text: str | None) -> dict[str, str]:
 
 def parse_limit(text: str | None) -> int | None:
     """Return the limit that a file holds, or None when it says unlimited or there is no file.
-
     >>> parse_limit("2147483648\\n"), parse_limit("max\\n"), parse_limit("9223372036854771712\\n")
     (2147483648, None, None)
     """
@@ -93,7 +91,6 @@ def parse_limit(text: str | None) -> int | None:
 
 def owner_of(path: str) -> str:
     """Return who made a group, by the names that schedulers and container engines give; empty if unknown.
-
     >>> owner_of("/slurm/uid_1000/job_42/step_0"), owner_of("/user.slice"), owner_of("/x")
     ('Slurm job 42', 'systemd unit user.slice', '')
     >>> owner_of("/memfit-run_1/job-job_7")
@@ -106,10 +103,8 @@ def owner_of(path: str) -> str:
 
 
 def non_reclaimable_v2(stat: Mapping[str, int]) -> int:
-    """Return anonymous, shared and kernel bytes of a v2 memory.stat: what reclaim cannot free without swap.
-
-    ``kernel`` (Linux 5.18) covers the single kernel figures; its reclaimable slab is taken out.
-
+    """Return anonymous, shared and kernel bytes of a v2 memory.stat: what reclaim cannot free without swap. ``kernel``
+    (Linux 5.18) covers the single kernel figures; its reclaimable slab is taken out.
     >>> non_reclaimable_v2({"anon": 100, "file": 70, "shmem": 20, "kernel": 9, "slab_reclaimable": 4, "sock": 1})
     126
     >>> non_reclaimable_v2({"anon": 100, "kernel_stack": 2, "slab_unreclaimable": 3, "slab": 9})
@@ -122,10 +117,8 @@ def non_reclaimable_v2(stat: Mapping[str, int]) -> int:
 
 
 def non_reclaimable_v1(stat: Mapping[str, int], kernel_bytes: int) -> int:
-    """Return anonymous, shared and kernel bytes of a v1 memory.stat, of the group and all below it.
-
-    Before ``shmem`` was shown, shared memory is what the anonymous LRU lists hold above ``rss``.
-
+    """Return anonymous, shared and kernel bytes of a v1 memory.stat, of the group and all below it. Before ``shmem``
+    was shown, shared memory is what the anonymous LRU lists hold above ``rss``.
     >>> non_reclaimable_v1({"total_rss": 100, "total_cache": 70, "total_shmem": 20}, kernel_bytes=9)
     129
     >>> non_reclaimable_v1({"total_rss": 100, "total_active_anon": 80, "total_inactive_anon": 50}, kernel_bytes=0)
@@ -189,6 +182,22 @@ def _find(top: Path, mount: Mount, path: str, pid: str) -> tuple[str, ...] | Non
     return None
 
 
+def group_id(directory: Path) -> str:
+    """Return the device and inode of a group's folder, which are the same in every name space."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return HIDDEN
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+@functools.cache
+def is_below(directory: Path, group: str) -> bool:
+    """Return whether a folder, or one below it, has this id; True where there are too many to look at."""
+    found = enumerate(os.walk(directory))
+    return any(number >= _MOST_GROUPS_SEARCHED or group_id(Path(one[0])) == group for number, one in found)
+
+
 def group_used(placement: Placement, group: Group) -> int:
     """Return the non-reclaimable bytes of a group; its whole usage where it has no memory.stat."""
     stat = parse_pairs(read_text(group.directory / "memory.stat"))
@@ -217,7 +226,8 @@ def read_group_limits(placement: Placement) -> Iterator[Limit]:
         for name, note in (("memory.max", ""), ("memory.high", throttle)):
             value = parse_limit(read_text(group.directory / name))
             if value is not None:
-                yield limit(name, _source(placement, group), value, group_used(placement, group), "group", note=note)
+                used, id = group_used(placement, group), group_id(group.directory)
+                yield limit(name, _source(placement, group), value, used, "group", note=note, id=id)
 
 
 def _limits_v1(placement: Placement) -> Iterator[Limit]:
@@ -235,13 +245,15 @@ def _limits_v1(placement: Placement) -> Iterator[Limit]:
             value = parse_limit(read_text(group.directory / name))
             if value is not None:
                 visible = min(value, visible)
-                yield limit(name, _source(placement, group), value, taken, "group", note=note)
+                id = group_id(group.directory)
+                yield limit(name, _source(placement, group), value, taken, "group", note=note, id=id)
         # What the kernel enforces on this group from wherever in the tree: smaller than all that is seen means that a
         # namespace or a bind mount hides the group that says so.
         if (value := stats[0].get(hierarchical, _UNLIMITED)) < visible:
             hidden = "set above the groups that are visible here; what others below it use is not known"
             source = f"cgroup v1, a group hidden above {groups[-1].path}"
-            yield limit(hierarchical, source, value, used[-1] - swapped[-1] + swapped[0], "group", note=hidden)
+            seen = used[-1] - swapped[-1] + swapped[0]
+            yield limit(hierarchical, source, value, seen, "group", note=hidden, id=HIDDEN)
 
 
 def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
@@ -283,11 +295,7 @@ def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
 
 
 def oom_kills_above(directory: Path) -> dict[Path, int]:
-    """Return the OOM kills of a group and of each visible group above it, by directory, its own first.
-
-    >>> oom_kills_above(Path("/nowhere"))
-    {}
-    """
+    """Return the OOM kills of a group and of each visible group above it, by directory, its own first."""
     kills = {}
     for group in (directory, *directory.parents):
         files = (parse_pairs(read_text(group / name)) for name in ("memory.oom_control", "memory.events"))

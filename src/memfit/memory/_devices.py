@@ -21,14 +21,7 @@ DeviceReader = Callable[[set[int]], Mapping[str, int]]
 
 @dataclass(frozen=True)
 class DeviceProcess:
-    """A process on a GPU that does not belong to this process's tree.
-
-    Attributes:
-        pid: Its id, as the driver gives it.
-        name: Its command, or that it is not visible from here.
-        used_bytes: Its device memory; None where the driver does not say.
-        user: The user it runs as; empty when it is not visible from here.
-    """
+    """A process on a GPU outside of this process's tree; ``used_bytes`` is None where the driver does not say."""
 
     pid: int
     name: str
@@ -38,17 +31,9 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU or MIG instance. Its memory is never added to the host's.
-
-    Attributes:
-        index: The GPU's index in NVML (PCI bus order); a MIG instance has its GPU's.
-        uuid: What CUDA_VISIBLE_DEVICES takes.
-        name: The product.
-        total_bytes: Its memory.
-        free_bytes: What is free of it now.
-        foreign_bytes: What is in use outside of this process's tree, the driver's own share included.
-        processes: Who else is on it.
-    """
+    """One GPU or MIG instance; its memory is never added to the host's. ``index`` is the GPU's in NVML (PCI bus order),
+    ``uuid`` what CUDA_VISIBLE_DEVICES takes. ``foreign_bytes`` is in use outside of this process's tree, the driver's
+    own share included."""
 
     index: int
     uuid: str
@@ -111,15 +96,11 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
 
 
 def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
-    """Return a reader of device bytes by process, or None on a machine without GPUs.
-
-    In a container with process numbers of its own, NVML gives the host's numbers and no process is found. With
-    ``has_devices`` there is a GPU: this need not be looked for.
-
-    Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses.
-    """
+    """Return a reader of device bytes by process, or None on a machine without GPUs. In a container with process
+    numbers of its own, NVML gives the host's numbers and no process is found. With ``has_devices`` there is a GPU: this
+    need not be looked for. Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses."""
     if nvml is None:
-        if not has_devices and sys.platform.startswith("linux") and not Path("/dev/nvidiactl").exists():
+        if not has_devices and not Path("/dev/nvidiactl").exists():
             return None
         nvml = real_nvml()
     try:

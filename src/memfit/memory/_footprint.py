@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memfit.errors import DamagedError, UsageError
-from memfit.units import parse_bytes
+from memfit.units import parse_memory
 
 Method = Literal["declared", "measured"]
 #: The place that every job takes memory of; the other places are devices, by their UUID.
@@ -19,16 +19,11 @@ Sizes = Counter[str]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The peaks of one phase.
+    """The peaks of one phase, in bytes; device memory (by UUID) is never added to the host's.
 
-    Attributes:
-        private_bytes: Non-reclaimable memory (anonymous + shared memory + kernel) of the process tree, high-water marks
-            between two samples included; this is what admission counts.
-        shared_bytes: Mapped file pages that other processes map too or that the kernel can drop, such as a panel.
-        pss_bytes: Proportional set size, from sweeps; 0 when no sweep fell into the phase.
-        device_bytes: Device memory by device UUID; never added to host memory.
-        seconds: Time spent in the phase.
-    """
+    ``private_bytes`` is what admission counts: non-reclaimable memory (anonymous, shared, kernel) of the process tree,
+    high-water marks between two samples included. ``shared_bytes`` are mapped file pages, such as a panel.
+    ``pss_bytes`` comes from sweeps; 0 when none fell into the phase."""
 
     private_bytes: int
     shared_bytes: int = 0
@@ -37,7 +32,6 @@ class PhasePeak:
     seconds: float = 0.0
 
     def merge(self, other: PhasePeak) -> PhasePeak:
-        """Return the larger of two, figure by figure."""
         return PhasePeak(
             private_bytes=max(self.private_bytes, other.private_bytes),
             shared_bytes=max(self.shared_bytes, other.shared_bytes),
@@ -82,7 +76,7 @@ class Footprint:
     @classmethod
     def declared(cls, host: str | int) -> Footprint:
         """Return a footprint as a user declares it: a hint until the job has been measured."""
-        return cls(private_bytes=parse_bytes(host), method="declared")
+        return cls(private_bytes=parse_memory(host) if isinstance(host, str) else host, method="declared")
 
     @property
     def sizes(self) -> Sizes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from memfit.errors import UsageError
+from memfit.memory._footprint import HOST
 
 REAL_ROOT = Path("/")
+#: The ``id`` of a limit above the visible groups.
+HIDDEN = "hidden"
 
 _SIZE_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -24,17 +26,11 @@ Scope = Literal["group", "host", "process", "job"]
 class Limit:
     """One limit on host memory.
 
-    Attributes:
-        name: The file, variable or option that holds the limit, such as ``memory.max``.
-        source: Where it is set, such as ``cgroup v2 /user.slice`` or ``Slurm job 42``.
-        limit_bytes: The limit.
-        used_bytes: What is used of it, as ``metric`` counts.
-        headroom_bytes: ``limit_bytes - used_bytes``; below 0 when the limit is passed already.
-        scope: What the limit bounds: a control ``group``, the ``host``, each ``process`` by itself, or this ``job``.
-        note: What a reader must know to judge it.
-        metric: What ``used_bytes`` counts.
-        binds: False for a limit that can never be the smallest, with the reason in ``note``.
-    """
+    ``name`` is the file, variable or option that holds it (``memory.max``), ``source`` where it is set (``Slurm job
+    42``). ``headroom_bytes`` may be below 0. It bounds a control ``group``, the ``host``, each ``process`` or this
+    ``job``. ``metric`` says what ``used_bytes`` counts. By ``id`` other runs know that they stand under it too:
+    ``host``, ``hidden``, or the group's device and inode; empty for a limit of this run alone. ``binds`` is False for
+    one that can never be the smallest; ``note`` says why."""
 
     name: str
     source: str
@@ -44,20 +40,14 @@ class Limit:
     scope: Scope
     note: str = ""
     metric: str = "non-reclaimable"
+    id: str = ""
     binds: bool = True
 
 
-def limit(
-    name: str,
-    source: str,
-    limit_bytes: int,
-    used_bytes: int,
-    scope: Scope,
-    note: str = "",
-    metric: str = "non-reclaimable",
-) -> Limit:
-    """Return a limit with its headroom."""
-    return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, note, metric)
+def limit(name: str, source: str, limit_bytes: int, used_bytes: int, scope: Scope, **more: Any) -> Limit:
+    """Return a limit with its headroom; ``more`` are its other fields."""
+    more.setdefault("id", HOST if scope == "host" else "")
+    return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, **more)
 
 
 @dataclass(frozen=True)
@@ -72,10 +62,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Swap:
-    """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on.
-
-    ``usable_bytes`` is what this process's groups may still use of it, and ``source`` is where that is set.
-    """
+    """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on. ``usable_bytes`` is what this
+    process's groups may still use of it, and ``source`` is where that is set."""
 
     total_bytes: int
     free_bytes: int
@@ -85,10 +73,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The file system at /dev/shm. What lies there is charged to the group that wrote it.
-
-    What is free is None in a recorded tree.
-    """
+    """The file system at /dev/shm; what lies there is charged to the group that wrote it."""
 
     total_bytes: int
     free_bytes: int | None
@@ -97,8 +82,6 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Host:
-    """The host's memory, as its own files give it."""
-
     limits: tuple[Limit, ...]
     total_bytes: int
     swap: Swap
@@ -125,7 +108,6 @@ def read_text(path: Path | str) -> str | None:
 
 def parse_pairs(text: str | None) -> dict[str, int]:
     """Return names and numbers, one pair a line, as in memory.stat and /proc/meminfo. Units ``kB`` become bytes.
-
     >>> parse_pairs("MemTotal:       24684092 kB\\nHugePages_Total:       0\\n")
     {'MemTotal': 25276510208, 'HugePages_Total': 0}
     >>> parse_pairs("anon 4096\\nfile 8192\\n")
@@ -137,7 +119,6 @@ def parse_pairs(text: str | None) -> dict[str, int]:
 
 def parse_status(text: str | None) -> dict[str, str]:
     """Return the fields of /proc/<pid>/status as text.
-
     >>> parse_status("Name:\\tpython3\\nPPid:\\t17\\nVmSize:\\t   12052 kB\\n")
     {'Name': 'python3', 'PPid': '17', 'VmSize': '12052 kB'}
     """
@@ -154,7 +135,6 @@ def descends(root: Path, pid: int, ancestor: int) -> bool:
 
 def parse_mountinfo(text: str | None) -> tuple[Mount, ...]:
     r"""Return the mounts of /proc/self/mountinfo, in its order; a later one hides an earlier one at the same point.
-
     >>> parse_mountinfo("30 25 0:27 / /mnt/a\\040b rw,relatime - tmpfs tmpfs rw,size=65536k\n")
     (Mount(root='/', point='/mnt/a b', kind='tmpfs', options=('rw', 'relatime', 'rw', 'size=65536k')),)
     """
@@ -174,7 +154,6 @@ def _unescape(text: str) -> str:
 
 def parse_limits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
     """Return the soft and hard limits of /proc/<pid>/limits; None for unlimited.
-
     >>> parse_limits("Max data size             4096                 unlimited            bytes     \\n")
     {'data size': (4096, None)}
     """
@@ -184,7 +163,6 @@ def parse_limits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
 
 def parse_cpu_list(text: str) -> int:
     """Return the number of CPUs in a list such as the status field Cpus_allowed_list.
-
     >>> parse_cpu_list("0-3,8"), parse_cpu_list("")
     (5, 0)
     """
@@ -194,7 +172,6 @@ def parse_cpu_list(text: str) -> int:
 
 def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
     """Return the size of a tmpfs by its mount options; without one, half of the memory, as in the kernel.
-
     >>> parse_tmpfs_size(("rw", "size=65536k"), 0), parse_tmpfs_size(("size=25%",), 4096), parse_tmpfs_size((), 4096)
     (67108864, 1024, 2048)
     """
@@ -209,13 +186,11 @@ def read_host(root: Path) -> Host:
     """Return the host's memory, swap and /dev/shm; refuse a recorded tree without proc/meminfo."""
     text = read_text(root / "proc/meminfo")
     if text is None:
-        if root != REAL_ROOT:
-            raise UsageError(
-                f"{root} has no proc/meminfo.",
-                rule="a recorded tree holds at least proc/meminfo.",
-                remedy="pass the folder above proc and sys",
-            )
-        return host_by_psutil()
+        raise UsageError(
+            f"{root} has no proc/meminfo.",
+            rule="Linux has it, and so has a recorded tree.",
+            remedy="mount /proc here, or pass the folder above proc and sys",
+        )
     memory = parse_pairs(text)
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
     virtual = any(mount.point == "/proc/meminfo" and "lxcfs" in mount.kind for mount in mounts)
@@ -229,17 +204,6 @@ def read_host(root: Path) -> Host:
     free = memory.get("SwapFree", 0)
     swap = Swap(memory.get("SwapTotal", 0), free, free, source)
     return Host(tuple(limits), total, swap, _read_shm(root, mounts, total))
-
-
-def host_by_psutil() -> Host:
-    """Return the host's memory where there is no /proc, through psutil."""
-    import psutil
-
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    source = f"psutil on {sys.platform}"
-    used = memory.total - memory.available
-    only = limit("available", source, memory.total, used, "host", metric="total - available")
-    return Host((only,), memory.total, Swap(swap.total, swap.free, swap.free, source), None)
 
 
 def _read_shm(root: Path, mounts: tuple[Mount, ...], total_bytes: int) -> SharedMemory | None:

@@ -1,7 +1,8 @@
 """Lists this user's runs on this host and what each has reserved, so that several supervisors share one budget.
 
 Each run has one file in a folder that only its user may open. Its supervisor holds a ``flock`` on it while it lives.
-What other users' runs take is measured with everything else on the host. Standard library only.
+It names the groups in which its jobs run: it counts against a limit that holds for them too, and against no other. What
+other users' runs take is measured with everything else on the host. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from memfit.files import open_regular, refresh
-from memfit.memory._footprint import Sizes
+from memfit.memory._cgroup import group_id, is_below, locate
+from memfit.memory._footprint import HOST, Sizes
+from memfit.memory._host import HIDDEN, REAL_ROOT, read_text
 from memfit.memory._locks import is_locked, lock_file, try_lock
 
 #: Names another folder, for hosts whose /var/tmp is not the same for all of a user's processes.
@@ -35,11 +39,12 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of this user. Its ``pid`` is only valid while its supervisor is ``alive``.
+    """One run of this user; its ``pid`` is only valid while its supervisor is ``alive``.
 
-    ``used`` is what its jobs use and ``unused`` what they have reserved beyond that, in bytes by place. ``group`` is
-    the folder of its parent control group, or empty.
-    """
+    ``used`` is what its jobs use by place, ``unused`` what they have reserved beyond that. ``group`` is the folder of
+    its parent control group. ``boot`` is the boot_id of its kernel, as a container has a host name of its own; empty
+    from an earlier memfit. ``groups``: its memory group and each visible one above, by id; ``sees_root``: up to the
+    root."""
 
     run: Path
     host: str
@@ -48,45 +53,49 @@ class Entry:
     used: Sizes = field(default_factory=Counter)
     unused: Sizes = field(default_factory=Counter)
     group: str = ""
+    boot: str = ""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    sees_root: bool = True
     alive: bool = True
+
+
+def place_here(root: Path = REAL_ROOT) -> dict[str, Any]:
+    """Return where the jobs of this process run, as an entry has it; ``root`` as in `Budget.read`."""
+    placement = locate(root, "memory")
+    boot = (read_text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()).strip()
+    groups = {group_id(one.directory): str(one.directory) for one in placement.groups} if placement else {}
+    return {"boot": boot, "groups": groups, "sees_root": placement is None or not placement.hidden}
+
+
+def claim_counts(limit: str, mine: Entry, other: Entry) -> bool:
+    """Return whether what another run holds counts against the limit of mine with this id. It does where nobody sees
+    whether its jobs run under that limit: to wait loses no work."""
+    if not (mine.boot == other.boot if other.boot else mine.host == other.host):
+        return False
+    if limit in (HOST, HIDDEN, *other.groups) or not other.groups:
+        return True
+    return not other.sees_root and is_below(Path(mine.groups[limit]), next(iter(other.groups)))
 
 
 @dataclass(frozen=True)
 class Others:
-    """All other live runs of this user on this host: how many, and the sums of their entries."""
+    """The other live runs of this user on this host: how many, and their sums, by the id of a limit or a device."""
 
-    num: int = 0
+    num: Counter[str] = field(default_factory=Counter)
     used: Sizes = field(default_factory=Counter)
     unused: Sizes = field(default_factory=Counter)
 
 
 class Claims:
-    """This run's entry in its user's list, from now until ``close``.
+    """This run's entry in its user's list, from now until ``close``. If the list cannot be used, the run goes on
+    without an entry, ``problem`` says why, and each change tries again. ``patience_seconds``: how long to wait for
+    another supervisor's decision."""
 
-    If the list cannot be used, the run goes on without an entry, and ``problem`` says why. It tries again whenever the
-    entry changes.
-
-    Args:
-        folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
-        patience_seconds: How long to wait for another supervisor's decision.
-
-    Attributes:
-        problem: Why the run has no entry; empty when it has one.
-
-    Example:
-        >>> import tempfile
-        >>> list_of_runs = Path(tempfile.mkdtemp())
-        >>> mine, other = Claims(Path("/runs/a"), folder=list_of_runs), Claims(Path("/runs/b"), folder=list_of_runs)
-        >>> other.write(used=Counter(host=300), unused=Counter(host=200))
-        >>> with mine.deciding() as others:
-        ...     others
-        Others(num=1, used=Counter({'host': 300}), unused=Counter({'host': 200}))
-        >>> mine.close(); other.close()
-    """
-
-    def __init__(self, run: Path, *, folder: Path | None = None, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, run: Path, *, folder: Path | None = None, patience_seconds: float = _PATIENCE_SECONDS, **place: Any
+    ) -> None:
         self._folder, self._most_patience = _path_of(folder), patience_seconds
-        self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time())
+        self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time(), **place or place_here())
         self._path = self._folder / f"{hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16]}.run"
         self._descriptor: int | None = None
         self._written: Entry | None = None
@@ -96,19 +105,20 @@ class Claims:
 
     def others(self) -> Others:
         """Return what all other live runs of this user on this host use and have reserved."""
-        here = [
-            one for _, one in _read_all(self._folder) if one.host == self._entry.host and one.run != self._entry.run
-        ]
-        live = [entry for entry in here if entry.alive or _is_orphaned(entry.run)]
-        used = sum((entry.used for entry in live), Counter[str]())
-        return Others(len(live), used, sum((entry.unused for entry in live), Counter[str]()))
+        found, mine = Others(), self._entry
+        for _, one in _read_all(self._folder):
+            if one.run == mine.run or not claim_counts(HOST, mine, one) or not (one.alive or _is_orphaned(one.run)):
+                continue
+            limits = [limit for limit in (HIDDEN, *mine.groups) if claim_counts(limit, mine, one)]
+            found.num.update([HOST, *limits])
+            for sums, sizes in ((found.used, one.used), (found.unused, one.unused)):
+                sums.update(sizes | Counter(dict.fromkeys(limits, sizes[HOST])))
+        return found
 
     @contextmanager
     def deciding(self) -> Iterator[Others]:
-        """Hold the list's lock, so that no two runs give the same free bytes away; yield what the others have.
-
-        A holder that was stopped is waited for once, and then passed by.
-        """
+        """Hold the list's lock, so that no two runs give the same free bytes away; yield what the others have. A holder
+        that was stopped is waited for once, and then passed by."""
         lock = None
         with contextlib.suppress(OSError):  # no list, or a file system without locks
             lock = lock_file(_own(self._folder) / "lock", self._patience)
@@ -120,10 +130,8 @@ class Claims:
                 os.close(lock)
 
     def write(self, *, used: Sizes, unused: Sizes, group: str | None = None) -> None:
-        """Bring the own entry up to date; costs nothing when nothing changed.
-
-        A later start removes what is left in ``group``.
-        """
+        """Bring the own entry up to date; costs nothing when nothing changed. A later start removes what is left in
+        ``group``."""
         group = self._entry.group if group is None else group
         self._entry = replace(self._entry, used=used.copy(), unused=unused.copy(), group=group)
         self._put()
@@ -173,7 +181,7 @@ def sweep_entries(folder: Path | None = None) -> list[Entry]:
 
 
 def _path_of(folder: Path | None) -> Path:
-    # Not $TMPDIR nor $XDG_RUNTIME_DIR: decision 0017.
+    # Not $TMPDIR nor $XDG_RUNTIME_DIR: docs/project/decisions/0017-claims-are-per-user.md.
     return folder or Path(os.environ.get(CLAIMS_VARIABLE) or f"/var/tmp/memfit-{os.geteuid()}")
 
 
@@ -207,7 +215,8 @@ def _read(path: Path) -> Entry | None:
                 sizes = {name: Counter({**found[name]}) for name in ("used", "unused")}
                 alive = not try_lock(descriptor, fcntl.LOCK_SH)
                 plain = {"run": Path(found["run"]), "started": float(found["started"]), "alive": alive}
-                return Entry(**found | plain | sizes)
+                known = {one: found[one] for one in Entry.__dataclass_fields__ if one in found}  # a later memfit's too
+                return Entry(**known | plain | sizes)
             time.sleep(0.001)
     finally:
         os.close(descriptor)

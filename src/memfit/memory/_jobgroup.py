@@ -26,15 +26,9 @@ OUTSIDE = ".outside"
 class GroupState:
     """What the kernel says of a group now, its descendants included.
 
-    Attributes:
-        used_bytes: Non-reclaimable bytes: anonymous, shared and kernel memory.
-        charged_bytes: All that is charged, page cache included.
-        shared_memory_bytes: The shared part of ``used_bytes``: tmpfs, /dev/shm, shared mappings.
-        wall_bytes: Its limit; ``NO_WALL_BYTES`` without one.
-        stalled: A process of it waits for memory, at its own limit or at that of the group above.
-        met_wall: How often a charge met the limit; the reclaim of page cache counts too.
-        oom_kills: Its OOM kills (v2: at least one per kill, sometimes more).
-    """
+    ``used_bytes`` is non-reclaimable (anonymous, shared, kernel), ``charged_bytes`` has page cache too. ``stalled``: a
+    process waits for memory at its own limit or that of the group above. ``met_wall`` counts charges that met the
+    limit, for page cache too. ``oom_kills`` on v2 may be more than the kills."""
 
     used_bytes: int
     charged_bytes: int
@@ -68,11 +62,7 @@ class JobGroup:
         return f"cgroup v{self.version} /{self.path.relative_to(top)}"
 
     def enter(self) -> None:
-        """Move the calling process into the group; for the child between fork and exec.
-
-        Raises:
-            OSError: If the group is gone, or this user may not.
-        """
+        """Move the calling process into the group; for the child between fork and exec."""
         put(f"{self.path}/cgroup.procs", "0")
 
     def state(self) -> GroupState | None:
@@ -137,10 +127,8 @@ class JobGroup:
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
     def first_met(self) -> str:
-        """Return the nearest of this group and those above it whose hard limit was ever met; empty if none was.
-
-        The reclaim of page cache counts too, so that this is a hint and no proof.
-        """
+        """Return the nearest of this group and those above it whose hard limit was ever met; empty if none was. The
+        reclaim of page cache counts too, so that this is a hint and no proof."""
         for path in (self.path, *self.path.parents):
             if self.version == 1:
                 met, wall = read_text(path / "memory.failcnt") or "0", read_text(path / "memory.limit_in_bytes")
@@ -152,11 +140,9 @@ class JobGroup:
         return ""
 
     def set_wall(self, wall_bytes: int) -> None:
-        """Set the limit, or as near above it as what is used allows; do nothing when the group is gone.
-
-        Lowering it reclaims page cache first, in this call. On v2 nothing is killed by it: ``memory.max`` stays above
-        what is charged.
-        """
+        """Set the limit, or as near above it as what is used allows; do nothing when the group is gone. Lowering it
+        reclaims page cache first, in this call. On v2 nothing is killed by it: ``memory.max`` stays above what is
+        charged."""
         with contextlib.suppress(FileNotFoundError):
             if self.version == 1:
                 self._set_wall_v1(wall_bytes)
@@ -180,7 +166,6 @@ class JobGroup:
                 return
 
     def pids(self) -> list[int]:
-        """Return the processes of the group and its descendants."""
         try:
             has_children = self.path.stat().st_nlink != 2
         except OSError:
@@ -244,10 +229,8 @@ def _any_sleeps(pids: list[int]) -> bool:
 
 
 def sweep_groups(parent: Path, *, uid: int | None = None) -> int:
-    """Kill and remove what a dead run left below its parent group; return how many processes were killed.
-
-    Another folder than a ``memfit-`` group, or one that is not of user ``uid``, is left alone.
-    """
+    """Kill and remove what a dead run left below its parent group; return how many processes were killed. Another
+    folder than a ``memfit-`` group, or one that is not of user ``uid``, is left alone."""
     try:
         owner = parent.stat().st_uid
     except OSError:

@@ -22,13 +22,8 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
-    """Lock a file until its descriptor is closed, and make the file if there is none.
-
-    Waits at most ``seconds``: a process that looks whether the file is locked holds the lock for a moment.
-
-    Returns:
-        The descriptor; None if another process holds the lock.
-    """
+    """Lock a file, made if need be, until the returned descriptor is closed; None if another process holds the lock.
+    Waits at most ``seconds``: a process that looks whether the file is locked holds the lock for a moment."""
     until = time.monotonic() + seconds
     while True:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -41,11 +36,7 @@ def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
 
 
 def is_locked(path: Path | str) -> bool:
-    """Return True if a process holds a lock on this file; False if there is no such regular file.
-
-    Raises:
-        OSError: If it cannot be asked, as on a network drive whose server does not answer.
-    """
+    """Return whether a process holds a lock on this file; OSError if it cannot be asked, as on a dead network drive."""
     try:
         descriptor = open_regular(path)
     except OSError as error:
@@ -59,10 +50,8 @@ def is_locked(path: Path | str) -> bool:
 
 
 def is_lost(descriptor: int) -> bool:
-    """Return True if the server of a network drive has forgotten a lock that this process took on an open file.
-
-    Only writes through its descriptor fail then. A server that does not answer shows the same. Seen with NFS 4.2.
-    """
+    """Return True if the server of a network drive has forgotten a lock that this process took on an open file. Only
+    writes through its descriptor fail then. A server that does not answer shows the same. Seen with NFS 4.2."""
     try:
         os.pwrite(descriptor, b"\n", 0)
         os.fsync(descriptor)

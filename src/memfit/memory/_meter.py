@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.errors import UsageError
@@ -28,19 +27,10 @@ SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
 class Sample:
     """A process tree at one moment, in bytes.
 
-    Attributes:
-        time: Unix seconds.
-        num_processes: How many processes live.
-        private_bytes: Non-reclaimable memory now; pages shared within the tree count once.
-        shared_bytes: Mapped file pages, each once (at least this much).
-        rss_bytes: The sum of the resident sizes; counts shared pages once per process.
-        pss_bytes: The sum of the proportional sizes at the last sweep; 0 before the first.
-        phase: The phase's name, empty before the first mark.
-        device_bytes: By device UUID.
-        peak_bytes: The private peak since the sample before, high-water marks included.
-        cpu_seconds: The CPU time of the tree so far.
-        disk_bytes: What it read from a disk and wrote so far.
-    """
+    ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
+    marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
+    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` and
+    ``disk_bytes`` are so far."""
 
     time: float
     num_processes: int
@@ -81,50 +71,29 @@ class TreeMeter:
     have written since its fork. Before the first sweep of a process the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped then or now, whichever are more. So a panel that is mapped is not taken for private
-    memory, and an allocation of some milliseconds is seen. A spike below an earlier mark, and a process that lived
-    between two samples, show only in the peak of ``group``, which counts page cache too.
+    less the file pages mapped then or now, whichever are more. So a mapped panel is not taken for private memory, and
+    an allocation of some milliseconds is seen. A spike below an earlier mark, and a process that lived between two
+    samples, show only in the peak of ``group``, which counts page cache too.
 
     **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless
     ``floor_bytes`` is set from the job's control group. ``clear_refs`` is never written: the job would see it.
 
-    Args:
-        pid: The root of the tree; children count at any depth, also after their parents died.
-        root: Where ``/proc`` lies.
-        clock: Seconds for pacing and phases.
-        group: The job's own control group; its peak is reported as the part ``charged_peak``.
-        devices: Gives device bytes; see ``device_reader``.
-        reader: Reads figures of processes; ``/proc`` below ``root`` when None.
-        cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
-
-    Attributes:
-        pss_of: The proportional size of each process at the last sweep.
-        pids, pids_seen: The processes that were alive at the last sample, and all that were ever seen.
-        floor_bytes: Non-reclaimable memory of the tree's own control group; samples show at least that much.
-        inherited_bytes: Anonymous memory that the root has by a fork from a process outside of the tree. What of it the
-            root has not written since is not counted, as of the last sweep.
-        counts_from_birth: What the tree did before the first sample is part of the measurement.
-
-    Example:
-        >>> meter = TreeMeter(os.getpid())
-        >>> meter.enter_phase("load")
-        >>> sample = meter.sample()
-        >>> sample.phase, sample.num_processes >= 1, sample.private_bytes > 0
-        ('load', True, True)
-    """
+    ``cpu`` gives the calling thread's CPU seconds, which bound the cost of sweeps to 1 % of one core.
+    ``inherited_bytes`` is anonymous memory that the root has by a fork from outside of the tree: what it has not
+    written since is not counted. ``counts_from_birth``: what the tree did before the first sample is part of the
+    measurement."""
 
     def __init__(
         self,
         pid: int,
         *,
-        root: Path = Path("/"),
         clock: Callable[[], float] = time.monotonic,
         group: JobGroup | None = None,
         devices: DeviceReader | None = None,
         reader: ProcReader | None = None,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._reader = reader or ProcReader(root)
+        self._reader = reader or ProcReader()
         self._tree = Tree(pid, self._reader)
         self._root, self._clock, self._devices, self._group = pid, clock, devices, group
         self._unix_offset = time.time() - clock()
@@ -200,11 +169,9 @@ class TreeMeter:
         return sum(stat.cpu_ticks for stat, _ in self._before.values()) / os.sysconf("SC_CLK_TCK")
 
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
-        """Begin a phase; a name may come again, its peaks merge and its seconds add up.
-
-        With ``exact`` this is the moment of the change. Otherwise the mark was read later, so what happened since the
-        last sample counts for both phases.
-        """
+        """Begin a phase; a name may come again, its peaks merge and its seconds add up. With ``exact`` this is the
+        moment of the change. Otherwise the mark was read later, so what happened since the last sample counts for both
+        phases."""
         taken = self.sample()
         self._phase = name
         begin = PhasePeak(0)
@@ -214,12 +181,9 @@ class TreeMeter:
         self._take(name, begin)
 
     def footprint(self) -> Footprint:
-        """Return the peaks so far, whole and by phase.
-
-        Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory``,
-        ``page_tables`` and, given a floor, ``other`` make up the private bytes. Beside them: ``file`` (the shared bytes
-        then) and, given a group, ``charged_peak``.
-        """
+        """Return the peaks so far, whole and by phase. Parts at the whole peak: ``anonymous`` (swapped and high-water
+        marks included), ``shared_memory``, ``page_tables`` and, given a floor, ``other`` make up the private bytes.
+        Beside them: ``file`` (the shared bytes then) and, given a group, ``charged_peak``."""
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
         whole = self._whole
         return Footprint(
@@ -319,7 +283,6 @@ class Meter:
         self._error: BaseException | None = None
 
     def phase(self, name: str) -> None:
-        """Begin a phase, for example ``train``."""
         with self._lock:
             self._tree.enter_phase(name, exact=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +13,9 @@ from memfit.units import KIB
 
 @dataclass(frozen=True)
 class Stat:
-    """Who a process is.
-
-    Attributes:
-        start: When it began; with ``pid`` it names a process for good.
-        image: The address of its stack, drawn anew by every ``exec`` and kept by ``fork``: processes with the same one
-            may share anonymous pages. 0 when the kernel hides it.
-        faults: Page faults so far.
-        cpu_ticks: Its CPU time, and that of children which ended and were waited for, in clock ticks.
-    """
+    """Who a process is; ``pid`` and ``start`` name it for good. ``image`` is the address of its stack, drawn anew by
+    every ``exec`` and kept by ``fork``: processes with the same one may share anonymous pages. 0 when the kernel hides
+    it. ``cpu_ticks`` includes children that ended and were waited for."""
 
     pid: int
     parent: int
@@ -35,8 +29,6 @@ class Stat:
 
 @dataclass(frozen=True)
 class Status:
-    """The cheap counters of a process, in bytes."""
-
     anonymous: int
     swapped: int
     shared_memory: int
@@ -62,9 +54,7 @@ class Status:
 @dataclass(frozen=True)
 class Rollup:
     """The proportional set size of a process in bytes, whole and by kind; ``held`` is anonymous + swapped.
-
-    ``shared_dirty`` is what it shares with any process and what was written once: the whole of it, not a part.
-    """
+    ``shared_dirty`` is what it shares with any process and what was written once: the whole of it, not a part."""
 
     pss: int
     held: int
@@ -74,10 +64,8 @@ class Rollup:
 
 
 def parse_stat(text: str) -> Stat | None:
-    """Parse ``/proc/<pid>/stat``; None for a zombie, a dead process, or a text that is not whole.
-
-    Source: proc_pid_stat(5).
-
+    """Parse ``/proc/<pid>/stat``; None for a zombie, a dead process, or a text that is not whole. Source:
+    proc_pid_stat(5).
     >>> parse_stat("7 (a) b) R 1 7 5 0 -1 4194304 90 0 2 0 0 0 0 0 20 0 1 0 812 3133440 425 1 2 3 140")
     Stat(pid=7, parent=1, group=7, session=5, start=812.0, image=140, faults=92, cpu_ticks=0)
     >>> parse_stat("7 (a) Z 1 7 5 0 -1 4194304 90 0 2 0 0 0 0 0 20 0 1 0 812 0 0 1 0 0 0") is None
@@ -114,10 +102,8 @@ def parse_counters(text: str) -> Status | None:
 
 
 def parse_rollup(text: str) -> Rollup | None:
-    """Parse ``/proc/<pid>/smaps_rollup``; None where the kernel (before 5.4) does not split it.
-
-    Source: Linux Documentation/ABI/testing/procfs-smaps_rollup.
-
+    """Parse ``/proc/<pid>/smaps_rollup``; None where the kernel (before 5.4) does not split it. Source: Linux
+    Documentation/ABI/testing/procfs-smaps_rollup.
     >>> parse_rollup("0-1 ---p 0 [rollup]\\nPss: 322 kB\\nPss_Anon: 108 kB\\nPss_File: 214 kB\\nPss_Shmem: 0 kB\\n")
     Rollup(pss=329728, held=110592, shared_memory=0, file=219136, shared_dirty=0)
     """
@@ -176,12 +162,17 @@ class ProcReader:
         return read_text(f"{self._proc}/{name}") or ""
 
 
-class Tree:
-    """A process and all that descends from it, also after the parents in between died.
+def held_bytes(pid: int, without: Collection[int] = (), reader: ProcReader | None = None) -> int:
+    """Return the anonymous memory of a process and of all that descend from it, except these and what they started."""
+    reader = reader or ProcReader()
+    status, children = reader.status(pid), [child for child in reader.children(pid) if child not in without]
+    return (status.held if status else 0) + sum(held_bytes(child, without, reader) for child in children)
 
-    A process whose parent died before it was seen is found if its session or process group is led by a process of the
-    tree; so start a job in a session of its own.
-    """
+
+class Tree:
+    """A process and all that descends from it, also after the parents in between died. A process whose parent died
+    before it was seen is found if its session or process group is led by a process of the tree; so start a job in a
+    session of its own."""
 
     def __init__(self, pid: int, reader: ProcReader) -> None:
         self._reader = reader
@@ -237,8 +228,7 @@ class Sharing:
     A sweep gives the *excess*: the sum over the processes less what is there once, which is at least the largest
     process and at least the sum of PSS. (PSS alone would leave out what is shared with processes outside of the tree.)
     Between sweeps the excess stays, less what processes gave back since. What a write to a shared page copies shows at
-    the next sweep.
-    """
+    the next sweep."""
 
     def __init__(self) -> None:
         self._excess = 0

@@ -18,23 +18,9 @@ _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SI
 
 
 class SeriesWriter:
-    """Appends samples to a file: one at each change of the phase, and one in each second.
-
-    Each line is written at once and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines``
-    (about 2 MB) keeps every second one, and from then on the time between two lines is twice as long.
-
-    Args:
-        path: The file, for example ``jobs/fold_1/memory.jsonl``. One that is there is continued.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "memory.jsonl"
-        >>> series = SeriesWriter(path)
-        >>> series.append(Sample(1.5, 2, 300, 40, 350, 320, "train"))
-        >>> series.close()
-        >>> read_series(path)[0].phase
-        'train'
-    """
+    """Appends samples to a file: one at each change of the phase, and one in each second. Each line is written at once
+    and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines`` (about 2 MB) keeps every second
+    one, and from then on the time between two lines is twice as long."""
 
     def __init__(self, path: Path, *, max_lines: int = 8192) -> None:
         self._max_lines = max_lines
@@ -47,11 +33,7 @@ class SeriesWriter:
             os.write(self._descriptor, b"\n")  # ends a line that a kill cut
 
     def append(self, sample: Sample) -> None:
-        """Write a sample, or keep it for the next line.
-
-        Raises:
-            OSError: For example on a full disk.
-        """
+        """Write a sample, or keep it for the next line."""
         self._peak = max(self._peak, sample.peak_bytes)
         self._waiting = replace(sample, peak_bytes=self._peak)
         if sample.phase != self._phase or sample.time >= self._next:

@@ -11,7 +11,6 @@ from memfit.units import MIB
 
 def cpus_on_node(env: Mapping[str, str]) -> int | None:
     """Return the CPUs that the job has on this node, the fewest of all nodes in an ``salloc``; None outside of Slurm.
-
     >>> cpus_on_node({"SLURM_CPUS_ON_NODE": "4"}), cpus_on_node({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8"})
     (4, 8)
     """
@@ -21,7 +20,6 @@ def cpus_on_node(env: Mapping[str, str]) -> int | None:
 
 def gpus_on_node(env: Mapping[str, str]) -> int | None:
     """Return the GPUs that the job has on this node, or None where no variable says so.
-
     >>> gpus_on_node({"SLURM_GPUS_PER_NODE": "a100:4"}), gpus_on_node({"SLURM_STEP_GPUS": "0,2"})
     (4, 2)
     """
@@ -54,14 +52,14 @@ def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
     return granted if granted and granted.count(",") + 1 < num_gpus else None
 
 
-def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
+def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str, id: str) -> tuple[Limit, ...]:
     """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
 
-    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers.
+    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers; ``id`` is that of its group.
 
     Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
 
-    >>> [one] = read_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_ON_NODE": "4"}, 0, "")
+    >>> [one] = read_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_ON_NODE": "4"}, 0, "", "")
     >>> one.limit_bytes == 8000 << 20, one.note
     (True, '2000 MiB x 4 CPUs on this node')
     """
@@ -82,5 +80,6 @@ def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple
             notes.insert(0, f"{mebibytes} MiB x {shown}" + (" on this node" if count else ""))
         if "SLURMD_NODENAME" not in env and "SLURM_PROCID" not in env and "SLURM_CPUS_ON_NODE" not in env:
             notes.append("the variables may come from salloc on another machine")
-        limits.append(limit(name, source, mebibytes * (count or 1) * MIB, used_bytes, "job", note="; ".join(notes)))
+        size, note = mebibytes * (count or 1) * MIB, "; ".join(notes)
+        limits.append(limit(name, source, size, used_bytes, "job", note=note, id=id))
     return tuple(limits)

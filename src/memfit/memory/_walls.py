@@ -1,15 +1,9 @@
 """Control groups for jobs: at its limit the kernel makes a job wait instead of killing it.
 
-All jobs of a run live below one parent group, the supervisor outside of it. The limit is
+All jobs of a run live below one parent group, the supervisor outside of it. Clean page cache is reclaimed at the limit.
 
-- on v1 ``memory.limit_in_bytes`` with the killer off (``memory.oom_control``): a page fault beyond it sleeps; what the
-  kernel itself allocates for the job (fork, a write to tmpfs) fails with ENOMEM;
-- on v2 ``memory.high``, at which the kernel slows allocations down to a crawl, with ``memory.max`` well above it, where
-  it kills.
-
-Clean page cache is reclaimed at the limit: it neither stalls a job nor counts as used.
-
-Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
+- v1: ``memory.limit_in_bytes``, killer off (``memory.oom_control``): page faults sleep, fork and tmpfs get ENOMEM.
+- v2: ``memory.high`` slows allocations down to a crawl, and ``memory.max``, where it kills, lies well above.
 """
 
 from __future__ import annotations
@@ -37,10 +31,8 @@ _LEAST_LEFT = 1 << 20
 
 @dataclass(frozen=True)
 class Base:
-    """The group below which memfit's own can be made.
-
-    On v2 it ``enables`` the memory controller for its children, after the processes in ``moves`` have left it.
-    """
+    """The group below which memfit's own can be made. On v2 it ``enables`` the memory controller for its children,
+    after the processes in ``moves`` have left it."""
 
     version: int
     group: Group
@@ -108,20 +100,16 @@ def _may_write(root: Path) -> Callable[[Path], bool]:
     return lambda path: uids[1:2] == ["0"]
 
 
-def why_no_walls(*, root: Path = REAL_ROOT, pid: int | None = None) -> str:
+def why_no_walls(*, root: Path = REAL_ROOT) -> str:
     """Return why ``Walls.build`` can make no groups here; empty when nothing is known against it."""
-    base = find_base(root, locate(root, "memory", pid))
+    base = find_base(root, locate(root, "memory"))
     return base if isinstance(base, str) else ""
 
 
 def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = REAL_ROOT) -> list[str] | None:
-    """Return the words that start a command in a delegated group of its own; None without a user manager.
-
-    An ordinary user's session lies in a group that only root may change; systemd's user manager gives one that the user
-    may.
-
-    Source: systemd-run(1); systemd.resource-control(5), Delegate=.
-    """
+    """Return the words that start a command in a delegated group of its own; None without a user manager. An ordinary
+    user's session lies in a group that only root may change; systemd's user manager gives one that the user may.
+    Source: systemd-run(1); systemd.resource-control(5), Delegate=."""
     env = os.environ if env is None else env
     folders = [str(root / folder.lstrip("/")) for folder in env.get("PATH", "").split(os.pathsep) if folder]
     runtime = env.get("XDG_RUNTIME_DIR", "")
@@ -133,12 +121,7 @@ def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = 
 
 
 class Walls:
-    """The control groups of one run's jobs; one object per supervisor.
-
-    Attributes:
-        parent: The group above all jobs. Its limit is the run's capacity.
-        permission: The version of these control groups.
-    """
+    """The control groups of one run's jobs; ``parent`` is above all of them, with the run's capacity as its limit."""
 
     parent: JobGroup
     permission: Literal["cgroup v1", "cgroup v2"]
@@ -157,8 +140,7 @@ class Walls:
         the way.
 
         The name differs from that of all other runs on the host, and ``pid`` is the process below whose group to build.
-        Returns None where no groups can be made; ``why_no_walls`` says why.
-        """
+        Returns None where no groups can be made; ``why_no_walls`` says why."""
         base = find_base(root, locate(root, "memory", pid))
         if isinstance(base, str):
             return None
@@ -177,11 +159,7 @@ class Walls:
         return cls(parent, base)
 
     def make(self, job_id: str, wall_bytes: int) -> JobGroup:
-        """Return the group of a job with this limit: made now or, for one that runs, as it is.
-
-        Raises:
-            OSError: If the kernel refuses it.
-        """
+        """Return the group of a job with this limit: made now or, for one that runs, as it is."""
         group = self._group(job_id)
         try:
             group.path.mkdir()
@@ -202,11 +180,8 @@ class Walls:
         self._live[job_id] = group
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """Set the limit of all jobs together.
-
-        What ended jobs left behind (files in /dev/shm) stays charged to the parent group and counts in the budget as in
-        use: the limit is higher by that, or it would count twice.
-        """
+        """Set the limit of all jobs together. What ended jobs left behind (files in /dev/shm) stays charged to the
+        parent group and counts in the budget as in use: the limit is higher by that, or it would count twice."""
         self.parent.set_wall(capacity_bytes + self.left_bytes())
 
     def left_bytes(self) -> int:

@@ -10,7 +10,6 @@ from memfit._lazy import load_lazily
 if TYPE_CHECKING:
     from memfit.pipeline._code import code_of as code_of
     from memfit.pipeline._command import config_of_command as config_of_command
-    from memfit.pipeline._config import MemorySettings as MemorySettings
     from memfit.pipeline._config import RunConfig as RunConfig
     from memfit.pipeline._config import StageSettings as StageSettings
     from memfit.pipeline._config import resolve_settings as resolve_settings
@@ -58,5 +57,27 @@ if TYPE_CHECKING:
     from memfit.pipeline._supervise import View as View
     from memfit.pipeline._supervise import supervised as supervised
 
+
+__all__ = [
+    "Context",
+    "Output",
+    "Probe",
+    "RunConfig",
+    "RunPlan",
+    "RunResult",
+    "Stage",
+    "Stop",
+    "Warm",
+    "Workload",
+    "call_alone",
+    "context_of",
+    "expand",
+    "fill",
+    "fingerprint_files",
+    "plan_run",
+    "resume",
+    "run",
+    "run_commands",
+]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -6,10 +6,10 @@ import math
 import shlex
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,7 @@ from memfit.pipeline._order import Order
 from memfit.pipeline._results import Unit
 from memfit.pipeline._supervise import RunResult
 from memfit.rundir import CANARY_VARIABLE, FolderTail, RunDir
-from memfit.units import GIB, MIB, format_bytes, format_count, list_some, round_up_size, write_size
+from memfit.units import GIB, MIB, format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
 _LOOK_SECONDS = 0.5
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
@@ -31,11 +31,7 @@ _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
 
 
 def as_canary(order: Order) -> Order:
-    """Return the order of a canary: a run of its own, of one unit at a time, with the words that it adds to a command.
-
-    Raises:
-        UsageError: If there are such words and no single command.
-    """
+    """Return the order of a canary: a run of its own, one unit at a time, with the words that it adds to a command."""
     settings, words = order.settings, shlex.split(order.settings.canary_args)
     if words and order.kind != "commands":
         raise UsageError(
@@ -59,8 +55,8 @@ class Canary:
     run: RunDir
     settings: RunConfig
     stop: StopRequest
-    #: By job: the phases that each rank has entered; its last one, the newest at the end; times and steps of rank 0.
-    _seen: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    #: By job: how often each rank has entered its phases; its last one, the newest at the end; times, steps of rank 0.
+    _seen: dict[str, dict[int, Counter[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Counter)))
     _last: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _steps: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     #: The first rank that was lost of a job, and not since it was asked to stop.
@@ -74,12 +70,15 @@ class Canary:
         self._events = FolderTail(self.run.events_dir)
         self._folder = self.run.path / "canary"
         self._folder.mkdir(exist_ok=True)
+        # Who runs to the end has been covered, whatever it marks, unless the user named the phases.
+        self._is_strict = "canary_phases" in self.settings.model_fields_set
 
     @property
     def headline(self) -> str:
         """What it waits for, and for how long."""
         phases = list_some(self.settings.canary_phases)
-        return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds)"
+        end = "" if self._is_strict else ", or for its end"
+        return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds){end}"
 
     def making(self, make: Callable[[Unit], Job]) -> Callable[[Unit], Job]:
         """Return what makes the same jobs, which know that they belong to a canary."""
@@ -113,7 +112,7 @@ class Canary:
                 continue  # it ends by itself, as soon as the other ranks have left
             is_settled = not self._missing(job_id) and now - self._changed_at > _SETTLED_SECONDS
             has_begun = len(self._missing(job_id)) < len(self.settings.canary_phases)
-            if is_settled or (has_begun if status.state in ENDED else is_over):
+            if is_settled or self._is_covered(job_id) or (has_begun if status.state in ENDED else is_over):
                 self._has_asked = True
                 self.stop.ask()
 
@@ -130,9 +129,9 @@ class Canary:
             elif kind == "rank_lost" and not event.get("asked") and isinstance(event.get("code"), int):
                 self._lost.setdefault(job_id, event)
             elif kind == "checkpoint":
-                self._seen[job_id][rank].add("checkpoint")
+                self._seen[job_id][rank]["checkpoint"] += 1
             elif kind == "phase":
-                self._seen[job_id][rank].add(str(event.get("phase")))
+                self._seen[job_id][rank][str(event.get("phase"))] += 1
                 self._last[job_id].pop(rank, None)
                 self._last[job_id][rank] = str(event.get("phase"))
         return is_new
@@ -145,6 +144,18 @@ class Canary:
         have = {"checkpoint": any}
         names = self.settings.canary_phases
         return [name for name in names if not have.get(name, all)(name in seen for seen in telling)]
+
+    def _is_covered(self, job_id: str) -> bool:
+        """Return whether a script has entered each phase from its first repeated one on twice, or all it was to enter.
+
+        It may save less often than it validates. What writes steps makes a few of them and ends by itself.
+        """
+        if self._is_strict or job_id in self._steps or not {"checkpoint"}.issuperset(self._missing(job_id)):
+            return False
+        most = Counter[str]()
+        for seen in self._seen[job_id].values():
+            most |= seen
+        return min(dropwhile(lambda number: number < 2, most.values()), default=0) > 1
 
     # --- the verdict
 
@@ -159,14 +170,21 @@ class Canary:
         job_id = broke.job_id if broke else min(self._seen, key=lambda one: len(self._missing(one)), default="")
         missing = self._missing(job_id)
         status = statuses.get(job_id) or max(statuses.values(), key=lambda one: one.peak_bytes, default=None)
+        own = [statuses[job_id]] if job_id in statuses else list(statuses.values())
+        ended = bool(own) and not self._is_strict and all(map(_ended_itself, own))
+        lacking = [] if ended or self._is_covered(job_id) else missing
         found: dict[str, Any] = {
-            "passed": not broke and not missing,
-            "exit_code": DoesNotFitError.exit_code if missing else 0,
+            "passed": not broke and not lacking,
+            "exit_code": DoesNotFitError.exit_code if lacking else 0,
+            "ended_itself": ended,
+            "seconds": (status.ended or time.time()) - status.started if status and status.started else 0.0,
             "phases": {
                 phase: sorted(rank for rank, seen in self._seen[job_id].items() if phase in seen)
                 for phase in self.settings.canary_phases
             },
-            "not_covered": missing,
+            "not_covered": lacking,
+            "not_marked": missing,
+            "is_marked": bool(self._seen[job_id]),
             "broke": self._describe_break(broke) if broke else None,
             "seconds_per_step": _pace(self._steps[job_id]),
             **self._request(status),
@@ -193,7 +211,7 @@ class Canary:
         """Return the job that broke, in which phase, and which ranks: the one that was lost first, or all in it."""
         rank: Any = status.evidence.get("rank")
         last = self._last[status.job_id]
-        phase = last.get(rank) or next(reversed(last.values()), "") or status.phase or "start"
+        phase = last.get(rank) or next(reversed(last.values()), "") or status.phase or ""
         ranks = [rank] if rank is not None else sorted(one for one in last if last[one] == phase)
         how = status.state.replace("_", " ") + " at its limit" * (status.state == "failed" and status.wants_more)
         named = {"job": status.job_id, "phase": phase, "ranks": ranks, "how": how}
@@ -217,9 +235,9 @@ class Canary:
             "host_peak_bytes": host,
             "device_peak_bytes": device,
             "phase_peak_bytes": {name: peak.private_bytes for name, peak in peaks},
-            "memory": _size(host * more),
+            "memory": _size(host * more) if host else None,
             "gpu_memory": _size(device * more) if device else None,
-            "slurm_mem": write_size(round_up_size(host * more)),
+            "slurm_mem": write_size(round_up_size(host * more)) if host else None,
         }
 
 
@@ -227,6 +245,12 @@ def _is_broken(status: JobStatus) -> bool:
     """Return whether a job failed, or somebody else than memfit ended it with a signal."""
     is_killed = status.state in ("preempted", "cancelled") and not status.asked and (status.exit_code or 0) < 0
     return status.state in _BROKEN or is_killed
+
+
+def _ended_itself(status: JobStatus) -> bool:
+    """Return whether a job went to its own end, or stopped as a canary of memfit's classes does."""
+    is_whole = status.state == "completed" or (status.state == "preempted" and status.exit_code == 75)
+    return is_whole and not status.asked
 
 
 def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
@@ -256,24 +280,36 @@ def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
     peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}{f' ({phases})' if phases else ''}"
     if found["device_peak_bytes"]:
         peak += f", of a device {format_bytes(found['device_peak_bytes'])}"
+    took = format_duration(found["seconds"])
+    marks = 'mark them where they begin: memfit.phase("train"), "validate", "checkpoint"'
     if broke := found["broke"]:
         ranks = [str(rank) for rank in broke["ranks"]]
         whose = f"rank{'s' * (len(ranks) > 1)} {list_some(ranks, 16)}" if ranks else "the job"
-        what = f"canary: broke in phase {broke['phase']} ({whose}; {broke['how']}): {broke['cause']}"
-        return [what, peak, "the long run would end so, too: change that, and give the same command again"]
-    if missing := found["not_covered"]:
-        calls, lines = [f'memfit.phase("{name}")' for name in missing], []
-        for name, call in zip(missing, calls, strict=True):
+        where = f"in phase {broke['phase']}" if broke["phase"] else f"after {took}, in no marked phase"
+        what = f"canary: broke {where} ({whose}; {broke['how']}): {broke['cause']}"
+        more = "" if broke["phase"] else f"; to know the phase, {marks}"
+        return [what, peak, f"the long run would end so, too: change that, and give the same command again{more}"]
+    if (missing := found["not_covered"]) and not found["is_marked"]:
+        what = f"canary: it ran {took} and marked no phase: nobody knows whether it has validated and saved"
+        return [what, peak, f"{marks}; or let it run to its end: --canary-args with a few steps"]
+    if missing:
+        lines = []
+        for name in missing:
             ranks = [str(rank) for rank in found["phases"][name]]
             where = f" on all ranks (only on {list_some(ranks, 16)})" if ranks else ""
-            lines.append(f"canary: phase {name} was not seen{where}: not covered, name it by {call}")
+            lines.append(f'canary: phase {name} was not seen{where}: not covered, name it by memfit.phase("{name}")')
         later = f"--set canary_seconds={2 * settings.canary_seconds:g}"
         return [*lines, peak, f"mark it where it begins, or wait longer: {later}, or leave it out of canary_phases"]
     pace = found["seconds_per_step"]
-    seen = [f"{phase} on {format_count(len(ranks), 'rank')}" for phase, ranks in found["phases"].items()]
+    seen = [f"{phase} on {format_count(len(ranks), 'rank')}" for phase, ranks in found["phases"].items() if ranks]
+    seen += [f"{pace:.3g} s a step"] if pace else []
+    seen += [f"it ran to its end in {took}"] if found["ended_itself"] and found["not_marked"] else []
     on_device = f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else ""
+    lacks = f"not marked: {list_some(found['not_marked'])}; if the long run does that, mark it where it begins"
+    long = f"the long run: --memory {found['memory']}{on_device}; in Slurm: --mem={found['slurm_mem']}"
     return [
-        f"canary: passed ({', '.join(seen)}{f'; {pace:.3g} s a step' if pace else ''})",
+        f"canary: passed ({', '.join(seen)})",
+        *([lacks] if found["not_marked"] else []),
         f"{peak}; {settings.memory.slack:.0%} more for the request",
-        f"the long run: --memory {found['memory']}{on_device}; in Slurm: --mem={found['slurm_mem']}",
+        long if found["memory"] else "what the long run needs is not known: it ended before its memory was measured",
     ]

@@ -33,8 +33,7 @@ from memfit.pipeline._statements import (
 )
 from memfit.units import list_some
 
-#: A module, and what it imports: the module and the name in it.
-_Passed = tuple[str, str, tuple[str, ...]]
+_Passed = tuple[str, str, tuple[str, ...]]  # a module, and what it imports: the module and the name in it
 _Found = tuple["Module | None", tuple[str, ...], frozenset[_Passed]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -46,8 +45,7 @@ def code_of(
 
     A name is that of a definition in the target's module (``module:name``), or of another module (``module``), which
     counts whole. The values that a function is bound to count, and so does a module whose import does more than define.
-    Of the params the methods and constants count. Their fields count only where code makes or asks such a model: the
-    key of a stage holds the values of the settings.
+    Of the params only methods and constants count: the key of a stage holds the values of the settings.
     """
     models = {(one.__module__, one.__qualname__): one for one in _models(params)} if params else {}
     reader = _Reader(target.partition(":")[0], models)

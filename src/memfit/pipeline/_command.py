@@ -18,11 +18,7 @@ _SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
 
 
 def config_of_command(command: Sequence[str], stage: str = "cmd") -> dict[str, Any]:
-    """Return the config whose only stage is a command.
-
-    >>> config_of_command(["python3", "-u", "jobs/train.py", "--fold", "{fold}"])["experiment"]
-    'train'
-    """
+    """Return the config whose only stage is a command."""
     return {"experiment": _name_of(command), "stages": {stage: {"run": list(command)}}}
 
 

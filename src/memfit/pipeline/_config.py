@@ -51,80 +51,47 @@ _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
 
 class MemorySettings(Settings):
-    """How much of the machine's memory the run may use.
+    """How much of the machine's memory the run may use."""
 
-    Attributes:
-        limit: Your own limit on the host memory of all jobs together; the smallest limit counts.
-        reserve: The memory to keep free; None for a share of the limit.
-        slack: What each job reserves on top of the measured peak of similar jobs, as a share of it.
-        job: A hint: the memory of one job. memfit checks it before the first job starts, and then measures that job.
-        job_of: The same for each command of a sweep, in terms of its parameters: ``"{memory}"``.
-        num_gpus: How many GPUs one job needs; it sees no others. 1 when ``gpu_job`` is given.
-        gpu_job: A hint: the memory of one job on each of its GPUs.
-        tight_malloc: Let glibc give freed memory back at once, so that resident memory follows live memory.
-        cuda_allocator: The settings of torch's CUDA allocator, as in ``PYTORCH_CUDA_ALLOC_CONF``. If you set that
-            variable or ``PYTORCH_ALLOC_CONF`` yourself, yours counts.
-    """
-
-    limit: Annotated[ByteSize, AfterValidator(_enough)] | None = None
-    reserve: ByteSize | None = None
-    slack: Annotated[float, Field(ge=0.0, le=10.0)] = DEFAULT_SLACK
-    job: ByteSize | None = None
-    job_of: str | None = None
-    num_gpus: Annotated[int, Field(ge=0)] = 0
-    gpu_job: ByteSize | None = None
-    tight_malloc: bool = True
-    cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
+    limit: Annotated[ByteSize, AfterValidator(_enough)] | None = None  # of all jobs together; the smallest limit counts
+    reserve: ByteSize | None = None  # the memory to keep free; None for a share of the limit
+    slack: Annotated[float, Field(ge=0.0, le=10.0)] = DEFAULT_SLACK  # on top of the measured peak of similar jobs
+    job: ByteSize | None = None  # a hint for one job, which memfit checks before the first job starts
+    job_of: str | None = None  # the same for each command of a sweep, in terms of its parameters: ``"{memory}"``
+    num_gpus: Annotated[int, Field(ge=0)] = 0  # of one job; it sees no others. 1 when ``gpu_job`` is given
+    gpu_job: ByteSize | None = None  # a hint: the memory of one job on each of its GPUs
+    tight_malloc: bool = True  # let glibc give freed memory back at once, so that resident memory follows live memory
+    cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None  # your own variable counts before it
 
 
 class Resources(Settings):
-    """The processes of one job.
+    """The processes of one job."""
 
-    Attributes:
-        ranks: How many processes a job is, as one group of ``torch.distributed``: on all its nodes together.
-        memory: A hint: the memory of one rank with its loader workers.
-    """
-
-    ranks: Annotated[int, Field(ge=1)] = 1
-    memory: Annotated[ByteSize, Field(ge=1)] | None = None
+    ranks: Annotated[int, Field(ge=1)] = 1  # processes of a job, one group of ``torch.distributed``, on all nodes
+    memory: Annotated[ByteSize, Field(ge=1)] | None = None  # a hint: the memory of one rank with its loader workers
 
 
 class StageSettings(Settings):
-    """The command of a stage, and what the stage needs of the machine.
+    """The command of a stage, and what the stage needs of the machine."""
 
-    Attributes:
-        run: The command: a line for the shell, or a list of words. Placeholders: ``{unit}``, its fields and its
-            variable in ``each``, ``{dir}`` (its folder), ``{seed}``, ``{params.NAME}``, and the name of another
-            stage for its folder.
-        needs: Stages whose folders it reads; those that the command names are added.
-        after: Stages that it only waits for.
-        each: The list of its units: ``fold in params.folds``, or ``fold in prepare.folds`` from the ``result.json``
-            that a stage left in its folder.
-        holds: The stage of which all units but the first wait until this one has passed.
-        in_order: Whether each unit waits for the one before.
-        memory: A hint: the memory of one of its jobs.
-        gpu_memory: The same on each of its GPUs.
-        num_gpus: How many GPUs one of its jobs needs.
-        resources: How many ranks one of its jobs has.
-        like: The stage whose measured memory counts for this one too.
-        loaders: A function, as ``module:function``, with which ``--plan`` counts the memory of loaders: it takes the
-            params, and returns the loader of the training and that of the validation (or None) of one rank.
-        slurm: What its jobs ask of Slurm; what is not given is as in ``slurm`` of the run.
-    """
-
+    # the command: a line for the shell, or a list of words. Placeholders: ``{unit}``, its fields and its variable
+    # in ``each``, ``{dir}`` (its folder), ``{seed}``, ``{params.NAME}``, and the name of another stage for its
+    # folder
     run: str | list[str] | None = None
-    needs: list[str] = Field(default_factory=list)
-    after: list[str] = Field(default_factory=list)
-    each: str | None = None
-    holds: str | None = None
-    in_order: bool = False
-    memory: ByteSize | None = None
-    gpu_memory: ByteSize | None = None
-    num_gpus: Annotated[int, Field(ge=0)] | None = None
-    resources: Resources | None = None
-    like: str | None = None
+    needs: list[str] = Field(default_factory=list)  # stages whose folders it reads, beside those in the command
+    after: list[str] = Field(default_factory=list)  # stages that it only waits for
+    each: str | None = None  # ``fold in params.folds``, or ``fold in prepare.folds`` of that stage's ``result.json``
+    holds: str | None = None  # the stage of which all units but the first wait until this one has passed
+    in_order: bool = False  # whether each unit waits for the one before
+    memory: ByteSize | None = None  # a hint: the memory of one of its jobs
+    gpu_memory: ByteSize | None = None  # the same on each of its GPUs
+    num_gpus: Annotated[int, Field(ge=0)] | None = None  # how many GPUs one of its jobs needs
+    resources: Resources | None = None  # how many ranks one of its jobs has
+    like: str | None = None  # the stage whose measured memory counts for this one too
+    # a function, as ``module:function``, with which ``--plan`` counts the memory of loaders: it takes the params,
+    # and returns the loader of the training and that of the validation (or None) of one rank
     loaders: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    slurm: SlurmOptions | None = None
+    slurm: SlurmOptions | None = None  # what its jobs ask of Slurm; what is not given is as in ``slurm`` of the run
 
 
 class RunConfig(Settings):
@@ -155,8 +122,8 @@ class RunConfig(Settings):
         params: The workload's own settings.
         canary: Try a few steps of every phase, and stop: a run of its own that says whether the long run would hold.
         canary_args: Words that a canary adds to a command, such as ``--max_steps 20 --eval_steps 10``.
-        canary_phases: The phases that a canary must see. Every rank that marks phases must reach each; of a checkpoint,
-            one rank is enough.
+        canary_phases: The phases that a canary waits for; if they are given, it must see them, also of a job that ends
+            before. Every rank that marks phases must reach each; of a checkpoint, one rank is enough.
         canary_seconds: How long a canary waits for them.
         planned: A plan that ``run --plan --out`` kept: after the first epoch the run says whether it is as planned.
         tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
@@ -204,10 +171,7 @@ def resolve_settings(
     env: Mapping[str, str] | None = None,
     overrides: Sequence[config.Override] = (),
 ) -> config.Resolved[RunConfig]:
-    """Resolve the settings of a run, as `memfit.config.resolve` does.
-
-    A variable for torch's allocator that the user set (``PYTORCH_CUDA_ALLOC_CONF``) overrides ours.
-    """
+    """Resolve the settings of a run. A PYTORCH_CUDA_ALLOC_CONF that the user set overrides ours."""
     env = os.environ if env is None else env
     found = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator

@@ -27,16 +27,7 @@ _EACH = re.compile(r"([A-Za-z_]\w*) in ([A-Za-z_]\w*)((?:\.[A-Za-z_]\w*)+)")
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage as plain data.
-
-    Attributes:
-        units: Its units; None if it runs once, or if another stage has yet to list them.
-        variable: The name of a unit in ``each``.
-        source: The stage whose result lists the units; None if the settings do.
-        path: Where the list stands in that result or in the settings.
-        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where nobody asked for it.
-        modules: The modules that were read to find its code.
-    """
+    """A stage as plain data."""
 
     name: str
     needs: Sequence[str] = ()
@@ -47,17 +38,17 @@ class StageSpec:
     phases: Sequence[str] = ()
     has_probe: bool = False
     has_model: bool = False
-    memory_bytes: int | None = None
-    units: Sequence[Any] | None = None
-    variable: str | None = None
-    source: str | None = None
-    path: Sequence[str] = ()
+    memory_bytes: int | None = None  # the least of one job, by its probe's arithmetic; None where nobody asked
+    units: Sequence[Any] | None = None  # its units; None if it runs once, or if another stage has yet to list them
+    variable: str | None = None  # the name of a unit in ``each``
+    source: str | None = None  # the stage whose result lists the units; None if the settings do
+    path: Sequence[str] = ()  # where the list stands in that result or in the settings
     command: Sequence[str] | None = None
     shell: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: bool = False
     code: Mapping[str, str] = field(default_factory=dict)
-    modules: Sequence[str] = ()
+    modules: Sequence[str] = ()  # the modules that were read to find its code
     data: str = ""
 
     @property
@@ -71,11 +62,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the stages, params and origins of a resolved config, and why stages cannot run with them, by name.
 
-    Args:
-        target: The workload.
-        resolved: The config, of ``Resolved.to_json``.
-        units: Those of a plain function (--param).
-        with_memory: Also ask the probes for ``memory_bytes``, which may load torch.
+    ``units`` are those of a plain function (--param). ``with_memory`` asks the probes too, which may load torch.
     """
     workload = load_workload(target)
     whole = config.Resolved.from_json(RunConfig, resolved)
@@ -94,10 +81,9 @@ def describe(
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
     probes = {stage.name: stage.probe for stage in workload.stages} if with_memory else {}
-    memory = {name: probe.memory for name, probe in probes.items() if probe is not None and probe.memory is not None}
-    stages = [
-        replace(one, memory_bytes=memory[one.name](nested.value)) if one.name in memory else one for one in stages
-    ]
+    for at, spec in enumerate(stages):
+        if (probe := probes.get(spec.name)) is not None and probe.memory is not None:
+            stages[at] = replace(spec, memory_bytes=probe.memory(nested.value))
     if units:
         if len(stages) != 1 or stages[0].each:
             raise UsageError(
@@ -190,17 +176,8 @@ def _spec(
 ) -> StageSpec:
     probe = stage.probe or Probe()
     is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
-    found = StageSpec(
-        stage.name,
-        stage.needs,
-        stage.after,
-        stage.each,
-        stage.holds,
-        bool(is_ordered),
-        stage.phases,
-        has_probe=probe.step is not None,
-        has_model=probe.model is not None,
-    )
+    found = StageSpec(stage.name, stage.needs, stage.after, stage.each, stage.holds, bool(is_ordered), stage.phases)
+    found = replace(found, has_probe=probe.step is not None, has_model=probe.model is not None)
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)
         for name in reads:

@@ -127,13 +127,11 @@ class Graph:
 
     @property
     def run(self) -> RunDir:
-        """The run that it has looked at."""
         assert self._results is not None
         return self._results.run
 
     @property
     def results(self) -> Results:
-        """The results that it reads."""
         assert self._results is not None
         return self._results
 
@@ -149,7 +147,6 @@ class Graph:
 
     @property
     def all_units(self) -> list[Unit]:
-        """All units that are known, stage by stage."""
         return [unit for name in self.stages for unit in self.units.get(name, ())]
 
     def goes_on_with(self, job_id: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
 import itertools
 import math
 import os
@@ -13,60 +11,44 @@ import shlex
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, UsageError
-from memfit.units import format_count
 
 _MAX_COMMANDS = 100_000
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _NAME_RULE = "a name begins with a letter (a to z) or _; letters, digits and _ . - follow. A value may be any text."
-#: A name in braces, in a command.
-PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")  # a name in braces, in a command
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
-_LIKE_A_RANGE = re.compile(r"[-+]?\.?\d[\d.eE+-]*?\.\..*")
-#: An unknown placeholder that is as similar to a parameter as this counts as a typing error.
-_ALIKE = 0.75
+_LIKE_A_RANGE = re.compile(r"(?P<low>[-+]?\.?\d[\d.eE+-]*?)\.\.+(?P<high>[^.]?.*)|(\d{1,9})-(\d{1,9})")
+_ALIKE = 0.75  # an unknown placeholder that is as similar to a parameter as this counts as a typing error
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which stages and units of a workload to run.
+    """Which stages and units of a workload to run."""
 
-    Attributes:
-        until: The last stage; None for all.
-        anew: The stage that runs again, valid or not, with all stages that read it.
-        skip: Stages that count as passed.
-        units: Which units, such as ``2-5`` or ``1,3``; ``all``.
-        check_files: Read all files of the results that are kept, also those that were read before.
-        combinations: The units of a plain function: the values of its parameters, one mapping for each job.
-    """
-
-    until: str | None = None
-    anew: str | None = None
-    skip: tuple[str, ...] = ()
-    units: str = "all"
-    check_files: bool = False
-    combinations: tuple[Mapping[str, str], ...] = ()
+    until: str | None = None  # the last stage; None for all
+    anew: str | None = None  # the stage that runs again, valid or not, with all stages that read it
+    skip: tuple[str, ...] = ()  # stages that count as passed
+    units: str = "all"  # which units, such as ``2-5`` or ``1,3``; ``all``
+    check_files: bool = False  # read all files of the results that are kept, also those that were read before
+    combinations: tuple[Mapping[str, str], ...] = ()  # of a plain function: the values of its parameters, job by job
 
 
 ALL = Choice()
 
 
-def expand(
-    command: Sequence[str] | None, params: Sequence[str], param_file: Path | None = None
-) -> list[dict[str, str]]:
+def expand(command: Sequence[str] | None, params: Sequence[str]) -> list[dict[str, str]]:
     """Return every combination of the parameters, the last one changing fastest; without any, one empty combination.
 
     Args:
         command: The command whose placeholders they fill; it must use each parameter. None for a function.
         params: Texts such as ``fold=1..5``, ``step=0..100..10`` and ``lr=1e-3,1e-4``; quotes as in CSV keep a comma or
             two dots as they are: ``name="a,b",c``.
-        param_file: A CSV file with a header; its rows are crossed with ``params``.
 
     Raises:
         UsageError: If a parameter cannot be read, is empty or unused, or there are too many combinations.
@@ -74,9 +56,7 @@ def expand(
     >>> expand(["train", "{fold}", "{lr}"], ["fold=1..2", "lr=1e-3,1e-4"])[1:3]
     [{'fold': '1', 'lr': '1e-4'}, {'fold': '2', 'lr': '1e-3'}]
     """
-    axes: list[list[dict[str, str]]] = [] if param_file is None else [_rows(param_file)]
-    for name, given in map(parse_param, params):
-        axes.append([{name: value} for value in given])
+    axes = [[{name: value} for value in given] for name, given in map(parse_param, params)]
     names = [name for axis in axes for name in axis[0]]
     for name in names:
         if names.count(name) > 1:
@@ -104,8 +84,6 @@ def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, sh
 
     >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
     ('train', '--fold=3', '{"a": 3, "b": {b}}')
-    >>> fill(["join", "{fold}", "--out={dir}"], {"fold": ["a", "b c"], "dir": "d"})
-    ('join', 'a', 'b c', '--out=d')
     >>> fill(["cat {fold} > {dir}/all"], {"fold": ["a", "b c"], "dir": "d"}, shell=True)
     ('sh', '-c', "cat a 'b c' > d/all")
     """
@@ -137,10 +115,9 @@ def own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
 def expand_range(name: str, text: str) -> Sequence[str]:
     """Return the whole numbers of a range such as ``1..3`` or ``1..9..2``; any other text stays as it is."""
     match = _RANGE.fullmatch(text)
-    if match is None and _LIKE_A_RANGE.fullmatch(text):
-        what = f"--param {name}={text} is no range of whole numbers"
-        raise _bad(what, f'list the values: {name}=0.1,0.2,0.3, or quote a text: {name}="{text}"')
     if match is None:
+        if (like := _LIKE_A_RANGE.fullmatch(text)) and (like["low"] or int(like[3]) < int(like[4])):
+            raise _no_range(name, text, like["low"] or like[3], like["high"] or like[4])
         return [text]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if last < first or step < 1:
@@ -157,13 +134,12 @@ def expand_range(name: str, text: str) -> Sequence[str]:
 def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_range) -> tuple[str, list[Any]]:
     """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture.
 
-    Args:
-        text: What was given.
-        read: Takes the name and an unquoted value; returns the values that it stands for.
+    ``read`` takes the name and an unquoted value, and returns the values that it stands for.
     """
     given, (name, equals, text) = text, text.partition("=")
     if not equals or not name:
-        raise _bad(f"--param {given} is not name=values", "write for example --param fold=1..5")
+        rows = "name the values; a file of them is not read: " if given.endswith(".csv") else ""
+        raise _bad(f"--param {given} is not name=values", f"{rows}write for example --param fold=1..5")
     if not _NAME.fullmatch(name):
         raise _bad(f"--param {given}: {name!r} cannot name a parameter", "rename it, for example fold", _NAME_RULE)
     values: list[Any] = []
@@ -184,34 +160,6 @@ def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_ra
             values += read(name, plain)
         at, more = part.end(), part["end"] == ","
     return name, values
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file as combinations."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        if "\0" in text:
-            raise csv.Error("it holds a NUL byte")
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        rows = [(reader.line_num, row) for row in reader if row]
-    except OSError as error:
-        raise _bad(f"{path} cannot be read: {error.strerror}", "name a CSV file that is there") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _bad(
-            f"{path} cannot be read as CSV: {error}", "name a CSV file in UTF-8 whose quotes are closed"
-        ) from None
-    header = [name.strip() for name in rows[0][1]] if rows else []
-    if len(rows) < 2:
-        raise _bad(f"{path} holds no combination", "give it a header with the names, and a line for each combination")
-    for name in header:
-        if not _NAME.fullmatch(name) or header.count(name) > 1:
-            what = f"{path}: '{name}' in the header cannot name a parameter, or names two"
-            raise _bad(what, "name each column, for example fold,lr", _NAME_RULE)
-    for number, row in rows[1:]:
-        if len(row) != len(header):
-            what = f"{path}:{number} has {format_count(len(row), 'value')}, and the header {len(header)}"
-            raise _bad(what, "give each line one value for each name")
-    return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
 
 
 def check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
@@ -235,8 +183,6 @@ def label_of(value: Any, number: int, variable: str | None) -> str:
 
     >>> label_of({"fold": 3, "first": "2020"}, 1, "fold"), label_of("small", 1, "size"), label_of([1], 4, "pair")
     ('3', 'small', '4')
-    >>> label_of({"fold": 3, "lr": 0.1}, 7, None)
-    '0007'
     """
     if isinstance(value, Mapping):
         if variable is None:
@@ -247,11 +193,7 @@ def label_of(value: Any, number: int, variable: str | None) -> str:
 
 
 def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
-    """Return the places of the chosen units: by number from 1, by range, or by name; None for labels: check the form.
-
-    >>> chosen_units("all", ["1", "2"]), chosen_units("2-3", ["1", "2", "3"]), chosen_units("small", ["big", "small"])
-    ([0, 1], [1, 2], [1])
-    """
+    """Return the places of the chosen units: by number from 1, by range, by name; without labels check the form."""
     if text == "all":
         return list(range(len(labels or ())))
     chosen: set[int] = set()
@@ -270,6 +212,16 @@ def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
                 f"'{part}' names no unit.", rule=f"{known}.", remedy="write for example --units 1, 2-5 or all"
             )
     return sorted(chosen)
+
+
+def _no_range(name: str, text: str, low: str, high: str) -> UsageError:
+    """Return the error for what resembles a range, with the range that may be meant."""
+    is_whole = re.fullmatch(r"-?\d+", low) and re.fullmatch(r"-?\d+", high)
+    meant = f"{name}={low}..{high}" if is_whole else f"list the values: {name}={low},{high}"
+    if not is_whole and re.fullmatch(r"[-+.\deE]+", high):
+        meant += f", or search between them: memfit tune --param {name}={low}..{high}"
+    quoted = f"'{name}=\"{text}\"'"
+    return _bad(f"--param {name}={text} is no range of whole numbers", f"write {meant}; for the text: --param {quoted}")
 
 
 def _bad(what: str, remedy: str, rule: str = "memfit reads all parameters before it starts a command.") -> UsageError:

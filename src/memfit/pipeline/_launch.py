@@ -26,8 +26,7 @@ from memfit.rundir import RunDir, read, read_events
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, format_count, round_up_size
 
-#: What `memfit run` itself takes on each node.
-_WATCHING = SHIM + Amount(96 * MIB, "node")
+_WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
 #: More than any node has: a launch is planned for the machine that its config asks for.
 _BOUNDLESS = Amount(1 << 50, "node")
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -37,10 +36,7 @@ _SHELL = re.compile(r"[;&|<>$`\n]")
 
 
 class _Measured(NamedTuple):
-    """What a run took: its largest job and that job's ranks, the seconds of an epoch and of the longest save.
-
-    ``changes`` are the settings that its largest job did not have.
-    """
+    """What a run took: its largest job, with its ``changes`` of settings, its ranks, an epoch and the longest save."""
 
     footprint: Footprint | None = None
     num_ranks: int = 1
@@ -72,7 +68,6 @@ def plan_launch(
     source: Path,
     *,
     overrides: Sequence[config.Override] = (),
-    env: Mapping[str, str] | None = None,
     measured: RunDir | None = None,
     machine: Machine | None = None,
     form: LaunchFormat = "sbatch",
@@ -82,19 +77,14 @@ def plan_launch(
     Memory is that of the stage that takes most on a node by the plan, with ``memory.slack`` on top: of one job, or of
     ``max_parallel`` jobs if that is a number. The largest job of the run ``measured`` counts in place of the plan. A
     ``machine`` says over how many nodes the ranks lie, where ``slurm.nodes`` does not.
-
-    Raises:
-        ConfigError: The file is no config of a run, no stage's memory is known, or a secret stands in it.
-        DoesNotFitError: What is requested is tight for a peak that the config declares (`why_tight`).
-        UsageError: ``measured`` measured no job, the machine has fewer tasks, or the config cannot be started so.
     """
-    settings = _settings(source, overrides, env)
+    settings = resolve_settings(file=source, overrides=overrides).value
     if machine is not None and "nodes" not in settings.slurm.model_fields_set:
         overrides = [*overrides, ("--on", f"slurm.nodes={machine.layout(settings.resources.ranks).nodes}")]
-        settings = _settings(source, overrides, env)
+        settings = resolve_settings(file=source, overrides=overrides).value
     nodes, own = settings.slurm.nodes, settings.launch
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
-    order = order_of_config(source, overrides=[*overrides, place], env=env)
+    order = order_of_config(source, overrides=[*overrides, place])
     told = _read_run(order, measured or next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None))
     layout, is_split = _layout(order), nodes > 1 or own.start_with == "srun"
     planned = _largest(order, layout, source, measured, told)
@@ -126,18 +116,6 @@ def plan_launch(
     )
     _refuse_secrets(launch)
     return launch
-
-
-def _settings(source: Path, overrides: Sequence[config.Override], env: Mapping[str, str] | None) -> RunConfig:
-    """Return the settings of a config; refuse a file that is none."""
-    if source.is_file() and not {"name", "command"}.isdisjoint(config.read_file(source)):
-        raise ConfigError(
-            f"{source} has name or command at its top: memfit launch has no format of its own any more.",
-            rule="memfit launch reads a config of memfit run, with a block launch: beside it (docs/launch.md).",
-            remedy="write experiment: NAME and stages: {train: {run: COMMAND}}; ranks and memory of a rank below "
-            "resources:, nodes below slurm:",
-        )
-    return resolve_settings(file=source, env=env, overrides=overrides).value
 
 
 def _layout(order: Order) -> Layout:
@@ -195,14 +173,14 @@ def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None
         if measured is not None and told.footprint is not None:
             nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}{told.remark}"
             ledger = Ledger(layout, ()).completed(told.footprint, max(1, told.num_ranks // nodes), origin)
-            forecast = replace(forecast, ledger=ledger, others=(), variants=())
+            forecast = replace(forecast, ledger=ledger, others=(), variants=(), uncounted=())
         elif stage.forecast is None and size is not None:
             own = max(1, math.ceil(order.ranks_of(order.by_name[stage.name]) / (layout.nodes or 1)))
             ledger = Ledger(replace(layout, tasks_per_node=own), ()).completed(size, own, origin)
             forecast = replace(forecast, ledger=ledger)
         if forecast.ledger.peak.bytes:
             found.append(_Planned(stage, forecast, jobs, origin))
-    if not found:
+    if not found or any(one.forecast.uncounted for one in found):
         measure = next((one for stage in plan.stages for one in stage.measure), f"memfit run {source}")
         raise ConfigError(
             f"the memory of {', '.join(stage.name for stage in plan.stages)} is not known.",

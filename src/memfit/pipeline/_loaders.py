@@ -21,8 +21,7 @@ from memfit.planning import Line, Variant, list_loader_lines
 from memfit.rundir import batch_size_of, loader_settings
 from memfit.units import format_count
 
-#: Loaders are made and looked at so long at most; changed ones only in the first half of that time.
-_SECONDS = 120
+_SECONDS = 120  # loaders are made and looked at so long at most; changed ones only in the first half of that time
 #: Who runs the training, by what has been imported where the loaders are made.
 _LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
     "lightning.pytorch": "lightning",
@@ -37,9 +36,6 @@ def ask_of_loaders(
 
     ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
     update as it is. The function finds ``num_ranks`` in the variable ``WORLD_SIZE``.
-
-    Raises:
-        UsageError: If the function fails, takes too long, or returns no loaders that can be counted.
     """
     own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
     env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
@@ -63,10 +59,7 @@ def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
 
 
 def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
-    """Make loaders, and return in JSON their numbers and what the processes of a node's ranks take with them.
-
-    The first of ``loaders`` is as the function made it, the others have fewer workers or smaller batches.
-    """
+    """Make loaders; return their numbers, and what the processes of a node take with them and with smaller ones."""
     from memfit.data import LoaderUse, host_footprint
 
     make = load_target(function)

@@ -18,14 +18,12 @@ from memfit.errors import DamagedError, UsageError
 from memfit.files import damaged, read_json, write_atomic
 from memfit.masking import mask
 
-#: A larger file is hashed whole when it is made, and checked by a sample when it is opened.
-_SAMPLED_BYTES = 64 << 20
+_SAMPLED_BYTES = 64 << 20  # a larger file is hashed whole when it is made, and checked by a sample when it is opened
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
 #: How the files of each kind of output end.
 ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
-#: The name of an array that is saved alone.
-_ONLY = "value"
+_ONLY = "value"  # the name of an array that is saved alone
 _OUTPUT = {"name": str, "kind": str, "path": str, "bytes": int, "sha256": str, "sample": str}
 _SHAPE = {
     "schema_version": int,
@@ -48,7 +46,6 @@ _SHAPE = {
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest that must be there."""
     found = _read(path)
     if found is None:
         raise DamagedError(
@@ -171,7 +168,10 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
         # first job that maps the panel.
         if not value.verified:
             value.verify()
-        return _save_json(folder, name, "panel", {"path": str(value.path.resolve()), "fingerprint": value.fingerprint})
+        at, place = value.path.resolve(), folder.resolve()
+        moves = all(one.is_relative_to(Path.cwd()) for one in (at, place))  # with the folder that holds both
+        found = {"path": os.path.relpath(at, place) if moves else str(at), "fingerprint": value.fingerprint}
+        return _save_json(folder, name, "panel", found)
     if _is_a(value, "pyarrow", "Table"):
         from pyarrow import feather
 
@@ -261,7 +261,7 @@ def load_path(path: Path) -> Any:
     if kind == "panel":
         from memfit.data import Panel
 
-        return Panel.open(Path(json.loads(path.read_text())["path"]))
+        return Panel.open(_read_panel(path)[0])
     if kind == "table":
         from pyarrow import feather
 
@@ -278,11 +278,7 @@ def load_path(path: Path) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a JSON value.
-
-    >>> digest({"b": 1, "a": 2}) == digest({"a": 2, "b": 1})
-    True
-    """
+    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
@@ -322,32 +318,29 @@ def hash_output(path: Path, count: Callable[[int], None] | None = None) -> str:
     """Return the hash of an output's content; of a folder, names count too, and of a panel it is its own.
 
     ``count`` takes the number of bytes that were read last. Without it a panel's files are not read.
-
-    Raises:
-        DamagedError: If a file of a panel is not as it was written.
     """
     if kind_of(path) == "panel":
-        panel = _read_panel(path)
+        panel, fingerprint = _read_panel(path)
         if count:
             from memfit.data import check_panel
 
-            check_panel(Path(panel["path"]), lambda *_: count(0))
-        return str(panel["fingerprint"])
+            check_panel(panel, lambda *_: count(0))
+        return fingerprint
     if path.is_dir():
         return digest([[str(one.relative_to(path)), hash_file(one, count)] for one in files_in(path)])
     return hash_file(path, count)
 
 
-def _read_panel(path: Path) -> Mapping[str, Any]:
-    return read_json(path, {"path": str, "fingerprint": str}) or {"path": path.parent, "fingerprint": ""}
+def _read_panel(path: Path) -> tuple[Path, str]:
+    """Return where the panel of an output is, and its fingerprint."""
+    found = read_json(path, {"path": str, "fingerprint": str}) or {"path": "", "fingerprint": ""}
+    return (path.parent / found["path"]).resolve(), found["fingerprint"]
 
 
 def identity_of(path: Path) -> str:
     """Return a digest of the inode, size and time of change of an output's files; a hard link has the same."""
     is_panel = kind_of(path) == "panel"
-    files = (
-        files_in(path) if path.is_dir() else [path, *(files_in(Path(_read_panel(path)["path"])) if is_panel else ())]
-    )
+    files = files_in(path) if path.is_dir() else [path, *(files_in(_read_panel(path)[0]) if is_panel else ())]
     stats = [(one.name, one.stat()) for one in files]
     return digest([[name, stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
@@ -374,7 +367,7 @@ def mapped_bytes(path: Path) -> int:
     sizes = []
     for output in (find_manifest(path) or {}).get("outputs", ()):
         if output["kind"] == "panel":  # a file that says where it is
-            sizes.append(_size_of(Path(str((read_json(path.with_suffix("") / output["path"]) or {}).get("path")))))
+            sizes.append(_size_of(_read_panel(path.with_suffix("") / output["path"])[0]))
         elif output["kind"] in ("table", "arrays"):
             sizes.append(output["bytes"])
     return sum(sizes)

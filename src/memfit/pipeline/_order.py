@@ -8,14 +8,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from memfit import config
-from memfit.errors import ConfigError, UsageError, nearest
+from memfit.errors import ConfigError, DamagedError, UsageError, nearest
 from memfit.files import read_whole
-from memfit.jobs import Parent, call_in_child, start_env
+from memfit.jobs import Parent, call_in_child, own_threads, start_env
 from memfit.masking import mask
 from memfit.memory import Budget
 from memfit.pipeline._command import check_command, config_of_command
@@ -54,7 +54,6 @@ class Order:
 
     @cached_property
     def by_name(self) -> dict[str, StageSpec]:
-        """The stages by their names, in order."""
         return {stage.name: stage for stage in self.stages}
 
     @property
@@ -109,7 +108,6 @@ class Order:
         return bool(stage.each or stage.units) or len(self.stages) == 1
 
     def ranks_of(self, stage: StageSpec) -> int:
-        """Return how many ranks each job of a stage has."""
         return self.resources_of(stage).ranks
 
     def resources_of(self, stage: StageSpec) -> Resources:
@@ -132,7 +130,8 @@ class Order:
         if each.memory:
             tasks = each.ranks // self.nodes_of(stage)
             return each.memory * tasks, f"declared: {tasks} x {format_bytes(each.memory)}, resources.memory"
-        return (self.settings.memory.job if self.is_main(stage) else None), "declared: memory.job"
+        said = "--memory" if self.origins.get("memory.job") == "--memory" else "memory.job"
+        return (self.settings.memory.job if self.is_main(stage) else None), f"declared: {said}"
 
 
 class Warm(contextlib.AbstractContextManager["Warm"]):
@@ -142,24 +141,21 @@ class Warm(contextlib.AbstractContextManager["Warm"]):
         parent: That process, from the first description on; None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_fork: bool = True) -> None:
         self.parent: Parent | None = None
-        self._is_asked = False
+        self._can_fork = can_fork
 
     def describe(self, settings: RunConfig, env: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the description of a target's stages."""
         whole = dict(os.environ) | dict(env)
-        if settings.warm == "auto" and settings.backend == "local" and not self._is_asked:
-            self._is_asked = True
+        if settings.warm == "auto" and settings.backend == "local" and self._can_fork:
+            self._can_fork = False
             memory = settings.memory
             early = start_env(tight_malloc=memory.tight_malloc, cuda_allocator=memory.cuda_allocator)
             self.parent = Parent.start(settings.target, whole | early)
-        function = "memfit.pipeline._describe:describe"
-        if self.parent is not None and not self.parent.refused:
-            found = self.parent.call(function, arguments)
-        else:
-            found = call_in_child(function, arguments, env=whole)
-        return dict(found)
+        parent = self.parent
+        call = parent.call if parent and not parent.refused else partial(call_in_child, env=whole)
+        return dict(call("memfit.pipeline._describe:describe", arguments))
 
     def __exit__(self, *_: object) -> None:
         if self.parent is not None:
@@ -196,10 +192,7 @@ def order_of_config(
     with_memory: bool = False,
     warm: Warm | None = None,
 ) -> Order:
-    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code.
-
-    A command becomes the order of `order_of_command`.
-    """
+    """Resolve a config, a command, or a function's name such as ``train:train``; a child process imports its code."""
     env = os.environ if env is None else env
     file, values = _named_by(source)
     if not isinstance(source, str | Path | Mapping):
@@ -210,16 +203,9 @@ def order_of_config(
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = python_path(folders, env)
     if settings.target:
-        own: dict[str, Any] = {
-            "target": settings.target,
-            "resolved": resolved.to_json(),
-            "units": list(choice.combinations),
-        }
-        own |= {"with_memory": with_memory}
-        if warm is not None:
-            described = warm.describe(settings, child_env, own)
-        else:
-            described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
+        own = {"target": settings.target, "resolved": resolved.to_json(), "with_memory": with_memory}
+        own["units"] = list(choice.combinations)
+        described = (warm or Warm(can_fork=False)).describe(settings, child_env, own)
     else:
         described = describe_commands(resolved)
     stages = [StageSpec(**one) for one in described["stages"]]
@@ -232,19 +218,12 @@ def order_of_config(
         "units": list(choice.combinations),
         "commands": {name: stage.run for name, stage in settings.stages.items() if stage.run},
     }
-    facts = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd()), "folders": list(folders)}
-    order = Order(
-        settings,
-        stages,
-        "stages",
-        config.fingerprint(content),
-        described["origins"],
-        facts | {"origins": described["origins"], "units": list(choice.combinations)},
-        dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units),
-        described["params"],
-        described["yaml"],
-        child_env,
-    )
+    params, yaml, origins = (described[name] for name in ("params", "yaml", "origins"))
+    facts: dict[str, Any] = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd())}
+    facts |= {"folders": list(folders), "origins": origins, "units": list(choice.combinations)}
+    choice = dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units)
+    name = config.fingerprint(content)
+    order = Order(settings, stages, "stages", name, origins, facts, choice, params, yaml, child_env)
     if refused := described.get("refused"):
         asked, _ = order.chosen()
         for name in (stage.name for stage in stages if stage.name in asked and stage.name in refused):
@@ -253,13 +232,7 @@ def order_of_config(
 
 
 def order_of_command(command: Sequence[str], choice: Choice, **given: Any) -> Order:
-    """Order a command for every combination of parameters: the only stage of a config.
-
-    Args:
-        command: The command.
-        choice: The combinations; without any, it runs once.
-        given: As for `resolve_settings`.
-    """
+    """Order a command for every combination of parameters, or once: the only stage of a config."""
     units = [dict(one) for one in choice.combinations] or [{}]
     check_command(command, units)
     if given["values"] is not None and not any(units):
@@ -269,11 +242,37 @@ def order_of_command(command: Sequence[str], choice: Choice, **given: Any) -> Or
     resolved = resolve_settings(**given)
     settings = resolved.value
     check_placeholders([*command, *filter(None, [settings.memory.job_of])], list(units[0]))
-    content = {"template": list(command), "combinations": units, "cwd": str(Path.cwd())}
-    facts = {"kind": "commands", **content, "origins": resolved.origins}
+    content: dict[str, Any] = {"template": list(command), "combinations": units}
+    cwd, runs = Path.cwd(), settings.runs_dir.resolve()
+    facts = {"kind": "commands", **content, "cwd": str(cwd), "origins": resolved.origins}
+    content["cwd"] = os.path.relpath(cwd, runs) if runs.is_relative_to(cwd) else str(cwd)  # it may move with its runs
     stage = StageSpec("cmd", units=units, command=list(command))
     fingerprint, origins = config.fingerprint(content), resolved.origins
     return Order(settings, [stage], "commands", fingerprint, origins, facts, yaml=resolved.to_yaml())
+
+
+def with_threads(order: Order, env: Mapping[str, str] | None, *, new: bool = False) -> Order:
+    """Return an order with the threads that its unfinished run began with, else OMP_NUM_THREADS, if it sets none.
+
+    Its fingerprint stays, so that the same command finds its run whatever that variable says.
+    """
+    known, settings = order.origins["threads_per_job"], order.settings
+    origin, own = "environment OMP_NUM_THREADS", own_threads(os.environ if env is None else env)
+    if known != config.DEFAULT and (order.kind, known) != ("commands", config.ARGUMENT):
+        return order
+    run = None if new else RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+    threads = own * settings.resources.ranks or settings.threads_per_job
+    with contextlib.suppress(ConfigError, DamagedError, KeyError):
+        if run is not None and run.state not in ("completed", "stopped"):
+            threads, origin = config.read_file(run.path / "config.yaml")["threads_per_job"], "the run that goes on"
+    if threads == settings.threads_per_job:
+        return order
+    origins = {**order.origins, "threads_per_job": origin}
+    settings = settings.model_copy(update={"threads_per_job": threads})
+    yaml = re.sub(r"(?m)^threads_per_job: .*$", f"threads_per_job: {threads}", order.yaml)
+    return dataclasses.replace(
+        order, settings=settings, origins=origins, facts={**order.facts, "origins": origins}, yaml=yaml
+    )
 
 
 def python_path(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -305,5 +304,5 @@ def order_of_run(run: RunDir, warm: Warm | None = None) -> Order:
         choice = Choice(combinations=tuple(header["combinations"]))
         return order_of_command(header["template"], choice, file=file, values=None, env=others, overrides=())
     choice = Choice(combinations=tuple(header.get("units") or ()))
-    folders = header.get("folders") or ()
+    folders = run.header.get("folders") or ()
     return order_of_config(file, env=others, choice=choice, folders=folders, warm=warm)

@@ -109,7 +109,7 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterat
     )
     queue.say = lambda text: events.write("plan", text=text)
     try:
-        yield Place(queue, Claims(run.path))
+        yield Place(queue, Claims(run.path, boot="that of no job's host"))
     finally:
         queue.close()
 

@@ -17,16 +17,17 @@ from memfit.amounts import Amount, Layout
 from memfit.errors import DamagedError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
+from memfit.masking import mask
 from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._grid import ALL, Choice, fill
 from memfit.pipeline._loaders import ask_of_loaders
 from memfit.pipeline._manifest import find_manifest
-from memfit.pipeline._order import Order, Source, order_of_config
+from memfit.pipeline._order import Order, Source, order_of_config, with_threads
 from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_model
-from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command
+from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
     Forecast,
@@ -43,12 +44,9 @@ from memfit.rundir import RunDir
 from memfit.units import format_count, format_duration
 
 _MOST_RUNS = 20
-#: Begins what is said of a figure that was measured on a job of other settings.
-WITH_OTHER = "with other settings: "
-#: A model is traced so long at most; then the formula answers.
-_TRACE_SECONDS = 30.0
-#: The numbers of jobs at once with a row each, beside as many as fit and all.
-_FIRST_ROWS = (1, 2, 3, 4)
+WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
+_TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
+_FIRST_ROWS = (1, 2, 3, 4)  # the numbers of jobs at once with a row each, beside as many as fit and all
 
 
 @dataclass(frozen=True)
@@ -64,40 +62,31 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a run would do with one stage.
-
-    Attributes:
-        name: The stage.
-        states: How many of its units are ``kept``, ``reused``, ``ready`` (would run), ``waiting`` and so on.
-        num_runs: How many jobs would run; None while the list of its units is not known.
-        why: Why they run, are skipped or stop the run.
-        waits_for: The stages that decide whether, and for which units, it runs.
-        saved_seconds: How long it took to make the results that are kept or reused.
-        footprint: The memory of one job; None while it is not known.
-        origin: Where that figure comes from.
-        measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory; and
-            the setting that names its loaders.
-        rows: Memory and time by the number of jobs at once.
-        advice: How many run at once, and how more of them would fit.
-        model: The answer of ``memfit.planning.ask`` about the model that it names; None if it names none.
-        forecast: What it takes on each process, rank, node and GPU; None where nothing but one job's peak is known.
-        tight: Why its declared or estimated peak is tight, which a run refuses; empty if it is not, or is accepted.
-    """
+    """What a run would do with one stage."""
 
     name: str
-    states: Mapping[str, int]
-    num_runs: int | None
-    why: str
-    waits_for: Sequence[str]
-    saved_seconds: float
-    footprint: Footprint | None = None
-    origin: str = ""
-    measure: Sequence[str] = ()
-    rows: Sequence[AtOnce] = ()
-    advice: str = ""
-    model: Mapping[str, Any] | None = None
-    forecast: Forecast | None = None
-    tight: str = ""
+    states: Mapping[str, int]  # how many units are ``kept``, ``reused``, ``ready`` (would run), ``waiting``, ...
+    num_runs: int | None  # how many jobs would run; None while the list of its units is not known
+    why: str  # why they run, are skipped or stop the run
+    waits_for: Sequence[str]  # the stages that decide whether, and for which units, it runs
+    saved_seconds: float  # how long it took to make the results that are kept or reused
+    footprint: Footprint | None = None  # the memory of one job; None while it is not known
+    origin: str = ""  # where that figure comes from
+    measure: Sequence[str] = ()  # commands that measure a job and estimate its GPU memory, and the loaders' setting
+    rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
+    advice: str = ""  # how many run at once, and how more of them would fit
+    model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
+    forecast: Forecast | None = None  # on each process, rank, node and GPU; None if only one job's peak is known
+    tight: str = ""  # why its declared or estimated peak is tight and not accepted: a run refuses it
+
+    @property
+    def fits(self) -> bool | None:
+        """False if one of its jobs, or a step of its model, does not fit even alone, or is tight; None if not known."""
+        unfit = (self.model or {}).get("verdict") in ("may fit", "does not fit")
+        on_node = self.forecast.fits if self.forecast else True
+        if unfit or self.tight or on_node is False or (self.rows and not self.rows[0].fits):
+            return False
+        return True if self.num_runs == 0 else on_node if self.rows else None
 
 
 @dataclass(frozen=True)
@@ -117,19 +106,17 @@ class RunPlan:
     commands: Sequence[Sequence[str]] = ()
 
     @property
-    def fits(self) -> bool:
-        """False if one job of a stage, or a step of its model, does not fit even alone, or is tight."""
-        unfit = any((stage.model or {}).get("verdict") in ("may fit", "does not fit") for stage in self.stages)
-        small = any(stage.forecast is not None and not stage.forecast.fits for stage in self.stages)
-        tight = any(stage.tight or (stage.rows and not stage.rows[0].fits) for stage in self.stages)
-        return not (unfit or small or tight)
+    def fits(self) -> bool | None:
+        """False if a stage's job does not fit even alone, else None if that is not known of one."""
+        found = {stage.fits for stage in self.stages}
+        return False if False in found else None if None in found else True
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, durations in seconds."""
         stages = []
         for stage in self.stages:
             footprint = stage.footprint.to_dict() if stage.footprint else None
-            own = {"footprint": footprint, "rows": [asdict(row) for row in stage.rows]}
+            own = {"footprint": footprint, "rows": [asdict(row) for row in stage.rows], "fits": stage.fits}
             stages.append(vars(stage) | own | {"forecast": stage.forecast.to_dict() if stage.forecast else None})
         run, commands = str(self.run) if self.run else None, [list(command) for command in self.commands]
         whole = {"run": run, "fits": self.fits, "budget": self.budget.to_dict()}
@@ -155,7 +142,7 @@ def plan_run(
     """
     order = source
     if not isinstance(order, Order):
-        order = order_of_config(order, overrides=overrides, env=env, choice=choice)
+        order = with_threads(order_of_config(order, overrides=overrides, env=env, choice=choice), env, new=new)
     if not start:
         start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
     settings = order.settings
@@ -177,7 +164,11 @@ def plan_run(
 
 
 def _command(unit: Unit) -> Sequence[str]:
-    return fill(unit.stage.command or (), {str(name): str(value) for name, value in dict(unit.value or {}).items()})
+    """Return the command of a unit without its secrets."""
+    values = {str(name): str(value) for name, value in dict(unit.value or {}).items()}
+    command = fill(unit.stage.command or (), values)
+    shown: Sequence[str] = mask({"template": unit.stage.command, "command": command, "params": values})["command"]
+    return shown
 
 
 def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start: str, name: str) -> StagePlan:
@@ -209,14 +200,20 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, (footprint, num_tasks, origin), model)
-    if forecast is not None and (node.machine if footprint else order.topology(name).loaders):
-        host, mapped = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes
-        origin = f"{origin}; its lines on a node" if footprint else "computed: the sum of its lines"
-        footprint = footprint or Footprint(0, method="declared")
-        footprint = replace(footprint, private_bytes=host, shared_bytes=mapped, parts={}, phases={})
+    if forecast is not None and not forecast.uncounted:
+        host, mapped, tasks = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes, order.ranks_of(stage)
+        if footprint is None or abs(host - footprint.private_bytes) > tasks:  # each rank's share is rounded up
+            origin = f"{origin}; its lines on a node" if footprint else "computed: the sum of its lines"
+            footprint = footprint or Footprint(0, method="declared")
+            number = math.ceil(len(footprint.device_bytes) * tasks / (num_tasks * order.nodes_of(stage)))
+            gpus = dict.fromkeys(map(str, range(number)), footprint.bytes_per_device)
+            footprint = Footprint(host, mapped, gpus, method=footprint.method)
     if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model or stage.has_probe):
         measure.append(f"--set stages.{name}.loaders=module:function")
-    rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
+    is_whole = forecast is None or not forecast.uncounted
+    rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left and is_whole else ()
+    if forecast is not None and forecast.fits is False:  # also where /dev/shm alone is too small
+        rows = [replace(row, fits=False) for row in rows]
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     known: dict[str, Any] = {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
@@ -241,12 +238,14 @@ class Node(NamedTuple):
 def _forecast(
     order: Order, stage: StageSpec, node: Node, size: tuple[Footprint | None, int, str], model: Mapping[str, Any] | None
 ) -> Forecast | None:
-    """Return the ledger of one job of a stage; None where it would say no more than the footprint does."""
+    """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    if not (loaders or ((order.is_main(stage) or stage.has_model) and (node.machine or ranks > 1))):
+    has_ranks = node.machine or max(ranks, size[1]) > 1
+    if not (loaders or ((order.is_main(stage) or stage.has_model) and has_ranks)):
         return None
     layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
+    lacking: list[str] = []
     step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
     settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
     own: list[Line] = []
@@ -265,15 +264,21 @@ def _forecast(
         )
     else:
         name = f"--set stages.{stage.name}.loaders=module:function, which returns (train, valid)"
-        notes.append(f"not counted by part: loaders and data; name what makes them: {name}")
+        lacking.append("loaders and data")
+        notes.append(f"not counted by part: {lacking[-1]}; name what makes them: {name}")
     if model is None:
         name = "the stage names its model: Probe(model=function), docs/stages.md"
-        notes.append(f"not counted by part: weights, gradients, optimizer, activations, checkpoints; {name}")
+        name = name if stage.command is None else "measure it, or declare a rank: --set resources.memory=8GiB"
+        lacking.append("weights, gradients, optimizer, activations, checkpoints")
+        notes.append(f"not counted by part: {lacking[-1]}; {name}")
     ledger = Ledger(layout, (*own, *step))
     if footprint is not None:
         whole = ledger.completed(footprint, num_tasks, origin)
         # Lines are of the settings of now: a job of others only shows that they are too low.
-        ledger = whole if WITH_OTHER not in origin or ledger.peak <= whole.peak else ledger
+        is_whole = WITH_OTHER not in origin or ledger.peak <= whole.peak
+        ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
+    if not ledger.lines:
+        return None
     limit, shm = node.budget.lendable_bytes, node.budget.shm
     if node.machine is not None and ranks < node.machine.nodes * node.machine.tasks_per_node:
         number = node.machine.nodes * node.machine.tasks_per_node
@@ -291,6 +296,8 @@ def _forecast(
         batch=batch,
         notes=tuple(notes),
         settings=settings_of,
+        uncounted=tuple(lacking),
+        made_for=made_for(stage),
     )
 
 
@@ -352,10 +359,13 @@ def _size(
             job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
             times = [(one.started, one.ended) for one in statuses.values()]
             seconds = [ended - started for started, ended in times if started is not None and ended is not None]
-            mean, num_tasks = sum(seconds) / len(seconds) if seconds else None, len(statuses[job_id].ranks) // nodes
+            mean, ranks = sum(seconds) / len(seconds) if seconds else None, max(1, len(statuses[job_id].ranks))
             changes = changes_since(order, stage, run, job_id)
-            origin = f"measured on {job_id} of {run.path.name}{f', {WITH_OTHER}{changes}' if changes else ''}"
-            found = sizes[job_id], origin, mean, max(1, num_tasks)
+            origin = f"measured on {job_id} of {run.path.name}"
+            if ranks != order.ranks_of(stage):
+                origin += f" with {format_count(ranks, 'rank')} in place of {order.ranks_of(stage)}"
+            origin += f", {WITH_OTHER}{changes}" if changes else ""
+            found = sizes[job_id], origin, mean, max(1, ranks // nodes)
             if not changes:
                 return found
             other = other or found

@@ -1,4 +1,4 @@
-"""Compare a run with the plan that it was given: its settings and its worst phase, once the first epoch is over."""
+"""Compare a run with the plan that it was given: its settings, its memory, its worst phase, and how it ended."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from memfit.config import differences
 from memfit.errors import UsageError
 from memfit.files import fits, read_json, write_json
 from memfit.jobs import read_status
 from memfit.pipeline._graph import Graph
+from memfit.pipeline._results import made_for
 from memfit.rundir import FolderTail, RunDir
 from memfit.units import format_bytes, list_some
 
 _LOOK_SECONDS = 0.5
 _VALUE = (int, bool, type(None))
-_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}}
+_MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
+_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "made_for": ({str: (dict, str)}, type(None))}
 _PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
 
 
 def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
-    """Return the forecasts of a plan by stage, and keep a copy in the run, which counts where the file is gone.
-
-    Raises:
-        UsageError: If there is no such file, or it holds no forecast of a stage.
-    """
+    """Return the forecasts of a plan by stage, and keep a copy in the run, which counts where the file is gone."""
     copy = run.path / "planned.json"
     found = read_json(file) or read_json(copy)
     stages = found["stages"] if found and fits(found, _PLAN) else []
@@ -42,13 +41,10 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
 
 
 class Planned:
-    """Follows a run's jobs, and says once for each stage whether its first one is as planned.
+    """Follows a run's jobs, and says for each stage whether its first one is as planned.
 
-    Args:
-        graph: The run and its stages.
-        forecasts: What `read_planned` gave.
-        ranks: The ranks of a job by stage.
-        say: Writes an event.
+    It says so after the first epoch or at the end, and once more where a job that was as planned did not end so.
+    ``forecasts`` are those of `read_planned`, ``ranks`` the ranks of a job by stage.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class Planned:
     ) -> None:
         self._graph, self._forecasts, self._ranks, self._say = graph, forecasts, ranks, say
         self._events, self._look_at = FolderTail(graph.run.events_dir), 0.0
-        self._said = set[str]()
+        self._said: dict[str, Mapping[str, Any]] = {}
         self._used: dict[str, Mapping[str, Any]] = {}
         self._phases: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -73,42 +69,58 @@ class Planned:
                     self._take(event["job"], event)
 
     def _take(self, job: str, event: Mapping[str, Any]) -> None:
-        kind = event.get("kind")
+        kind, state = event.get("kind"), str(event.get("state"))
         if kind == "planned":
-            self._said.add(str(event.get("stage")))
+            self._said[str(event.get("stage"))] = event
         elif kind == "loaders" and fits(event.get("settings"), {str: _VALUE}):
             self._used[job] = event["settings"]
         elif kind == "phase":
             self._phases[job].append(str(event.get("phase")))
-        elif kind in ("epoch", "end"):
+        elif kind == "epoch" or (kind == "end" and state not in ("preempted", "cancelled")):  # those go on later
             named = {unit.job_id: name for name, units in self._graph.units.items() for unit in units}
             stage = named.get(job, "")
-            if stage in self._forecasts and stage not in self._said:
-                self._said.add(stage)
-                self._compare(stage, job, is_whole=kind == "epoch" or event.get("state") == "completed")
+            before = self._said.get(stage, {"job": job, "holds": True})
+            if stage in self._forecasts and before["job"] == job and before.get("holds"):
+                found = self._compare(stage, job, state if kind == "end" else "")
+                if stage not in self._said or not found["holds"]:
+                    self._said[stage] = found
+                    self._say("planned", **found)
 
-    def _compare(self, stage: str, job: str, *, is_whole: bool) -> None:
-        planned, phases = self._forecasts[stage]["settings"], self._forecasts[stage]["phases"]
-        used = {**self._used.get(job, {}), "ranks": self._ranks[stage]}
+    def _compare(self, stage: str, job: str, state: str) -> dict[str, Any]:
+        """Return what is as planned of a job that ended so, or has made its first epoch, and what is not."""
+        forecast, phases = self._forecasts[stage], self._forecasts[stage]["phases"]
+        planned, used = forecast["settings"], {**self._used.get(job, {}), "ranks": self._ranks[stage]}
         absent = used.get("validation", True) is None
         both = [name for name in planned if name in used]
         others = [name for name in both if planned[name] != used[name]]
-        words = [f"{name} {_show(planned[name])} planned, {_show(used[name])} in the run" for name in others]
-        worst = max(phases, key=lambda name: phases[name], default="")
-        seen = list(dict.fromkeys(self._phases[job]))
-        if is_whole and worst and worst not in seen:
-            peak = format_bytes(read_status(self._graph.run, job).peak_bytes)
-            words.append(
-                f"phase {worst}, the worst with {format_bytes(phases[worst])} planned, was not seen "
-                f"({list_some(seen) or 'no phase'} was, with {peak} in the run)"
-            )
-        text = f"{job} is not as planned: {'; '.join(words)}"
-        if not words:
-            same = ", ".join(f"{name} {_show(planned[name])}" for name in both if planned[name])
-            text = f"{job} is as planned: {same}" + (f"; phase {worst}, the worst, was seen" if is_whole else "")
-        if left := [name for name in planned if name not in used and not (absent and name.startswith("validation"))]:
-            text += f"; not known of the run: {list_some(left)}"
-        self._say("planned", job=job, stage=stage, differs=others, text=text)
+        left = [name for name in planned if name not in used and not (absent and name.startswith("validation"))]
+        is_dead, seen = state not in ("", "completed"), list(dict.fromkeys(self._phases[job]))
+        words = [f"it ended {state.replace('_', ' ')}"] if is_dead else []
+        given = forecast.get("made_for") or {}
+        for name, then, now in differences(given, made_for(self._graph.stages[stage])) if given else ():
+            words.append("another command" if name == "command" else _told(name, repr(then)[:40], repr(now)[:40]))
+        words += [_told(name, _show(planned[name]), _show(used[name])) for name in others]
+        most, worst = max(phases.values(), default=0), max(phases, key=lambda name: phases[name], default="")
+        same = [f"{name} {_show(planned[name])}" for name in both if planned[name] and name not in others]
+        taken = read_status(self._graph.run, job).peak_bytes
+        if forecast.get("uncounted") or not (taken and most):
+            left.append("memory")
+        else:
+            sizes = _told("host memory", format_bytes(most), format_bytes(taken))
+            (words if taken > _MOST * most else same).append(sizes)
+        if not seen:
+            left.append("phases")
+        elif worst in seen:
+            same.append(f"phase {worst}, the worst planned, was seen")
+        elif not is_dead:
+            words.append(f"phase {worst}, the worst planned, was not seen ({list_some(seen)} was)")
+        what = f"not as planned: {'; '.join(words)}" if words else f"as planned: {', '.join(same)}"
+        text = f"{job} is {what}" + (f"; not compared: {list_some(left, 16)}" if left else "")
+        return {"job": job, "stage": stage, "differs": others, "holds": not words, "text": text}
+
+
+def _told(name: str, then: str, now: str) -> str:
+    return f"{name} {then} planned, {now} in the run"
 
 
 def _show(value: int | None) -> str:

@@ -148,24 +148,9 @@ def estimate_workload(
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
-    A stage that names its model, and no step, is estimated as that model's config.json is, without any data.
-
-    Args:
-        source: The config.
-        gpu: The device's name or size; None for any.
-        available_bytes: The free memory of the device; None for all of it.
-        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
-        overrides: Further settings of the config.
-        formula: Compute, do not trace; for a stage that names its model.
-        time_limit: Seconds for the trace.
-
-    Returns:
-        The answer of ``memfit.planning.ask``, without a ``setup`` where a step was traced. ``data`` says what the batch
-        is. Of a traced step, ``host`` is the host memory beside the device: ``panel`` (mapped, and shared by all jobs),
-        ``batch_bytes``, and ``loader`` (see ``memfit.data.loader_footprint``; None for a loader of another kind).
-
-    Raises:
-        UsageError: If the config is bad, its workload names no loader or no step, or the step cannot be traced.
+    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``host`` is the host memory
+    beside the device: ``panel``, ``batch_bytes`` and ``loader``. A stage that names its model, and no step, is
+    estimated from that model's config.json, without any data.
     """
     from memfit.estimation import check_allocator, find_gpu
 
@@ -211,10 +196,7 @@ def estimate_in_child(
     time_limit: float,
     formula: bool,
 ) -> dict[str, Any]:
-    """Prepare the workload's data as a run does, take its longest batch, and trace its step.
-
-    Where the stage names a model and no step, return `question_of` it.
-    """
+    """Trace the step on the longest batch of the data that a run prepares; of a model alone return `question_of` it."""
     whole = config.Resolved.from_json(RunConfig, resolved)
     workload = load_workload(target)
     probed = next((one for one in workload.stages if one.probe is not None), None)

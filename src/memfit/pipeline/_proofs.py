@@ -37,9 +37,6 @@ class Proofs:
 
         Reads what this host has not read, and tells ``count`` how many bytes. Without it nothing is read, and the
         answer is None where that is needed.
-
-        Raises:
-            DataError: If a file cannot be read now.
         """
         if count is None and manifest in self.looked:
             return ""

@@ -34,8 +34,7 @@ from memfit.pipeline._proofs import HOST, Proofs
 from memfit.rundir import RunDir
 
 _MOST_RUNS = 20
-#: Why a result is made for the first time.
-NOT_MADE = "it was not made yet"
+NOT_MADE = "it was not made yet"  # why a result is made for the first time
 
 
 @dataclass
@@ -64,7 +63,6 @@ class Unit:
 
     @property
     def digest(self) -> str:
-        """The digest of its result."""
         return str(self.made.get("digest", ""))
 
     @property
@@ -137,10 +135,7 @@ class Results:
         self._common, (_, self._anew) = order.common, order.chosen()
 
     def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
-        """Return ``kept`` or ``reused`` with the manifest of a unit's valid result; None if the unit must run.
-
-        Sets the unit's key, and of a result of another run where that is; the unit's inputs must be there.
-        """
+        """Return ``kept`` or ``reused`` with the manifest of a unit's valid result, if it has one; set its key."""
         stage, previous = unit.stage, unit.previous
         unit.parts = {
             "settings": digest(stage.settings),
@@ -211,6 +206,11 @@ def changed_settings(before: Mapping[str, Any], stage: StageSpec) -> list[str]:
     """Return the settings of a stage that are not those of a manifest, as texts."""
     changes = differences(before["settings"], mask(stage.settings))
     return [f"{one} {then!r:.40} -> {now!r:.40}" for one, then, now in changes]
+
+
+def made_for(stage: StageSpec) -> dict[str, Any]:
+    """Return what the config says of a stage: its settings, secrets masked, and a digest of its command."""
+    return {"params": mask(stage.settings), "command": digest(stage.command)}
 
 
 def is_same_command(before: Mapping[str, Any], stage: StageSpec) -> bool:

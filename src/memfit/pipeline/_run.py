@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 from memfit import config
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, write_atomic, write_json
-from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status
+from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status, thread_env
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
 from memfit.pipeline._canary import Canary, as_canary
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
-from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_of_run
+from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_of_run, with_threads
 from memfit.pipeline._planned import Planned, read_planned
 from memfit.pipeline._results import Index, Results, Unit
 from memfit.pipeline._source import UnitSource
@@ -29,6 +30,7 @@ from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, super
 from memfit.rundir import RunDir
 
 _TAKE_UP_SECONDS = 60.0
+_OVER = ("completed", "stopped")
 
 
 def run(
@@ -87,6 +89,7 @@ def run(
         )
     with Warm() as warm:
         order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
+        order = with_threads(order, env, new=new)
         if order.settings.canary:
             order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
@@ -96,27 +99,13 @@ def run(
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 
 
-def run_commands(
-    command: Sequence[str], *, params: Sequence[str] = (), param_file: Path | None = None, **given: Any
-) -> RunResult:
+def run_commands(command: Sequence[str], *, params: Sequence[str] = (), **given: Any) -> RunResult:
     """Run a command for every combination of parameters under one memory budget, or continue the unfinished run.
 
-    The newest run of the same command, parameters and folder continues unless it is finished.
-
-    Args:
-        command: The command; ``{name}`` stands for the value of a parameter.
-        params: Texts such as ``fold=1..5`` and ``lr=1e-3,1e-4``.
-        param_file: A CSV file with a header whose rows are combinations, crossed with ``params``.
-        given: As for `run`: ``overrides``, ``env``, ``new``, ``force``, ``view``.
-
-    Returns:
-        The result. It holds failed commands; they raise nothing.
-
-    Raises:
-        UsageError: If parameters, settings or the program are bad, or another process runs this run.
-        DoesNotFitError: If no command fits the budget even alone.
+    ``params`` are texts such as ``fold=1..5``, whose values stand for ``{fold}`` in the command; ``given`` is as for
+    `run`, and so are what is returned and raised. The newest run of the same command, parameters and folder continues.
     """
-    return run(list(command), choice=Choice(combinations=tuple(expand(None, params, param_file))), **given)
+    return run(list(command), choice=Choice(combinations=tuple(expand(None, params))), **given)
 
 
 def resume(run: Path, *, view: View | None = None) -> RunResult:
@@ -160,7 +149,7 @@ def start_folder(run: RunDir) -> contextlib.chdir[Path]:
 def _goes_on(order: Order, graph: Graph) -> bool:
     """Return whether to continue a run: it is not finished, or nothing in it would be overwritten."""
     with contextlib.suppress(DamagedError):  # each job's own files say what is done
-        if graph.run.state in ("completed", "stopped"):
+        if graph.run.state in _OVER:
             return order.kind != "commands" and not graph.overwrites()
     return True
 
@@ -169,10 +158,24 @@ def find_run(order: Order, graph: Graph) -> RunDir | None:
     """Return the newest run of an order if it is to continue; its graph has then looked at it."""
     settings = order.settings
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    if found is None:
+    if found is None or (found.is_copy and order.kind == "commands"):
+        _say_unfinished(order)
         return None
     graph.look(Results(order, found, earlier_runs(order, found)))  # refuses an unknown unit before the run is touched
     return found if _goes_on(order, graph) else None
+
+
+def _say_unfinished(order: Order) -> None:
+    """Name a run of the same command that is not over, and was started in a folder that is gone."""
+    for run in RunDir.all(order.settings.runs_dir, order.settings.experiment):
+        with contextlib.suppress(DamagedError):
+            home = str(run.header.get("cwd"))
+            is_same = all(run.header.get(name) == order.facts.get(name, "") for name in ("template", "combinations"))
+            if is_same and not os.access(home, os.F_OK) and run.state not in _OVER:
+                link = f"ln -s {shlex.quote(os.getcwd())} {shlex.quote(home)} && memfit resume {run.path}"
+                what = f"memfit: {run.path} is an unfinished run of this command, started in {home}, which is gone"
+                print(f"{what}; to go on with it: {link}", file=sys.stderr)
+                return
 
 
 def earlier_runs(order: Order, run: RunDir) -> Index:
@@ -212,6 +215,11 @@ def _go_on(
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
+        threads = max(1, settings.threads_per_job // settings.resources.ranks)
+        if lost := [f"{one}={os.environ[one]}" for one, text in thread_env(threads).items()
+                    if os.environ.get(one, text) != text]:  # fmt: skip
+            text = f"{', '.join(lost)} becomes {threads}: threads_per_job, from {order.origins['threads_per_job']}"
+            supervisor.events.write("plan", level="line", text=text)
         made: Callable[[Unit], Job] = functools.partial(make_job, order, run)
         canary = Canary(run, settings, supervisor.stop) if settings.canary else None
         if canary is not None:
@@ -248,7 +256,8 @@ def write_order(order: Order, run: RunDir) -> None:
     """Write the resolved config and the graph."""
     written = run.path / "config.yaml"
     if not written.exists() or written.read_text() != order.yaml:  # the run is new, or other settings of jobs changed
-        write_atomic(written, order.yaml, mode=0o600 if mask(order.params) != order.params else 0o666)
+        values = order.settings.model_dump(mode="json") | {"params": order.params}
+        write_atomic(written, order.yaml, mode=0o600 if mask(values) != values else 0o666)
     kept = ("name", "needs", "after", "each", "holds", "in_order")
     stages = [{name: getattr(stage, name) for name in kept} for stage in order.stages]
     write_json(run.path / "graph.json", {"schema_version": 1, "stages": stages})

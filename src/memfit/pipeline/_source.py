@@ -22,16 +22,10 @@ _WORD_SECONDS = 5.0
 
 
 class UnitSource:
-    """The units of a graph as a source of jobs for the scheduler.
+    """The units of a graph, which has looked at its run, as a source of jobs for the scheduler.
 
     A unit that may run waits here while files that it reads are compared with their hashes, and while another graph of
     the same run makes its key.
-
-    Args:
-        graph: The graph, which has looked at its run.
-        make_job: Takes a unit, and returns the job that makes its result.
-        say: Writes an event.
-        is_commands: The units are commands.
     """
 
     def __init__(
@@ -116,7 +110,6 @@ class UnitSource:
 
     @property
     def all_units(self) -> list[Unit]:
-        """All units that are known, stage by stage."""
         return self.graph.all_units
 
     def num_like(self, job_id: str) -> int:

@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: A module, and a name in it with its attributes; no names for the module itself.
-Place = tuple[str, tuple[str, ...]]
+Place = tuple[str, tuple[str, ...]]  # a module, and a name in it with its attributes; no names for the module itself
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _ASKING = (ast.Call, ast.Attribute)
 _FRESH = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 #: Tests of what an import of a module does not run.
 _NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
-#: The name for a module's statements that define nothing: an import of the module runs them.
-STATEMENTS = "(statements)"
+STATEMENTS = "(statements)"  # the name for a module's statements that define nothing: an import of the module runs them
 #: Names of what stores what it is given, beside those with "register" in them.
 STORING = frozenset({"add", "append", "custom_op", "extend", "insert", "library", "setdefault", "update"})
 _MAKING = ("__init__", "__new__", "__post_init__")

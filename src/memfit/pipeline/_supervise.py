@@ -54,8 +54,7 @@ View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
-#: How often a supervisor asks whether it still has its lock.
-_LOOK_SECONDS = 10.0
+_LOOK_SECONDS = 10.0  # how often a supervisor asks whether it still has its lock
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -123,10 +122,7 @@ class Supervisor:
         return self._budget
 
     def schedule(self, graph: Source, known: Known, *, largest_first: bool = False) -> dict[str, JobStatus]:
-        """Run the jobs of a graph to their ends, and return the last status of each that was started.
-
-        ``known`` are measured footprints with the stage and parameters of their jobs; ``largest_first`` as in Policy.
-        """
+        """Run the jobs of a graph to their ends, and return the last status of each that was started."""
 
         def say(kind: str, **fields: Any) -> None:
             self.events.write(kind, **fields)
@@ -148,6 +144,7 @@ class Supervisor:
         is_shared = not self.backend.traits.queues_jobs
         claims = self.claims if is_shared else None
         admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=claims, is_shared=is_shared)
+        admission.budget.read_own = admission.read_own if is_shared else int
         scheduler = Scheduler(graph, self.backend, admission, say=say)
         if not graph.is_done:
             (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
@@ -246,10 +243,7 @@ def supervised(
     facts: Mapping[str, Any],
     parent: Parent | None = None,
 ) -> Iterator[Supervisor]:
-    """Supervise a run until the end of the block; its first event holds ``facts``.
-
-    ``parent`` is the process from which functions are forked.
-    """
+    """Supervise a run until the end of the block; its first event holds ``facts``."""
     lock = _RunLock(run.path)
     for folder in run.path.glob("*/*/"):
         refresh(folder)  # the last supervisor may have been on another host
@@ -299,11 +293,7 @@ def supervised(
 
 
 class _RunLock:
-    """The lock of a run's only supervisor; taken again where the server of a network drive has forgotten it.
-
-    Raises:
-        UsageError: Another process has it.
-    """
+    """The lock of a run's only supervisor; taken again where the server of a network drive has forgotten it."""
 
     def __init__(self, run_path: Path) -> None:
         self._run_path, self._look_at = run_path, 0.0

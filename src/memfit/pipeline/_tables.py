@@ -26,12 +26,7 @@ def _leave_pandas_out() -> None:
 
 
 def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Write a Feather file for each table: the unit, its state, seconds and peak, and a column for each number.
-
-    Args:
-        tables: Per table its ``path``, the name of the first column (``variable``) and the ``rows``: ``unit``,
-            ``state``, ``seconds`` or None, ``peak_private_bytes``, and ``result`` by name.
-    """
+    """Write a Feather file for each table: the unit, its state, seconds and peak, and a column for each number."""
     _leave_pandas_out()
     for table in tables:
         path, variable = Path(table["path"]), table["variable"]

@@ -26,4 +26,6 @@ if TYPE_CHECKING:
     from memfit.planning._machine import Machine as Machine
 
 # A run plans without these, and they take a while to load.
+__all__ = ["Launch", "Ledger", "Plan", "ask", "decide", "plan"]
+
 __getattr__, __dir__ = load_lazily(__name__)

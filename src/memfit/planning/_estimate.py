@@ -35,8 +35,7 @@ from memfit.estimation import (
 from memfit.memory import Budget
 from memfit.units import format_bytes
 
-#: A larger difference between trace and formula gets a note.
-_MOST_APART = 0.15
+_MOST_APART = 0.15  # a larger difference between trace and formula gets a note
 _MOST_SAMPLES = 1 << 14
 #: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
@@ -46,31 +45,18 @@ _NUM_BLOCKS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What to estimate.
+    """What to estimate."""
 
-    Attributes:
-        config: The content of a model's ``config.json``.
-        setup: How it is trained.
-        gpu: The device's name or size; None for any device.
-        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for torch's defaults.
-        formula: Compute, do not trace.
-        available_bytes: The free memory of the device; None for all of it.
-        largest_batch: Replace ``setup.batch`` by the largest that fits.
-        global_batch: Samples per update, a multiple of the largest batch; None for any number.
-        time_limit: Seconds of CPU for all tracing; a longer trace is extrapolated, and after that the formula answers.
-        settings: What a workload calls the options of ``memfit estimate`` that it has; None for those options.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the content of a model's ``config.json``
     setup: Setup
-    gpu: str | None = None
-    allocator: str | None = None
-    formula: bool = False
-    available_bytes: int | None = None
-    largest_batch: bool = False
-    global_batch: int | None = None
-    time_limit: float = TIME_LIMIT
-    settings: Mapping[str, str] | None = None
+    gpu: str | None = None  # the device's name or size; None for any device
+    allocator: str | None = None  # as in ``PYTORCH_CUDA_ALLOC_CONF``; None for torch's defaults
+    formula: bool = False  # compute, do not trace
+    available_bytes: int | None = None  # the free memory of the device; None for all of it
+    largest_batch: bool = False  # replace ``setup.batch`` by the largest that fits
+    global_batch: int | None = None  # samples per update, a multiple of the largest batch; None for any number
+    time_limit: float = TIME_LIMIT  # seconds of CPU for traces; beyond, they are extrapolated, then the formula answers
+    settings: Mapping[str, str] | None = None  # a workload's names for the options of ``memfit estimate``
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form, as ``from_dict`` takes it."""
@@ -78,7 +64,6 @@ class Question:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Question:
-        """Return the question that ``to_dict`` wrote."""
         setup = found["setup"]
         return cls(**{**found, "setup": Setup(**{**setup, "lora_targets": tuple(setup["lora_targets"])})})
 
@@ -105,12 +90,7 @@ class Question:
 
 
 def find_this_gpu(budget: Budget) -> tuple[str | None, int | None, list[str]]:
-    """Return the name or size of a machine's first GPU, its free bytes, and a note on who uses the rest.
-
-    >>> import dataclasses
-    >>> find_this_gpu(dataclasses.replace(Budget.read(), devices=()))
-    (None, None, [])
-    """
+    """Return the name or size of a machine's first GPU, its free bytes, and a note on who uses the rest."""
     if not budget.devices:
         return None, None, []
     here = budget.devices[0]

@@ -1,61 +1,34 @@
-"""Write a launch as the file that starts it: a batch script, a Kubernetes Job, or what a container needs."""
+"""Write a launch as the file that starts it: a batch script, a Kubernetes Job, a Compose file and its ``.env``."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import shlex
 from posixpath import join, normpath
 from typing import Any
 
 from memfit.config import write_yaml
-from memfit.errors import ConfigError, UsageError
+from memfit.errors import UsageError
 from memfit.jobs import render_script
 from memfit.planning._launch import Launch, LaunchFormat
 from memfit.units import format_count, write_size
 
-#: What an image must not hold: keys, the history of old ones, and what runs leave.
-_NOT_IN_IMAGES = (
-    "**/.env",
-    "**/.env.*",
-    "**/.git",
-    "runs",
-    "panels",
-    "**/.venv",
-    "**/__pycache__",
-)
-#: Slurm may send a signal up to a minute early.
-_EARLY_SECONDS = 60
-#: What memfit takes to end, after its job.
-_ENDING_SECONDS = 10
+_EARLY_SECONDS = 60  # Slurm may send a signal up to a minute early
+_ENDING_SECONDS = 10  # what memfit takes to end, after its job
 _MOST_REQUEUES, _MOST_RESTARTS = 20, 5
 _HOME = "/app"  # where the code lies in an image
 _STEP = "srun --kill-on-bad-exit=1 --wait=60"
 
 
 def render(launch: Launch, form: LaunchFormat) -> str:
-    """Return the file.
-
-    Raises:
-        ConfigError: A Dockerfile has no image to start from.
-        UsageError: An option cannot be one of sbatch, or the format has no place for several nodes or a folder.
-    """
+    """Return the file; refuse a format that has no place for several nodes or for a folder."""
     if form != "sbatch" and launch.is_split:
         raise UsageError(
             f"{launch.name} has {format_count(launch.num_nodes, 'node')}, or ranks that srun starts.",
             rule=f"--format {form} starts all ranks in one container.",
             remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
         )
-    writers = {
-        "sbatch": _sbatch,
-        "compose": _compose,
-        "kubernetes": _kubernetes,
-        "dockerfile": _dockerfile,
-        "dockerignore": lambda one: "\n".join([*_NOT_IN_IMAGES, *one.settings.data, *one.settings.outputs, ""]),
-        "env": _env,
-    }
-    return writers[form](launch)
+    return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes, "env": _env}[form](launch)
 
 
 def _sbatch(launch: Launch) -> str:
@@ -125,7 +98,7 @@ def _compose(launch: Launch) -> str:
     memory, shm = (write_size(size.bytes, ("g", "m")) for size in (launch.memory, launch.shm))
     last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.pass_env}
     last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
-    service: dict[str, Any] = {"build": "."} if settings.base_image else {"image": settings.image or launch.name}
+    service: dict[str, Any] = {"image": settings.image} if settings.image else {"build": "."}
     service |= {
         "command": [_plain(word) for word in launch.command],
         "restart": f"on-failure:{_MOST_RESTARTS}",
@@ -217,29 +190,6 @@ def _mounts(launch: Launch) -> list[dict[str, Any]]:
     return found
 
 
-def _dockerfile(launch: Launch) -> str:
-    settings = launch.settings
-    if not settings.base_image:
-        raise ConfigError(
-            "launch.base_image is not given.",
-            rule="an image starts from another one, such as pytorch/pytorch.",
-            remedy="name it: --set launch.base_image=pytorch/pytorch:2.9.0-cuda12.8-cudnn9-runtime",
-        )
-    lines, packages = [f"FROM {settings.base_image}", f"WORKDIR {_HOME}"], settings.requirements
-    if packages:
-        lines += [f"COPY {packages} {packages}", f"RUN pip install --no-cache-dir -r {packages}"]
-    lines += [
-        "RUN memfit --version  # the command runs under it",
-        "# Write .dockerignore first (--format dockerignore): without it the image holds .env and .git.",
-        "COPY . .",
-    ]
-    guarded = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in launch.env.items()}
-    lines += [f'ENV {name}="{value}"' for name, value in guarded.items()]
-    if settings.pass_env:
-        lines += [f"# Set when it is started, never here: {', '.join(settings.pass_env)}"]
-    return "\n".join([*lines, f"CMD {json.dumps(launch.command)}", ""])
-
-
 def _env(launch: Launch) -> str:
     head = "# For docker compose: fill in, and keep it out of version control."
     return "\n".join([head, *(f"{name}=" for name in launch.settings.pass_env), ""])
@@ -257,12 +207,8 @@ def _grace(launch: Launch) -> int:
 def _without_python(command: tuple[str, ...]) -> list[str]:
     """Return what torchrun is given: the script and its arguments.
 
-    >>> _without_python(("python", "-u", "train.py", "--epochs", "3"))
-    ['train.py', '--epochs', '3']
-    >>> _without_python(("python", "-m", "pkg.train"))
-    ['-m', 'pkg.train']
-    >>> _without_python(("./train",))
-    ['--no-python', './train']
+    >>> _without_python(("python", "-u", "train.py", "--epochs", "3")), _without_python(("./train",))
+    (['train.py', '--epochs', '3'], ['--no-python', './train'])
     """
     if not command[0].rpartition("/")[2].startswith("python"):
         return ["--no-python", *command]

@@ -15,7 +15,7 @@ from memfit.planning._ledger import Forecast, Line
 from memfit.planning._machine import Machine
 from memfit.units import format_bytes
 
-LaunchFormat = Literal["sbatch", "compose", "kubernetes", "dockerfile", "dockerignore", "env"]
+LaunchFormat = Literal["sbatch", "compose", "kubernetes", "env"]
 _Count = Annotated[int, Field(ge=1)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -25,33 +25,15 @@ _Image = Annotated[str, Field(pattern=r"^(\w[\w./:@-]*)?$")]
 
 
 class LaunchSettings(Settings):
-    """What a config says of its start elsewhere, beside what ``memfit run`` reads.
+    """What a config says of its start elsewhere, beside what ``memfit run`` reads; docs/launch.md has each key."""
 
-    Attributes:
-        start_with: With several nodes, ``torchrun`` starts the ranks of each, or Slurm starts each rank as a task
-            (``srun``), as Lightning and Accelerate expect it. On one node memfit starts them, but for ``srun``.
-        cpus_per_rank: Cores of a rank; loader workers + 1 where the plan counts them, ``threads_per_job`` at least.
-        num_epochs, epoch_seconds: For the time limit, where ``slurm.time`` does not say it.
-        shm: The size of /dev/shm; from the loaders that the plan counts, 64 MiB at least.
-        base_image: The image that the Dockerfile starts from.
-        image: The image with the code, as it was pushed; the name of the experiment when empty.
-        requirements: The file of packages that the image gets, memfit among them.
-        claim: The PersistentVolumeClaim that holds the folders in Kubernetes; the name of the experiment when empty.
-        data: Folders that the training reads. A container gets them read-only.
-        outputs: Folders that it writes beside ``runs``, such as ``checkpoints``.
-        env: Variables and their values. No secrets.
-        pass_env: Names of variables that whoever starts the job has set.
-    """
-
-    start_with: Literal["torchrun", "srun"] = "torchrun"
+    start_with: Literal["torchrun", "srun"] = "torchrun"  # on one node memfit starts the ranks, but for ``srun``
     cpus_per_rank: _Count | None = None
     num_epochs: _Count | None = None
     epoch_seconds: Annotated[float, Field(gt=0)] | None = None
-    shm: ByteSize | None = None
-    base_image: _Image = ""
-    image: _Image = ""
-    requirements: Annotated[str, Field(pattern=r"^([\w./][\w./+-]*)?$")] = "requirements.txt"
-    claim: _Claim = ""
+    shm: ByteSize | None = None  # None: from the loaders that the plan counts, 64 MiB at least
+    image: _Image = ""  # as it was pushed
+    claim: _Claim = ""  # empty: the name of the experiment
     data: list[_Folder] = Field(default_factory=list)
     outputs: list[_Folder] = Field(default_factory=list)
     env: dict[_Variable, _Line] = Field(default_factory=dict)
@@ -60,42 +42,26 @@ class LaunchSettings(Settings):
 
 @dataclass(frozen=True)
 class Launch:
-    """A training with its sizes; each ``_why`` says how a figure follows, in words.
+    """A training with its sizes; each ``_why`` says how a figure follows, in words."""
 
-    Attributes:
-        name: Names the job, the service and its image.
-        settings: The config's block ``launch``.
-        command: What starts the run on one node; of a job that is split, one rank.
-        is_split: Each node starts the ranks of its own, by torchrun or Slurm.
-        layout: Nodes, ranks on each, CPUs of a rank, GPUs of a node.
-        forecast: The ledger that memory follows from, of the stage that takes most.
-        memory, shm: What a node or container needs, and the part of it that /dev/shm must hold.
-        time: The time limit; the partition's own when empty.
-        grace_seconds: How long a job may take to save and end after SIGTERM.
-        env: Variables of the training.
-        slurm: Options of ``sbatch`` that say where it runs.
-        slurm_extra: Further ones, as they were given.
-        notes: What whoever starts it should know.
-    """
-
-    name: str
-    settings: LaunchSettings
-    command: tuple[str, ...]
-    is_split: bool
-    layout: Layout
-    forecast: Forecast
-    memory: Amount
+    name: str  # names the job, the service and its image
+    settings: LaunchSettings  # the config's block ``launch``
+    command: tuple[str, ...]  # what starts the run on one node; of a job that is split, one rank
+    is_split: bool  # each node starts the ranks of its own, by torchrun or Slurm
+    layout: Layout  # nodes, ranks on each, CPUs of a rank, GPUs of a node
+    forecast: Forecast  # the ledger that memory follows from, of the stage that takes most
+    memory: Amount  # what a node or container needs
     memory_why: str
-    shm: Amount
+    shm: Amount  # the part of it that /dev/shm must hold
     shm_why: str
-    time: str
+    time: str  # the time limit; the partition's own when empty
     time_why: str
-    grace_seconds: float
+    grace_seconds: float  # how long a job may take to save and end after SIGTERM
     grace_why: str
-    env: dict[str, str] = field(default_factory=dict)
-    slurm: dict[str, str] = field(default_factory=dict)
-    slurm_extra: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)  # variables of the training
+    slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
+    slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
+    notes: tuple[str, ...] = ()  # what whoever starts it should know
 
     @property
     def num_nodes(self) -> int:
@@ -113,11 +79,7 @@ class Launch:
         return self.num_ranks * (self.layout.cpus_per_task or 1)
 
     def check_node(self, limit: Amount, where: str, num_nodes: int = 0) -> None:
-        """Refuse more memory than one node has, of so many nodes (those of the job if 0).
-
-        Raises:
-            DoesNotFitError: With the arithmetic, and the smallest change that would fit.
-        """
+        """Refuse more memory than one node has, of so many nodes (those of the job if 0)."""
         if not self.memory <= limit:
             own = self.forecast
             found = Forecast(
@@ -136,12 +98,7 @@ class Launch:
             )
 
     def check_machine(self, machine: Machine, where: str) -> None:
-        """Refuse what a described machine lacks: nodes, tasks, GPUs, memory or /dev/shm.
-
-        Raises:
-            UsageError: If the machine has fewer nodes, tasks or GPUs than the job asks for.
-            DoesNotFitError: If a node has too little memory, or /dev/shm.
-        """
+        """Refuse what a described machine lacks: nodes, tasks, GPUs, memory or /dev/shm."""
         asked = {"nodes": self.num_nodes, "ranks of a node": self.num_ranks}
         asked["GPUs of a node"] = self.layout.gpus_per_node or 0
         has = (machine.nodes, machine.tasks_per_node, machine.gpus_per_task * machine.tasks_per_node)

@@ -13,8 +13,7 @@ from memfit.amounts import Amount, Layout
 from memfit.memory import Footprint
 from memfit.units import MIB, format_bytes, format_count, round_up_size, write_size
 
-#: Docker gives a container so much /dev/shm unless it is told otherwise.
-LEAST_SHM_BYTES = 64 * MIB
+LEAST_SHM_BYTES = 64 * MIB  # Docker gives a container so much /dev/shm unless it is told otherwise
 Metric = Literal["PSS", "RSS", "device"]
 _NOBODY = Amount(0, "node")
 #: What a loader takes, by its parts: the formula in words.
@@ -32,30 +31,18 @@ _FORMULAS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a ledger.
-
-    Attributes:
-        amount: What one thing of its scope takes.
-        formula: How that follows, in words.
-        how: Where the figure comes from.
-        metric: What is counted: PSS or RSS of processes, or bytes of a device.
-        phases: When it is held, that which it belongs to first; empty for always.
-        number: Of an amount of a process: how many such processes each task has.
-        is_mapped: It is mapped from files, which the kernel can drop, so that no limit holds for it.
-        in_shm: It lies in /dev/shm.
-        can_map: It is data that would be held once for each node if it were mapped.
-    """
+    """One line of a ledger."""
 
     name: str
-    amount: Amount
-    formula: str
-    how: Literal["measured", "computed", "declared"]
-    metric: Metric = "PSS"
-    phases: tuple[str, ...] = ()
-    number: int = 1
-    is_mapped: bool = False
-    in_shm: bool = False
-    can_map: bool = False
+    amount: Amount  # what one thing of its scope takes
+    formula: str  # how that follows, in words
+    how: Literal["measured", "computed", "declared"]  # where the figure comes from
+    metric: Metric = "PSS"  # what is counted: PSS or RSS of processes, or bytes of a device
+    phases: tuple[str, ...] = ()  # when it is held, that which it belongs to first; empty for always
+    number: int = 1  # of an amount of a process: how many such processes each task has
+    is_mapped: bool = False  # it is mapped from files, which the kernel can drop, so that no limit holds for it
+    in_shm: bool = False  # it lies in /dev/shm
+    can_map: bool = False  # it is data that would be held once for each node if it were mapped
 
 
 @dataclass(frozen=True)
@@ -100,13 +87,7 @@ class Ledger:
         return max(self._in_phase(phase, in_shm=True) for phase in self._phases)
 
     def map_data(self) -> Ledger:
-        """Return the ledger if all ranks of a node mapped the data: once in files, with no copies.
-
-        >>> data = Line("data", Amount(8, "task"), "x", "computed", can_map=True)
-        >>> found = Ledger(Layout(1, 4), (data,)).map_data()
-        >>> found.peak.bytes, found.mapped.bytes
-        (0, 8)
-        """
+        """Return the ledger if all ranks of a node mapped the data: once in files, with no copies."""
         lines = []
         for line in self.lines:
             if not line.can_map:
@@ -119,7 +100,9 @@ class Ledger:
     def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
         """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
         then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
-        peaks = {name: peak.private_bytes for name, peak in found.phases.items()} or {"": found.private_bytes}
+        peaks = {name: peak.private_bytes for name, peak in found.phases.items()}
+        if found.private_bytes > max(peaks.values(), default=0):  # it was outside of the phases that the job marked
+            peaks["unmarked" if peaks else ""] = found.private_bytes
         if found.phases:  # a phase that the job did not name takes no more than its peak
             peaks |= {
                 phase: found.private_bytes
@@ -207,52 +190,41 @@ class Variant:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run the training: its peak on the fullest node, and what it costs."""
+    """One way to run the training: its peak on the fullest node, whether that fits (None: not known), and its cost."""
 
     name: str
     peak: Amount
-    fits: bool
+    fits: bool | None
     cost: str
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A ledger against the memory of a node.
-
-    Attributes:
-        limit: The host memory of a node.
-        limit_from: Who says so.
-        shm_limit: What /dev/shm of a node holds; None if that is not known.
-        num_ranks: The ranks of the job.
-        num_nodes: The nodes that there are.
-        slack: What is requested on top, as a share.
-        others: The ledger's lines that are not of the loaders.
-        variants: Other loaders.
-        batch: The equation of the global batch and the steps of an epoch, in words; empty if they are not known.
-        notes: What could not be counted, and how to name it.
-        settings: What it was counted for, by name: of the loaders, the ranks and the accumulation.
-    """
+    """A ledger against the memory of a node."""
 
     ledger: Ledger
-    limit: Amount
-    limit_from: str
-    shm_limit: Amount | None = None
-    num_ranks: int = 1
-    num_nodes: int = 1
-    slack: float = 0.0
-    others: tuple[Line, ...] = ()
-    variants: tuple[Variant, ...] = ()
-    batch: str = ""
-    notes: tuple[str, ...] = ()
-    settings: Mapping[str, int | None] = field(default_factory=dict)
+    limit: Amount  # the host memory of a node
+    limit_from: str  # who says so
+    shm_limit: Amount | None = None  # what /dev/shm of a node holds; None if that is not known
+    num_ranks: int = 1  # the ranks of the job
+    num_nodes: int = 1  # the nodes that there are
+    slack: float = 0.0  # what is requested on top, as a share
+    others: tuple[Line, ...] = ()  # the ledger's lines that are not of the loaders
+    variants: tuple[Variant, ...] = ()  # other loaders
+    batch: str = ""  # the equation of the global batch and the steps of an epoch, in words; empty if they are not known
+    notes: tuple[str, ...] = ()  # what could not be counted, and how to name it
+    settings: Mapping[str, int | None] = field(default_factory=dict)  # of loaders, ranks and accumulation
+    uncounted: tuple[str, ...] = ()  # what is in no line and no peak; if there is any, nobody knows whether it fits
+    made_for: Mapping[str, Any] = field(default_factory=dict)  # the stage's settings, masked, and its command's digest
 
-    def has_room(self, ledger: Ledger) -> bool:
-        """Return whether a ledger fits a node: its host memory, and /dev/shm."""
-        return ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+    def has_room(self, ledger: Ledger) -> bool | None:
+        """Return whether a ledger fits a node, host memory and /dev/shm; None if it does, and something lacks in it."""
+        found = ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+        return None if found and self.uncounted else found
 
     @property
-    def fits(self) -> bool:
-        """Whether the ledger fits."""
+    def fits(self) -> bool | None:
+        """Whether the ledger fits; None if that is not known."""
         return self.has_room(self.ledger)
 
     @property
@@ -277,7 +249,7 @@ class Forecast:
         others = [(one, replace(self.ledger, lines=(*self.others, *one.lines))) for one in self.variants]
         found += [self._mode(one.name, ledger, one.cost) for one, ledger in others]
         found += self._fewer_tasks("", self.ledger)
-        if mapped != self.ledger and not any(mode.fits for mode in found):
+        if mapped != self.ledger and all(mode.fits is False for mode in found):
             found += [self._mode(f"mapped data, {one.name}", it.map_data(), one.cost) for one, it in others]
             found += self._fewer_tasks("mapped data, ", mapped)
         return found
@@ -287,11 +259,11 @@ class Forecast:
 
     def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""
-        tasks = 0 if self.fits else ledger.layout.tasks_per_node or 1
+        tasks = ledger.layout.tasks_per_node or 1 if self.fits is False else 0
         for number in range(tasks - 1, 0, -1):
             gpus = (ledger.layout.gpus_per_node or 0) * number // tasks
             fewer = replace(ledger, layout=replace(ledger.layout, tasks_per_node=number, gpus_per_node=gpus))
-            if self.has_room(fewer):
+            if self.has_room(fewer) is not False:
                 nodes = math.ceil(self.num_ranks / number)
                 cost = f"{format_count(nodes, 'node')} for {self.num_ranks} ranks" + (
                     f", of {self.num_nodes}: or --nproc {number * self.num_nodes} and accumulation"
@@ -303,20 +275,20 @@ class Forecast:
 
     @property
     def change(self) -> str:
-        """The smallest change after which it fits; empty if it fits."""
-        if self.fits:
+        """The smallest change after which it fits, or what is counted does; empty if none is needed."""
+        if self.fits is not False:
             return ""
-        best = next((mode for mode in self.list_modes() if mode.fits), None)
-        larger = f"--mem={self.request['mem']} on nodes that have it"
+        best = next((mode for mode in self.list_modes() if mode.fits is not False), None)
+        larger = f"--mem={self.request['mem']} on nodes that have it" if self.request["mem"] else "larger nodes"
         return larger if best is None else f"{best.name}: {best.peak} (cost: {best.cost}); or {larger}"
 
     @property
-    def request(self) -> dict[str, str]:
-        """What to ask Slurm for: ``--mem``, and /dev/shm."""
+    def request(self) -> dict[str, str | None]:
+        """What to ask Slurm for: ``--mem``, None where that is not known, and /dev/shm."""
         peak, most = math.ceil(self.ledger.peak.bytes * (1 + self.slack)), self.limit.bytes
         size = round_up_size(peak + self.ledger.mapped.bytes)
         return {
-            "mem": write_size(min(size, most) if self.fits else size),
+            "mem": None if self.uncounted or not size else write_size(min(size, most) if self.fits else size),
             "shm": write_size(round_up_size(shm_bytes(self.ledger.shm.bytes, self.slack))),
         }
 
@@ -338,6 +310,8 @@ class Forecast:
             "batch": self.batch,
             "notes": list(self.notes),
             "settings": dict(self.settings),
+            "uncounted": list(self.uncounted),
+            "made_for": dict(self.made_for),
         }
 
 
@@ -349,11 +323,7 @@ def shm_bytes(batches: int, slack: float) -> int:
 def describe_batch(
     samples: int, valid: int | None, batch: int, num_ranks: int, accumulation: int, *, drops: bool = False
 ) -> str:
-    """Return the equation of the global batch, and the steps of an epoch; empty if the batch is not known, 0.
-
-    >>> describe_batch(85109, 18179, 22, 16, 1)
-    'global batch 352 = 22 per rank x 16 ranks x 1 accumulated; 242 steps an epoch of 85,109 samples, 18,179 validated'
-    """
+    """Return the equation of the global batch, and the steps of an epoch; empty if the batch is not known, 0."""
     if not batch:
         return ""
     whole = batch * num_ranks * accumulation

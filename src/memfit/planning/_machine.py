@@ -33,27 +33,15 @@ _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Machine(Settings):
-    """The nodes that a training gets, all alike; ``machine.yaml``.
-
-    Attributes:
-        nodes: How many there are.
-        tasks_per_node: The tasks of each, of one rank each.
-        cpus_per_task, gpus_per_task: What each task has.
-        node_memory: The host memory that the job may use on each node: ``sbatch --mem``, or all of it.
-        gpu: The name of its GPUs, or the memory of one.
-        shm: What /dev/shm of a node holds; None if it may hold as much as the node.
-
-    >>> Machine(nodes=4, tasks_per_node=4, node_memory=256 << 30).layout(16)
-    Layout(nodes=4, tasks_per_node=4, cpus_per_task=1, gpus_per_node=0, processes_per_task=None)
-    """
+    """The nodes that a training gets, all alike; ``machine.yaml``."""
 
     nodes: _Count = 1
-    tasks_per_node: _Count = 1
+    tasks_per_node: _Count = 1  # the tasks of each, of one rank each
     cpus_per_task: _Count = 1
     gpus_per_task: Annotated[int, Field(ge=0, le=64)] = 0
-    node_memory: Annotated[ByteSize, Field(ge=1)]
-    gpu: Annotated[str, AfterValidator(_known)] | None = None
-    shm: ByteSize | None = None
+    node_memory: Annotated[ByteSize, Field(ge=1)]  # what the job may use on each node: ``sbatch --mem``, or all
+    gpu: Annotated[str, AfterValidator(_known)] | None = None  # the name of its GPUs, or the memory of one
+    shm: ByteSize | None = None  # what /dev/shm of a node holds; None if it may hold as much as the node
 
     @model_validator(mode="after")
     def _is_possible(self) -> Machine:
@@ -65,20 +53,11 @@ class Machine(Settings):
 
     @classmethod
     def read(cls, file: Path) -> Machine:
-        """Read a file such as ``machine.yaml``.
-
-        Raises:
-            ConfigError: If it has an unknown key, lacks ``node_memory``, or describes a machine that cannot be.
-        """
         return config.resolve(cls, file=file, env={}).value
 
     @classmethod
     def here(cls, budget: Budget, env: Mapping[str, str] = os.environ) -> Machine:
-        """Describe this machine, and the allocation of Slurm if this process is in one.
-
-        >>> Machine.here(Budget.read(cap_bytes=8 << 20), {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}).nodes
-        2
-        """
+        """Describe this machine, and the allocation of Slurm if this process is in one."""
         gpus, nodes = len(budget.devices), _number(env, "SLURM_NNODES") or 1
         tasks = _number(env, "SLURM_NTASKS_PER_NODE") or math.ceil((_number(env, "SLURM_NTASKS") or 0) / nodes)
         tasks = tasks or max(1, gpus)
@@ -94,11 +73,7 @@ class Machine(Settings):
         )
 
     def layout(self, num_ranks: int) -> Layout:
-        """Return how so many ranks lie on it, a node filled before the next.
-
-        Raises:
-            UsageError: If it has fewer tasks.
-        """
+        """Return how so many ranks lie on it, a node filled before the next."""
         if num_ranks > self.nodes * self.tasks_per_node:
             raise UsageError(
                 f"{num_ranks} ranks were asked for, and the machine has {self.nodes} x {self.tasks_per_node} tasks.",

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from memfit.reports._charts import Layer as Layer
     from memfit.reports._charts import draw_stack as draw_stack
     from memfit.reports._compare import compare_numbers as compare_numbers
-    from memfit.reports._compare import compare_over_seeds as compare_over_seeds
-    from memfit.reports._compare import compare_plan as compare_plan
     from memfit.reports._compare import print_before_after as print_before_after
-    from memfit.reports._compare import print_plan_comparison as print_plan_comparison
-    from memfit.reports._compare import print_seeds as print_seeds
     from memfit.reports._compare import read_numbers as read_numbers
     from memfit.reports._diagnosis import explain_in_a_line as explain_in_a_line
     from memfit.reports._diagnosis import print_checks as print_checks
@@ -26,9 +22,12 @@ if TYPE_CHECKING:
     from memfit.reports._diagnosis import print_fix as print_fix
     from memfit.reports._diagnosis import print_verification as print_verification
     from memfit.reports._diagnosis import write_incident as write_incident
+    from memfit.reports._differences import Changes as Changes
     from memfit.reports._differences import find_changes as find_changes
+    from memfit.reports._differences import find_differences as find_differences
     from memfit.reports._differences import print_changes as print_changes
     from memfit.reports._differences import read_manifests as read_manifests
+    from memfit.reports._differences import read_settings as read_settings
     from memfit.reports._estimate import print_estimate as print_estimate
     from memfit.reports._live import LiveRun as LiveRun
     from memfit.reports._live import describe as describe
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import what_it_does as what_it_does
     from memfit.reports._page import write_page as write_page
     from memfit.reports._plan import print_run_plan as print_run_plan
-    from memfit.reports._rates import SeedComparison as SeedComparison
-    from memfit.reports._rates import compare_seeds as compare_seeds
     from memfit.reports._rates import wilson_interval as wilson_interval
     from memfit.reports._runs import Overview as Overview
     from memfit.reports._runs import find_run as find_run
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
     from memfit.reports._runs import has_supervisor as has_supervisor
     from memfit.reports._runs import is_live as is_live
     from memfit.reports._runs import list_runs as list_runs
-    from memfit.reports._study import StudyView as StudyView
     from memfit.reports._study import study_of as study_of
     from memfit.reports._study import summarize_study as summarize_study
     from memfit.reports._study_text import print_study as print_study
@@ -65,5 +61,23 @@ if TYPE_CHECKING:
     from memfit.reports._table import read_pressure as read_pressure
     from memfit.reports._table import read_room as read_room
     from memfit.reports._table import render as render
+
+__all__ = [
+    "Changes",
+    "describe",
+    "find_changes",
+    "find_differences",
+    "find_run",
+    "find_runs",
+    "format_number",
+    "metrics_of",
+    "plain_table",
+    "print_changes",
+    "read_manifests",
+    "read_numbers",
+    "read_settings",
+    "summarize",
+    "write_page",
+]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from memfit.memory import Budget, Device
-from memfit.reports._numbers import plain_table, print_facts
+from memfit.reports._numbers import plain_table, print_facts, say
 from memfit.units import format_bytes
 
 
@@ -18,16 +18,11 @@ def print_budget(budget: Budget, console: Console) -> None:
     """Print the smallest limit and its source, all limits as a table, and what else may be used here."""
     binding, left = budget.binding, budget.headroom_bytes
     verdict = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much is in use"
-    console.print(
-        f"[bold]{verdict}[/bold] of {format_bytes(binding.limit_bytes)}. The smallest limit is {escape(binding.name)}, "
-        f"from {escape(_short(binding.source))}.",
-        soft_wrap=True,
-    )
-    console.print(
-        f"Jobs can have {format_bytes(budget.lendable_bytes)}. memfit keeps {format_bytes(budget.reserve_bytes)} free: "
-        f"{escape(budget.reserve_note)}.\n",
-        soft_wrap=True,
-    )
+    whole, source = format_bytes(binding.limit_bytes), _short(binding.source)
+    text = f" of {whole}. The smallest limit is {binding.name}, from {source}."
+    console.print(Text.assemble((verdict, "bold"), text), soft_wrap=True)
+    lendable, reserve = format_bytes(budget.lendable_bytes), format_bytes(budget.reserve_bytes)
+    say(console, f"Jobs can have {lendable}. memfit keeps {reserve} free: {budget.reserve_note}.\n")
     console.print(_limit_table(budget))
     console.print()
     print_facts(_facts(budget), console)
@@ -41,7 +36,7 @@ def _limit_table(budget: Budget) -> Table:
         says = _short(one.source) + (f": {one.note}" if one.note else "")
         sizes = map(format_bytes, (one.limit_bytes, one.used_bytes, one.headroom_bytes))
         row = (one.name, one.scope, *sizes, says)
-        table.add_row(*map(escape, row), style="bold" if number == 0 else "" if one.binds else "dim")
+        table.add_row(*map(Text, row), style="bold" if number == 0 else "" if one.binds else "dim")
     return table
 
 

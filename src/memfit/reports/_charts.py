@@ -21,12 +21,11 @@ CHART_STYLE = (
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
 _ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
-#: A narrower chart gives a bar's texts a row of their own.
-_NARROW = 600
+_LINES_SIZE = (440, 240)  # the width and height of a chart of lines; there are several beside each other
+_NARROW = 600  # a narrower chart gives a bar's texts a row of their own
 #: More points than this are lines without dots; more places on the x axis share what a pointer shows.
 _MOST_DOTS, _MOST_PLACES = 40, 80
-#: Above this share of a limit the chart shows the limit; below, the data fill the chart.
-_SHOWS_LIMIT = 0.2
+_SHOWS_LIMIT = 0.2  # above this share of a limit the chart shows the limit; below, the data fill the chart
 _ABOUT_TICKS = 5
 
 
@@ -70,16 +69,10 @@ def draw_stack(
     title: str = "",
     size: tuple[int, int] = (960, 280),
 ) -> str:
-    """Return a chart of memory over time, its layers on top of each other, the lowest first.
+    """Return a chart of memory over time, its layers on top of each other, the lowest first, with the ``title`` inside.
 
-    Args:
-        layers: The bands; each has as many values.
-        seconds: How long the time axis is.
-        label: What a screen reader says.
-        limit: The name and the bytes of a limit, drawn as a line where the data come near it.
-        marks: Crosses at the upper edge: seconds from the start, and what a pointer shows.
-        title: A heading inside the chart.
-        size: Width and height in pixels.
+    A screen reader says the ``label``. The ``limit`` has a name and bytes, and is drawn where the data come near it.
+    Each of the ``marks`` is a cross at the upper edge: seconds from the start, and what a pointer shows.
     """
     totals = [sum(values) for values in zip(*(layer.values for layer in layers), strict=True)]
     most = max(totals, default=0) or 1.0
@@ -118,24 +111,16 @@ def draw_stack(
 
 def draw_lines(
     lines: Sequence[Line],
-    label: str,
-    *,
     title: str,
-    along: float | str,
+    *,
+    seconds: float = 0.0,
     y_text: Callable[[float], str] | None = None,
     ticks: Callable[[float, float], Sequence[float]] | None = None,
-    size: tuple[int, int] = (440, 240),
 ) -> str:
     """Return a chart of curves, whose values a pointer shows; where one has a value that is not finite, it has a gap.
 
-    Args:
-        lines: The curves, the most important first: it is drawn last.
-        label: What a screen reader says.
-        title: A heading inside the chart.
-        along: How many seconds the x axis is long; or what its numbers count, such as ``epoch``.
-        y_text: A value as text; by default that of a plain number.
-        ticks: Round values up to the highest, for a chart that begins at 0; by default it begins at the lowest value.
-        size: Width and height in pixels.
+    The first curve is drawn last. The x axis is so many ``seconds`` long, or counts epochs. With ``ticks``, which are
+    round values between two, the chart begins at 0, else at the lowest value.
     """
     finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
     xs, ys = ([point[at] for points in finite for point in points] for at in (0, 1))
@@ -144,11 +129,11 @@ def draw_lines(
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     margin = 0.05 * (high - low)
     low, high = low - margin * (ticks is None), high + margin
-    begin, end = (min(xs, default=0.0), max(xs, default=1.0)) if isinstance(along, str) else (0.0, along)
+    begin, end = (min(xs, default=0.0), max(xs, default=1.0)) if not seconds else (0.0, seconds)
     begin, end = (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
     places = {tick: (y_text or "{:g}".format)(tick) for tick in (ticks or number_ticks)(low, high)}
     left = 16 + 0.9 * _LETTER * max(map(len, places.values()), default=0)
-    right, top, bottom = size[0] - _RIGHT, _TOP + 18, size[1] - _BOTTOM
+    right, top, bottom = _LINES_SIZE[0] - _RIGHT, _TOP + 18, _LINES_SIZE[1] - _BOTTOM
 
     def x_of(at: float) -> float:
         return left + (right - left) * (at - begin) / (end - begin)
@@ -160,18 +145,17 @@ def draw_lines(
     for tick, text in places.items():
         parts.append(_line(left, y_of(tick), right, y_of(tick), "grid"))
         parts.append(_text(left - 8, y_of(tick) + 4, text, anchor="end", kind="dim"))
-    if not isinstance(along, str):
-        parts += _time_axis(along, x_of, top, bottom)
+    if seconds:
+        parts += _time_axis(seconds, x_of, top, bottom)
     else:
         for tick in number_ticks(begin, end, whole=True):
             parts.append(_text(x_of(tick), bottom + 16, f"{tick:g}", anchor="middle", kind="dim"))
-        parts.append(_text(right, 16, f"by {along}", anchor="end", kind="dim"))
+        parts.append(_text(right, 16, "by epoch", anchor="end", kind="dim"))
     for line, points in list(zip(lines, finite, strict=True))[::-1]:
         parts += _curve(line, [(x_of(x), y_of(y)) for x, y in points])
-    parts += _shown_at(
-        lines, finite, (x_of, top, bottom, right), y_text or format_number, along if isinstance(along, str) else ""
-    )
-    return _svg(parts, label, size)
+    frame = (x_of, top, bottom, right)
+    parts += _shown_at(lines, finite, frame, y_text or format_number, "" if seconds else "epoch")
+    return _svg(parts, title, _LINES_SIZE)
 
 
 def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
@@ -209,10 +193,7 @@ def _shown_at(
 
 
 def draw_bars(bars: Sequence[Bar], seconds: float, label: str, width: int = 960) -> str:
-    """Return one bar per job over time, from above; its height is that of the bars.
-
-    In a narrow chart the name of a job and what is said of it stand above its bar.
-    """
+    """Return one bar per job over time, from above. In a narrow chart, the text of a job stands above its bar."""
     is_narrow = width < _NARROW
     row, below = (2 * _ROW - 4, 16) if is_narrow else (_ROW, 0)
     height = _TOP + row * len(bars) + _BOTTOM
@@ -270,7 +251,7 @@ def time_ticks(seconds: float) -> list[float]:
     """
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
     step = next((step for step in steps if seconds / step <= _ABOUT_TICKS), 86400 * math.ceil(seconds / 86400 / 5))
-    return list(_multiples(step, seconds))
+    return _multiples(step, seconds)
 
 
 def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -293,12 +274,11 @@ def byte_ticks(size: float) -> list[float]:
     """
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
     step = next(unit * 10**power * n for power in range(20) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
-    return list(_multiples(step, size))
+    return _multiples(step, size)
 
 
-def _multiples(step: float, end: float) -> Iterator[float]:
-    for number in range(int(end / step) + 1):
-        yield float(step * number)
+def _multiples(step: float, end: float) -> list[float]:
+    return [float(step * number) for number in range(int(end / step) + 1)]
 
 
 def legend(layers: Sequence[tuple[str, str]]) -> str:

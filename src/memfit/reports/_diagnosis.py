@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.masking import redact
+from memfit.masking import mask, strip_controls
 from memfit.reports._numbers import say
 from memfit.units import format_bytes
 
@@ -34,7 +34,8 @@ def print_diagnosis(
     say(console, f"  {diagnosis.facts}")
     for text in (*(diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]), *diagnosis.notes):
         say(console, f"  {text}")
-    _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
+    title = "evidence" if is_known else "nearest lines"
+    _evidence(diagnosis, console, _MOST_EVIDENCE if verbose or not is_known else 1, title)
     if verbose and diagnosis.timeline:
         console.print("\ntimeline", style="bold")
         for moment in diagnosis.timeline:
@@ -76,7 +77,8 @@ def print_fix(fix: Fix, console: Console) -> None:
     """Print where the corrected file is, its diff, the reasons and its checks."""
     console.print()
     if not fix.edits:
-        say(console, f"nothing in {fix.path} causes it: no file was written", "bold")
+        why = "" if any(check.verdict != "ok" for check in fix.checks) else f": nothing in {fix.path} causes it"
+        say(console, f"no file was written{why}", "bold")
     else:
         say(console, f"wrote {fix.new_path}", "bold")
         if console.is_terminal:
@@ -114,9 +116,9 @@ def print_verification(checks: Sequence[Check], console: Console) -> None:
     console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
 
 
-def _evidence(diagnosis: Diagnosis, console: Console, most: int) -> None:
+def _evidence(diagnosis: Diagnosis, console: Console, most: int, title: str) -> None:
     if most > 1 and diagnosis.evidence:
-        console.print("\nevidence", style="bold")
+        console.print(f"\n{title}", style="bold")
     for one in diagnosis.evidence[:most]:
         place = Text(f"  {one.file}:{one.line}  ", style="dim")
         console.print(place + Text(one.text.strip()[:_MOST_WIDTH]), soft_wrap=True)
@@ -172,7 +174,7 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
     text = [f"# Incident: {diagnosis.headline}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
-    return redact("\n".join(text))
+    return str(mask(strip_controls("\n".join(text))))
 
 
 def _cited(file: str, line: int, text: str) -> str:

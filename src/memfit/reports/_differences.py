@@ -75,11 +75,7 @@ class Changes:
 
 
 def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
-    """Return the manifests of a run by path.
-
-    Raises:
-        DamagedError: If one is damaged.
-    """
+    """Return the manifests of a run by path."""
     read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
     return {path: manifest for path, manifest in read.items() if manifest is not None}
 

@@ -41,12 +41,10 @@ if TYPE_CHECKING:
     from memfit.tuning import Study
 
 _REFRESH_SECONDS = 0.5
-#: What is read of a log at one look.
-_MOST_NEW_BYTES = 1 << 16
+_MOST_NEW_BYTES = 1 << 16  # what is read of a log at one look
 #: Where there is no table, a line says what goes on after so long a silence; the next after twice as long, up to this.
 _SILENCE_SECONDS, _MOST_SILENCE_SECONDS = 10.0, 60.0
-#: Of more running jobs such a line names the first ones.
-_MOST_TOLD = 3
+_MOST_TOLD = 3  # of more running jobs such a line names the first ones
 
 
 class _Pace:
@@ -78,29 +76,12 @@ class LiveRun:
 
     Each event is printed once as a line, down to a level: of a run of few jobs those that the table shows, too; of many
     jobs and of a study only those that are a line everywhere. A terminal also shows a table with the time that is left.
-    Elsewhere a line says what goes on after each 10 s of silence; if it lasts, after twice as long, up to a minute.
-
-    Args:
-        console: Where to show it.
-        here: True if this process runs the jobs; a watcher may have other limits.
-        quiet: Print failures only.
-        verbose: Print all events, and the memory of each epoch by phase.
-        hint: What to print once in a new run, as soon as a job that marks no phase counts in its log or has ended.
-
-    Example:
-        >>> import tempfile; from pathlib import Path
-        >>> run = RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64)
-        >>> live = LiveRun(Console(soft_wrap=True))
-        >>> tick = live.show(run)  # doctest: +ELLIPSIS
-        Run ...run_..._00000000
-        >>> tick(); live.close()
+    Elsewhere a line says what goes on after each 10 s of silence; if it lasts, after twice as long, up to a minute. If
+    it runs ``here``, this process's limits are its limits.
     """
 
-    def __init__(
-        self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False, hint: str = ""
-    ) -> None:
+    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False) -> None:
         self.console = console
-        self._hint = "" if quiet else hint
         self.here = here
         self.quiet = quiet
         self.verbose = verbose
@@ -120,8 +101,6 @@ class LiveRun:
         """Begin to show what happens in a run from now on."""
         self.reader = Reader(run)
         self.reader.read()
-        if self._hint and self.reader.state().num_commands > 1:
-            self._hint = ""
         if not self.quiet:
             self._say(f"Run {run.path}")
             if (study := self._study_of(self.reader.state())) is not None:
@@ -139,7 +118,6 @@ class LiveRun:
         study = self._study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
-        self._print_hint(state)
         headline = study.headline() if study else ""
         if self._live is not None:
             room, width = read_room(state, here=self.here), self.console.width
@@ -200,14 +178,6 @@ class LiveRun:
                     self._said.add((job.id, "grows"))
                     self._say(f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
 
-    def _print_hint(self, state: RunState) -> None:
-        jobs = state.jobs.values()
-        if any(job.phase for job in jobs):
-            self._hint = ""
-        if self._hint and any(job.state != "failed" and (job.ended or counter_of(job, state.run).text) for job in jobs):
-            self._say(self._hint)
-            self._hint = ""
-
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
         try:
@@ -227,7 +197,6 @@ class LiveRun:
         if self.reader is not None and (events := self.reader.read()):
             state = self.reader.state()
             self._print_lines(events, state, self._study_of(state))
-            self._print_hint(state)
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -19,8 +19,7 @@ from memfit.rundir import Event, JobState, RunDir
 from memfit.units import format_bytes, format_duration
 
 T = TypeVar("T")
-#: What is read of a log to find its last counter.
-_END_BYTES = 4096
+_END_BYTES = 4096  # what is read of a log to find its last counter
 _PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
 _MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
 
@@ -39,13 +38,7 @@ def format_number(value: float) -> str:
 
 
 def format_column(values: Iterable[float | None], statistics: Iterable[float | None]) -> list[str]:
-    """A metric's values over folds and then their statistics; of counts the statistics get one decimal.
-
-    >>> format_column([545.0, 544.0], [544.5, 0.7071])
-    ['545', '544', '544.5', '0.7']
-    >>> format_column([0.25, None], [0.25, None])
-    ['0.2500', '-', '0.2500', '-']
-    """
+    """A metric's values over folds and then their statistics; of counts the statistics get one decimal."""
     values = list(values)
     if all(value is None or (math.isfinite(value) and value == int(value)) for value in values):
         cells = ["-" if value is None else str(int(value)) for value in values]
@@ -95,11 +88,7 @@ def plain_table(
 
 
 def summarize_metrics(units: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float | None, int]]:
-    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n.
-
-    >>> summarize_metrics([{"rank_ic": 0.25}, {"rank_ic": 0.75, "num_dates": 9}])
-    {'rank_ic': (0.5, 0.353..., 2), 'num_dates': (9.0, None, 1)}
-    """
+    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n."""
     found: dict[str, tuple[float, float | None, int]] = {}
     for name in dict.fromkeys(name for unit in units for name in unit):
         values = [unit[name] for unit in units if name in unit]
@@ -109,7 +98,6 @@ def summarize_metrics(units: Sequence[Mapping[str, float]]) -> dict[str, tuple[f
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -177,12 +165,7 @@ def counter_of(job: JobState, run: RunDir) -> Counted:
 
 
 def explain_memory(event: Event) -> str:
-    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none, or something else.
-
-    >>> phases = {"train": {"host_bytes": 300 << 20, "devices": {}}}
-    >>> explain_memory({"kind": "epoch", "memory": {"metric": "rss", "phases": phases}})
-    'train: host 300.0 MiB (rss)'
-    """
+    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none."""
     memory = event.get("memory")
     if memory is None or not fits(memory, _MEMORY):
         return ""

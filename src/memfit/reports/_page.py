@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
+from memfit.reports._curves import PLACES, draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._differences import read_settings
 from memfit.reports._numbers import (
     explain_rank,
@@ -38,22 +38,15 @@ from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import Event, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
-#: More points than this make a chart no finer.
-_NUM_POINTS = 240
-#: Bars beyond this are left out and counted: the longest jobs stay.
-_MOST_BARS = 40
-#: A job without a sample for so long was not running: it waited for its next attempt.
-_GAP_SECONDS = 30.0
+_NUM_POINTS = 240  # more points than this make a chart no finer
+_MOST_BARS = 40  # bars beyond this are left out and counted: the longest jobs stay
+_GAP_SECONDS = 30.0  # a job without a sample for so long was not running: it waited for its next attempt
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
-#: Of more jobs, the first so many are in the table.
-_MOST_TOLD = 200
-#: A longer table is folded.
-_MOST_LINES = 30
-#: The widths of a chart on a large and on a small screen, and the points that it has there.
-_LARGE, _SMALL = 960, 400
-#: Of more units than this, each is a row of the results, and else a column.
-_MOST_COLUMNS = 8
+_MOST_TOLD = 200  # of more jobs, the first so many are in the table
+_MOST_LINES = 30  # a longer table is folded
+_LARGE, _SMALL = 960, 400  # the widths of a chart on a large and on a small screen, and the points that it has there
+_MOST_COLUMNS = 8  # of more units than this, each is a row of the results, and else a column
 _MOST_LETTERS = 200
 
 _CSS = """
@@ -220,10 +213,7 @@ def _facts(seen: _Seen) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[_Cell]], *, num_words: int, what: str = "figures") -> str:
-    """Return a table whose columns behind the first ``num_words`` hold numbers.
-
-    A long one is folded, and a column in which no row has anything is left out.
-    """
+    """Return a table whose columns behind the first ``num_words`` hold numbers; it leaves out empty ones and folds."""
 
     def line(cells: Sequence[_Cell], tag: str) -> str:
         kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
@@ -285,7 +275,7 @@ def _values(study: Mapping[str, Any]) -> Iterator[_Cell]:
 def _learned(seen: _Seen) -> Iterator[str]:
     """Yield the learning curves, and where each job stood last."""
     curves = read_curves(seen.state, seen.events)
-    if not curves.values:
+    if not curves:
         return
     study = seen.summary.get("study") or {}
     sign = -1 if study.get("direction") == "maximize" else 1
@@ -294,11 +284,8 @@ def _learned(seen: _Seen) -> Iterator[str]:
     yield "<h2>Learning curves</h2>"
     yield from draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())])
     if not seen.reported:
-        values = last_values(curves)
-        names = list(dict.fromkeys(name for own in values.values() for name in own))
-        columns = [format_column([own.get(name) for own in values.values()], []) for name in names]
-        rows = [*zip(map(seen.state.name, values), *columns, strict=True)]
-        yield f"<details><summary>last values</summary>{_table(['job', *names], rows, num_words=1)}</details>"
+        values = {seen.state.name(job): own for job, own in last_values(curves).items()}
+        yield f"<details><summary>last values</summary>{_results_table(values, has_mean=False)}</details>"
 
 
 def _results(seen: _Seen) -> Iterator[str]:
@@ -322,7 +309,7 @@ def _results(seen: _Seen) -> Iterator[str]:
 def _results_table(numbers: Mapping[str, Mapping[str, float]], *, has_mean: bool = True) -> str:
     rows = []
     for name, (mean, sd, _) in summarize_metrics([*numbers.values()]).items():
-        spread = [mean, sd] if has_mean and name not in ("epoch", "step") else []
+        spread = [mean, sd] if has_mean and name not in PLACES else []
         told = format_column([own.get(name) for own in numbers.values()], spread)
         rows.append([name, *(told[len(numbers) :] or ["", ""] * has_mean), *told[: len(numbers)]])
     table = [["", *["mean", "sd"] * has_mean, *numbers], *rows]
@@ -332,7 +319,6 @@ def _results_table(numbers: Mapping[str, Mapping[str, float]], *, has_mean: bool
 
 
 def _settings(seen: _Seen) -> Iterator[str]:
-    """Yield a table of the settings that were given, and of all params, with where each value came from."""
     config, origins = read_settings(seen.state.run), seen.state.header.get("origins") or {}
     rows = []
     for name, origin in origins.items() if isinstance(origins, Mapping) else ():
@@ -361,7 +347,6 @@ def _both(draw: Callable[[int], str]) -> str:
 
 
 def _memory(seen: _Seen) -> Iterator[str]:
-    """Yield the chart of memory by phase."""
     if not any(seen.totals):
         yield "<p>No job has left a sample of its memory.</p>"
         return
@@ -381,13 +366,10 @@ def _memory(seen: _Seen) -> Iterator[str]:
 
 
 def _attempts(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last sample of each attempt: they are apart in time."""
-    first = 0
-    for at in range(1, len(samples)):
-        if samples[at].time - samples[at - 1].time > _GAP_SECONDS:
-            yield first, at - 1
-            first = at
-    yield first, len(samples) - 1
+    """Return the first and the last sample of each attempt: they are apart in time."""
+    pairs = enumerate(pairwise(samples), start=1)
+    starts = [0, *(at for at, (before, after) in pairs if after.time - before.time > _GAP_SECONDS), len(samples)]
+    return ((first, following - 1) for first, following in pairwise(starts))
 
 
 def _phase(sample: Sample) -> str:
@@ -395,7 +377,6 @@ def _phase(sample: Sample) -> str:
 
 
 def _jobs(seen: _Seen) -> Iterator[str]:
-    """Yield each job as a bar over time, coloured by phase."""
     jobs = [job for job in seen.summary["jobs"] if job["job"] in seen.series]
     jobs = sorted(jobs, key=lambda job: job["seconds"] or 0.0)[-_MOST_BARS:]
     jobs.sort(key=lambda job: seen.series[job["job"]][0].time)

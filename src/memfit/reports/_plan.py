@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from memfit.reports._numbers import plain_table, print_facts, say
 from memfit.units import format_bytes, format_duration
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from memfit.pipeline import RunPlan, StagePlan
     from memfit.planning import Forecast
 
-#: Entries of a footprint's parts that the private peak does not consist of.
-_NO_PARTS = ("file", "charged_peak")
+_NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
+_FITS = {True: "yes", False: "no", None: "not known"}
 #: The parts of a training step that are always shown, in this order.
 _OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
@@ -58,24 +58,28 @@ def _print_forecast(forecast: Forecast, console: Console, width: int) -> None:
         each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
         what, size = f"{line.how}, {line.metric}: {line.formula}", format_bytes(ledger.on_node(line).bytes)
         phases = ", ".join(phase for phase in line.phases if phase in peaks) or "all"
-        lines.add_row(line.name, each, size, phases, escape(what))
+        lines.add_row(line.name, each, size, phases, Text(what))
     console.print(Padding(lines, (0, 0, 0, width), expand=False))
     sums = ", ".join(f"{phase} {format_bytes(size.bytes)}" for phase, size in peaks.items())
     facts = [f"host memory on a node: {sums}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}"]
     facts += [forecast.batch] if forecast.batch else []
-    facts.append(f"to request: --mem={forecast.request['mem']}, /dev/shm {forecast.request['shm']}")
+    mem, counted = forecast.request["mem"], format_bytes(ledger.peak.bytes)
+    facts.append(f"to request: {f'--mem={mem}' if mem else 'not known'}, /dev/shm {forecast.request['shm']}")
+    if forecast.fits is None:
+        facts.append(f"fits: not known; {counted} is counted, and not {', '.join(forecast.uncounted)}")
     for text in (*facts, *forecast.notes):
         say(console, f"{'':<{width}}{text}")
     modes = plain_table("mode", "on a node", "less", "fits", "cost", left=("mode", "fits", "cost"))
     modes.columns[-1].no_wrap, modes.columns[-1].overflow = False, "fold"
     for mode in (found := forecast.list_modes()):
         saved = format_bytes((ledger.peak - mode.peak).bytes)
-        modes.add_row(mode.name, format_bytes(mode.peak.bytes), saved, "yes" if mode.fits else "no", mode.cost)
+        modes.add_row(mode.name, format_bytes(mode.peak.bytes), saved, _FITS[mode.fits], mode.cost)
     if len(found) > 1:
         console.print(Padding(modes, (0, 0, 0, width), expand=False))
-    if not forecast.fits:
+    if forecast.fits is False:
+        change = "after which what is counted fits" if forecast.uncounted else "that fits"
         say(console, f"{'':<{width}}does not fit: {forecast.why}", "bold")
-        say(console, f"{'':<{width}}smallest change that fits: {forecast.change}")
+        say(console, f"{'':<{width}}smallest change {change}: {forecast.change}")
 
 
 def _lines(stage: StagePlan) -> Iterator[str]:
@@ -95,7 +99,7 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
-    what = {"memfit estimate": "estimate its GPU memory", "--set stages": "or count it, if you name its loaders"}
+    what = {"memfit estimate": "estimate its GPU memory", "--set stages": "or count its loaders, if you name them"}
     for command in stage.measure:
         yield f"{next((text for words, text in what.items() if command.startswith(words)), 'measure one')}: {command}"
 
@@ -143,13 +147,14 @@ def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
 
 def _matrix(stage: StagePlan) -> Table:
     table = plain_table("at once", "memory", "left of the budget", "fits", "time", left=("at once", "fits"))
+    unfit = stage.forecast is not None and stage.forecast.fits is False
     for row in stage.rows:
         left = format_bytes(abs(row.margin_bytes))
         table.add_row(
             f"all {row.num_jobs}" if row.num_jobs == stage.num_runs and row.num_jobs > 1 else str(row.num_jobs),
             format_bytes(row.needed_bytes),
             left if row.margin_bytes >= 0 else f"-{left}",
-            "yes" if row.fits else "no" if row.margin_bytes < 0 else "no (GPU)",
+            "yes" if row.fits else "no" if row.margin_bytes < 0 or unfit else "no (GPU)",
             "not measured yet" if row.seconds is None else f"about {format_duration(row.seconds, short=True)}",
         )
     return table

@@ -79,12 +79,7 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
 
 
 def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[Overview]:
-    """Every live run of this user on this host, newest first, wherever it lies.
-
-    Args:
-        claims: The list of this user's runs; the usual one when None.
-        root: Also the runs below this folder, live or not.
-    """
+    """Every live run of this user on this host, newest first, wherever it lies."""
     entries = [entry for entry in list_entries(claims) if entry.host == socket.gethostname()]
     entries.sort(key=lambda entry: entry.started, reverse=True)
     looks = [look_at(RunDir(entry.run), entry.pid if entry.alive else None) for entry in entries]
@@ -120,11 +115,7 @@ def find_run(
 
 
 def find_runs(name: str, root: Path = _ROOT) -> list[RunDir]:
-    """Return the runs of an experiment, newest first; it is named by its folder, or by its name below ``root``.
-
-    Raises:
-        UsageError: If it has no runs of this user.
-    """
+    """Return the runs of an experiment, newest first; it is named by its folder, or by its name below ``root``."""
     path = Path(name)
     found = RunDir.all(path.parent, path.name) or RunDir.all(root, name)
     if not found:
@@ -142,9 +133,6 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
 
     A run is named by its folder, by its name, or by its experiment, which stands for the newest run that is alive, or
     else for the newest below ``root``; a job by ``RUN/JOB`` or by its folder.
-
-    Raises:
-        UsageError: If there is none, with the nearest name known, or if it belongs to another user.
     """
     name = name.rstrip("/") or name
     runs = [*(one.run for one in list_runs(claims=claims)), *_below(root)]

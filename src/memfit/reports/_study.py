@@ -27,14 +27,7 @@ _SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
-    """A study of trials at one moment.
-
-    Attributes:
-        run: The run directory of the study.
-        study: How the study searches.
-        trials: The trials that have a record, in order.
-        canaries: The short trials before them.
-    """
+    """A study of trials at one moment; ``canaries`` are the short trials before the others."""
 
     def __init__(self, state: RunState, study: Study) -> None:
         from memfit.tuning import Trial  # not by those that look at no study
@@ -89,10 +82,7 @@ class StudyView:
         return "; ".join(parts)
 
     def describe(self, name: str) -> str:
-        """Return how a trial ended, in a line; empty if it has not ended.
-
-        A pruned trial is compared with the same trials as by the pruner: those that completed before it was drawn.
-        """
+        """Return how a trial ended, in a line; empty if it has not. A pruned one is compared as by the pruner."""
         trial = next((one for one in (*self.trials, *self.canaries) if one.name == name), None)
         if trial is None or not trial.is_over:
             return ""
@@ -141,11 +131,7 @@ class StudyView:
 
 
 def study_of(state: RunState, known: Study | None = None) -> StudyView | None:
-    """Return the study that a run is; None if it is none, or has not begun. ``known`` is its settings, if read before.
-
-    Raises:
-        DamagedError: If a file of the study was changed from outside.
-    """
+    """Return the study that a run is; None if it is none, or has not begun. ``known`` are its settings."""
     if state.kind != "tune" or (known is None and not (state.run.path / "study.json").exists()):
         return None
     from memfit.tuning import Study
@@ -154,11 +140,7 @@ def study_of(state: RunState, known: Study | None = None) -> StudyView | None:
 
 
 def summarize_study(state: RunState) -> dict[str, Any]:
-    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed.
-
-    Raises:
-        UsageError: If the run is no study.
-    """
+    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed."""
     from memfit.tuning import Study
 
     return StudyView(state, Study.open(state.run)).summarize()

@@ -17,8 +17,7 @@ from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir, RunState
 from memfit.units import format_bytes, format_duration, list_some
 
-#: Of more trials, the best so many are printed; so many failures, too.
-_MOST_ROWS = 10
+_MOST_ROWS = 10  # of more trials, the best so many are printed; so many failures, too
 
 
 def explain_rate(rate: Mapping[str, Any]) -> str:
@@ -92,11 +91,7 @@ def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_study(state: RunState, console: Console) -> None:
-    """Print a study: how far it is, its best trials, what failed, and what to do next.
-
-    Raises:
-        UsageError: If the run is no study.
-    """
+    """Print a study: how far it is, its best trials, what failed, and what to do next."""
     summary = summarize_study(state)
     print_trials(summary, console)
     console.print()

@@ -18,7 +18,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
-from memfit.reports._curves import read_reported
+from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
     explain_memory,
@@ -27,6 +27,7 @@ from memfit.reports._numbers import (
     format_number,
     is_number,
     metrics_of,
+    or_dash,
     plain_table,
     print_facts,
     say,
@@ -40,22 +41,19 @@ from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
-#: Of more commands than this, only failures and further attempts have a line.
-_MOST_LINES, _MOST_RANKS = 60, 16
-#: The newest runs of an experiment, whose kills are counted.
-_MOST_RUNS = 50
+_MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
+_MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
-#: Waits below this share of the time are left out.
-_LEAST_WAIT = 0.02
+_LEAST_WAIT = 0.02  # waits below this share of the time are left out
 _WAITED_FOR = {
     "memory": "for memory",
     "device": "for a device",
     "cores": "for a core",
     "max_parallel": "because of max_parallel",
     "measuring": "while one was measured",
-    "other_run": "for another run",
+    "others": "for memory that others hold",
 }
 
 
@@ -78,7 +76,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "why": state.outcome.get("why") or "",
         "budget": dict(state.budget),
         "plan": state.run.plan,
-        "planned": list(state.planned),
+        "planned": list(state.planned.values()),
         "stages": [_stage(state, name) for name in state.stage_names] if state.kind != "commands" else [],
         "cpu_seconds": sum(job.cpu_seconds for job in jobs),
         "waited_seconds": dict(state.waits),
@@ -104,7 +102,6 @@ def _stage(state: RunState, name: str) -> dict[str, Any]:
 
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
-    """Return one job."""
     more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": job.epoch.get("memory")}
     more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
     return job.to_dict() | more
@@ -123,7 +120,8 @@ def _diagnosis(state: RunState, row: JobState) -> str | None:
     folder = state.run.job_dir(row.id)
     logs = [path for path in (folder / "err.log", folder / "out.log") if _has_text(path)]
     found = diagnose_logs(logs) if logs else None
-    return None if found is None or found.cause in _TELLS_LESS else explain_in_a_line(found)
+    tells_less = _TELLS_LESS | ({"collective_timeout"} if "rank" in row.evidence else set())  # its agent knows the rank
+    return None if found is None or found.cause in tells_less else explain_in_a_line(found)
 
 
 def _has_text(path: Path) -> bool:
@@ -131,14 +129,7 @@ def _has_text(path: Path) -> bool:
 
 
 def print_summary(state: RunState, console: Console, *, verbose: bool = False) -> None:
-    """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run.
-
-    Args:
-        state: The run.
-        console: Where to print it.
-        verbose: Also print all columns, how the limit is enforced, what jobs waited for, how exact forecasts were, and
-            the memory of each job's last epoch.
-    """
+    """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run."""
     rows, is_one = [*state.jobs.values()], state.is_one
     study = summarize_study(state) if state.kind == "tune" else None
     if not is_one:
@@ -159,7 +150,7 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
             text += f"\n  the same: {list_some([other.name for other in others])}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    planned = [("plan", text) for text in state.planned]
+    planned = [("plan", text) for text in state.planned.values()]
     facts = (
         [*_phases(rows), *_ranks(rows), *(_epoch_memory(rows) if verbose else ())]
         if is_one
@@ -240,8 +231,8 @@ def _print_commands(state: RunState, rows: Sequence[JobState], console: Console,
     names, told = short_names(state), [*read_reported(state).items()][:_MOST_LINES]
     if told:
         jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
-        at = next(iter(numbers[0]))  # the last epoch or step
-        columns = [(at, [f"{own.pop(at):g}" for own in numbers])]
+        places = [name for name in PLACES if any(name in own for own in numbers)]
+        columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
         made = _tables("job", jobs, columns, numbers, console.width, has_mean=are_repetitions(state))
         for line in _print_tables(made, console, verbose):
             say(console, line)

@@ -28,19 +28,15 @@ _STYLE = {
     "stopped": "yellow",
 }
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
-#: Parameters that repeat a training: a mean over them says something.
-_REPEATED = frozenset({"fold", "seed"})
-#: Columns that are left out if no job has them.
-_OPTIONAL = ("node", "epoch")
+_REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
+_OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
 #: Columns that give way where the terminal is narrow, one after the other.
 _GIVING_WAY = ("peak", "reserved", "node", "memory")
-#: The width of a counter such as ``12000/100000 ~log``.
-_PHASE_COLUMNS = 18
+_PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
-#: More ranks of one job are counted.
-_MOST_RANKS = 8
+_MOST_RANKS = 8  # more ranks of one job are counted
 
 
 @dataclass(frozen=True)

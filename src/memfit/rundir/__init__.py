@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.rundir._beats import START_PATIENCE as START_PATIENCE
     from memfit.rundir._beats import WAITING as WAITING
     from memfit.rundir._beats import Beat as Beat
+    from memfit.rundir._beats import is_further as is_further
     from memfit.rundir._beats import launch_of as launch_of
     from memfit.rundir._beats import open_beats as open_beats
     from memfit.rundir._beats import read_beats as read_beats
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from memfit.rundir._events import left_something as left_something
     from memfit.rundir._events import level_of as level_of
     from memfit.rundir._events import read_events as read_events
-    from memfit.rundir._folder import FOOTPRINT as FOOTPRINT
     from memfit.rundir._folder import JOB_ID_VARIABLE as JOB_ID_VARIABLE
     from memfit.rundir._folder import RUN_DIR_VARIABLE as RUN_DIR_VARIABLE
     from memfit.rundir._folder import RunDir as RunDir
@@ -58,5 +58,7 @@ if TYPE_CHECKING:
     from memfit.rundir._status import read_job as read_job
     from memfit.rundir._status import read_status_file as read_status_file
     from memfit.rundir._status import show_state as show_state
+
+__all__ = ["JobState", "RunDir", "RunState", "StageState", "finite", "phase", "read", "record"]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -9,16 +9,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import read_json
 
-#: The folder of this generation's beats, in the environment of a rank.
-RANKS_VARIABLE = "MEMFIT_RANKS"
-#: Where a rank waits for its peers: it does not hang there, one of them does.
-WAITING = frozenset({"vote", "reduce"})
-#: How long a rank may take from its start to its first beat, in seconds.
-START_PATIENCE = 1800.0
+RANKS_VARIABLE = "MEMFIT_RANKS"  # the folder of this generation's beats, in the environment of a rank
+WAITING = frozenset({"vote", "reduce"})  # where a rank waits for its peers: it does not hang there, one of them does
+START_PATIENCE = 1800.0  # how long a rank may take from its start to its first beat, in seconds
 #: A collective's error that means: another rank is gone or silent. Sources: gloo/transport/tcp/pair.cc and
 #: unbound_buffer.cc, torch/csrc/distributed/c10d; seen with torch 2.13.
 LOST = re.compile(
@@ -29,37 +27,27 @@ LOST = re.compile(
 _FOLLOWS = re.compile(r"it lost its peers|[Rr]ank \d+ (?:hangs|left|failed)")
 _BYTES = 768
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": int}
+_SHAPE = {"rank": int, "pid": int, "host": str, "launch": str, "place": str, "count": int, "sealed": (int, type(None))}
+#: So many trainings of one job are told apart: more may be one that begins anew in another folder each time.
+_MOST_TRAININGS = 16
 
 
 @dataclass
 class Beat:
-    """The last sign of life of a rank; the rank itself changes it in place, which takes the least time.
+    """The last sign of life of a rank; the rank itself changes it in place, which takes the least time."""
 
-    Attributes:
-        rank, pid, host: Who gave it.
-        launch: What tells the ranks of one launch from those of an earlier one that left files here.
-        place: What it began to do then, such as ``microbatch``.
-        step: The optimizer step that it was in; None outside of one.
-        count: How many beats it has given; two beats differ in it.
-        sealed: How many checkpoints it has sealed, or smaller sizes of a microbatch written down: what a next
-            generation goes on from.
-        time: Unix seconds.
-        patience: How many seconds it may take until the next one; None if nobody looks for a next one.
-        left: Why it left with exit code 79; empty as long as it has not.
-    """
-
-    rank: int
+    rank: int  # who gave it
     pid: int
     host: str
-    launch: str
-    place: str
-    step: int | None = None
-    count: int = 0
-    sealed: int = 0
-    time: float = 0.0
-    patience: float | None = None
-    left: str = ""
+    launch: str  # what tells the ranks of one launch from those of an earlier one that left files here
+    place: str  # what it began to do then, such as ``microbatch``
+    step: int | None = None  # the optimizer step that it was in; None outside of one
+    count: int = 0  # how many beats it has given; two beats differ in it
+    sealed: int | None = None  # the step of the last checkpoint that it sealed; None if it sealed none
+    training: str = ""  # what that checkpoint is of: a script may make several trainings
+    time: float = 0.0  # Unix seconds
+    patience: float | None = None  # how many seconds the next one may take; None if nobody looks for it
+    left: str = ""  # why it left with exit code 79; empty as long as it has not
 
     def to_line(self) -> bytes:
         """Return one line of JSON, as long as every other."""
@@ -82,6 +70,11 @@ class Beat:
         ('vote of step 12', 'load')
         """
         return self.place if self.step is None else f"{self.place} of step {self.step}"
+
+
+def is_further(best: Mapping[str, Any], training: str, at: Any) -> bool:
+    """Return whether a checkpoint of a training is further than its best before."""
+    return at > best[training] if training in best else len(best) < _MOST_TRAININGS
 
 
 def launch_of(env: Mapping[str, str]) -> str:

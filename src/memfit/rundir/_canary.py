@@ -8,8 +8,7 @@ from pathlib import Path
 
 from memfit.errors import StoppedError
 
-#: The folder for what a canary writes; set in the processes of a canary alone.
-CANARY_VARIABLE = "MEMFIT_CANARY"
+CANARY_VARIABLE = "MEMFIT_CANARY"  # the folder for what a canary writes; set in the processes of a canary alone
 #: So many optimizer steps does a training make in a canary, and so many batches does it validate.
 CANARY_STEPS, CANARY_BATCHES = 5, 5
 
@@ -20,11 +19,7 @@ def is_canary() -> bool:
 
 
 def canary_folder(path: Path | str) -> Path:
-    """Return the folder that stands in for another one in a canary, the same on all ranks; else that path itself.
-
-    >>> canary_folder("checkpoints")
-    PosixPath('checkpoints')
-    """
+    """Return the folder that stands in for another one in a canary, the same on all ranks; else that path itself."""
     path = Path(path)
     own = Path(os.environ.get(CANARY_VARIABLE, "")).absolute()
     if not is_canary() or path.is_relative_to(own):

@@ -24,18 +24,15 @@ Level = Literal["line", "table", "verbose"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 #: What a supervisor runs, where a view of it shows less: a study of trials, or a single command.
 Scope = Literal["", "study", "command"]
-#: Events that a table of the jobs shows.
-_IN_TABLE = frozenset({"admit", "epoch"})
-#: Waits that are normal in a run of many jobs.
-_ROUTINE = ("memory", "device", "cores", "max_parallel")
+_IN_TABLE = frozenset({"admit", "epoch"})  # events that a table of the jobs shows
+_ROUTINE = ("memory", "device", "cores", "max_parallel")  # waits that are normal in a run of many jobs
 #: Events that say less than the end of a trial, or than the summary of a single command.
 _LESS: Mapping[Scope, frozenset[str]] = {
     "": frozenset(),
     "study": frozenset({"admit", "end", "stage"}),
     "command": frozenset({"admit", "end", "plan", "grow", "grow_device"}),
 }
-#: Unix seconds of the year 9000: no clock is there.
-_LAST_TIME = 221_845_392_000
+_LAST_TIME = 221_845_392_000  # Unix seconds of the year 9000: no clock is there
 
 
 def level_of(event: Event, scope: Scope = "") -> Level:
@@ -74,10 +71,7 @@ class EventWriter:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event: ``time`` in Unix seconds, ``job``, ``kind``, its ``level`` and the fields given.
-
-        A writer of no job of its own, the supervisor's, names the job that an event is about in the field ``job``.
-        """
+        """Append one event: ``time`` in Unix seconds, ``job`` (a supervisor names it), ``kind``, ``level``, fields."""
         own: dict[str, Any] = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
         own["level"] = level_of(fields | own, self.scope)
         record = own | fields | own  # first in the line, and not to be overwritten

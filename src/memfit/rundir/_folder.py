@@ -33,6 +33,7 @@ _HEADER = {
     "fingerprint": (str, type(None)),
     "kind": (str, type(None)),
     "cwd": (str, type(None)),
+    "path": (str, type(None)),
     "host": (str, type(None)),
     "user": (str, type(None)),
     "folders": ([str], type(None)),
@@ -63,14 +64,7 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, experiment: str, fingerprint: str, facts: Mapping[str, Any] | None = None) -> RunDir:
-        """Make a new run directory below ``root/experiment``.
-
-        Args:
-            root: The folder of all runs, for example ``runs``.
-            experiment: The experiment's name; one path component.
-            fingerprint: The hex fingerprint of config, code and data; its first 8 digits end the folder's name.
-            facts: More for ``run.json``, beside schema version, fingerprint, user, host, command and time.
-        """
+        """Make a new run directory below ``root/experiment``, named by the time and 8 digits of the hex fingerprint."""
         parent = cls.folder_of(root, experiment)
         while True:
             path = parent / f"run_{_stamp(parent)}_{fingerprint[:8]}"
@@ -84,6 +78,7 @@ class RunDir:
         header = {
             "schema_version": SCHEMA_VERSION,
             "experiment": experiment,
+            "path": str(path.resolve()),
             "fingerprint": fingerprint,
             "created": time.time(),
             "host": socket.gethostname(),
@@ -97,16 +92,12 @@ class RunDir:
 
     @classmethod
     def folder_of(cls, root: Path, experiment: str) -> Path:
-        """Return the folder of an experiment's runs, made if need be.
-
-        Raises:
-            UsageError: If the experiment's name cannot name a folder.
-        """
+        """Return the folder of an experiment's runs, made if need be."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", experiment):
             raise UsageError(
                 f"'{experiment}' cannot name an experiment.",
                 rule="the name becomes a folder: letters, digits, '.', '_' and '-', beginning with a letter or digit.",
-                remedy="set experiment: to such a name, for example stock-ranker",
+                remedy="give such a name: --name stock-ranker, or experiment: stock-ranker in the config",
             )
         parent = root / experiment
         parent.mkdir(parents=True, exist_ok=True)
@@ -114,11 +105,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """An existing run directory.
-
-        Raises:
-            UsageError: If it is none, if another user owns it, or if a newer memfit wrote it.
-        """
+        """Return an existing run directory of this user and of this or an earlier version."""
         path = path.resolve()  # a link that is changed meanwhile leads nowhere else
         check_owner(path)
         header = read_json(path / "run.json", {"schema_version": int})
@@ -162,8 +149,22 @@ class RunDir:
 
     @property
     def header(self) -> dict[str, Any]:
-        """``run.json``."""
-        return read_masked(self.path / "run.json", _HEADER) or {}
+        """``run.json``; if the folder of its start was moved with the run in it, ``cwd`` and ``folders`` as now."""
+        found = read_masked(self.path / "run.json", _HEADER) or {}
+        was, home = Path(found.get("path") or self.path), Path(found.get("cwd") or "/")
+        if was == self.path or os.access(home, os.F_OK) or not was.is_relative_to(home):
+            return found
+        inner, folders = was.relative_to(home), [Path(one) for one in found.get("folders") or ()]
+        if (now := Path(*self.path.parts[: -len(inner.parts)])) / inner == self.path:
+            moved = [now / one.relative_to(home) if one.is_relative_to(home) else one for one in folders]
+            found |= {"cwd": str(now), "folders": [str(one) for one in moved]}
+        return found
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the run from which it was copied is there still."""
+        was = self.header.get("path") or self.path
+        return os.access(was, os.F_OK) and not Path(was).samefile(self.path)
 
     @property
     def scope(self) -> Scope:

@@ -15,16 +15,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def loader_settings(loader: Any, of: str = "") -> dict[str, int | None]:
-    """Return the settings of a loader that its memory follows from, by name.
-
-    Args:
-        loader: A PyTorch ``DataLoader``, a loader of memfit, or None where there is none. Another object gives nothing.
-        of: What stands before each name; alone it says whether there is such a loader.
-
-    Example:
-        >>> loader_settings(None, "validation"), loader_settings([1, 2], "validation")
-        ({'validation': None}, {})
-    """
+    """Return the settings of a loader that its memory follows from, by name."""
     if loader is None:
         return {of: None}
     if not hasattr(loader, "num_workers"):

@@ -85,13 +85,7 @@ class _Attempt:
 
 
 class Reader:
-    """Follows a run directory: ``read`` takes in its new events, ``state`` gives the run as it stands after them.
-
-    Args:
-        run: The run directory.
-        now: The clock, in Unix seconds.
-        offsets: Where an earlier reader stopped, as its ``offsets`` said.
-    """
+    """Follows a run directory, from the ``offsets`` of an earlier reader; ``state`` is the run as read so far."""
 
     def __init__(
         self, run: RunDir, *, now: Callable[[], float] = time.time, offsets: Mapping[str, int] | None = None
@@ -116,14 +110,11 @@ class Reader:
         #: The fields of the state that events alone make.
         self._known: dict[str, Any] = {
             "budget": {}, "num_commands": 0, "most_at_once": 0, "num_restarts": 0, "num_gave_way": 0, "waits": {},
-            "cpu": {}, "warm_bytes": None, "told_bytes": None, "planned": (),
+            "cpu": {}, "warm_bytes": None, "told_bytes": None, "planned": {},
         }  # fmt: skip
 
     def read(self, *, anew: bool = False) -> list[Event]:
-        """Take in the events that came since the last call; return those that are whole, in order of time.
-
-        ``anew`` as in ``FolderTail``.
-        """
+        """Take in the events that came since the last call; return those that are whole, in order of time."""
         new: list[Event] = [event for event in self._events.read(anew=anew) if _is_understood(event)]
         for event in new:
             self._take(event)
@@ -159,7 +150,6 @@ class Reader:
 
     @cached_property
     def header(self) -> Mapping[str, Any]:
-        """``run.json``."""
         return self.run.header
 
     @property
@@ -191,7 +181,7 @@ class Reader:
         elif kind == "warm":
             known["warm_bytes"] = event["bytes"]
         elif kind == "planned":
-            known["planned"] = (*known["planned"], event["text"])
+            known["planned"] = known["planned"] | {event["job"]: event["text"]}
         elif kind == "stop":
             self._queued.clear()
         elif kind == "short":

@@ -22,17 +22,11 @@ _NO_NEWS = ("", "it was not made yet")
 
 @dataclass(frozen=True)
 class StageState:
-    """One stage, as the last command left it.
+    """One stage, as the last command left it."""
 
-    Attributes:
-        units: The state of each of its jobs by job id, as the event ``stage`` told it.
-        reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
-        saved_seconds: How long it took to make the results that were kept or reused.
-    """
-
-    units: Mapping[str, str] = field(default_factory=dict)
-    reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    saved_seconds: float = 0.0
+    units: Mapping[str, str] = field(default_factory=dict)  # states by job id, as the event ``stage`` told them
+    reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)  # why jobs run or not: each with its jobs
+    saved_seconds: float = 0.0  # how long it took to make the results that were kept or reused
 
     def after(self, event: Event) -> StageState:
         """Return the stage after an event of the kind ``stage``."""
@@ -54,30 +48,12 @@ class StageState:
 
 @dataclass(frozen=True)
 class JobState:
-    """One job; the fields without a text here are those of its status file (``memfit.jobs.JobStatus``).
-
-    Attributes:
-        told: What the supervisor said of it last, as in ``StageState.units``; empty where it said nothing.
-        own: The state in its own files; ``pending`` also for one that ended and is queued again.
-        seconds: How long it has run, or ran, in this attempt; None before its start.
-        earlier_seconds: How long its earlier attempts ran.
-        reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
-        forecast_bytes: What it had reserved when it started.
-        epochs_done: How many epochs it has done, the part of the present one included.
-        num_epochs: Of how many; 0 while that is not known.
-        eta_seconds: How long it will still train, at its mean rate in this attempt; None while that is not known.
-        epoch_ends: When the epochs of this attempt ended, in Unix seconds.
-        epoch: Its last event of the kind ``epoch``.
-        progress: Its last event of the kind ``progress``.
-        result: What it returned.
-        params: The parameters that the command line gave it.
-        lost: The events of the kind ``rank_lost``, of all attempts.
-    """
+    """One job; the fields without a text here are those of its status file (``memfit.jobs.JobStatus``)."""
 
     id: str
     stage: str = ""
-    told: str = ""
-    own: str = "pending"
+    told: str = ""  # what the supervisor said of it last, as in ``StageState.units``; empty where it said nothing
+    own: str = "pending"  # the state in its own files; ``pending`` also for one that ended and is queued again
     phase: str | None = None
     used_bytes: int = 0
     peak_bytes: int = 0
@@ -93,19 +69,19 @@ class JobState:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     node: str = ""
     ranks: Sequence[Mapping[str, Any]] = ()
-    seconds: float | None = None
-    earlier_seconds: float = 0.0
-    reserved_bytes: int | None = None
-    forecast_bytes: int | None = None
-    epochs_done: float = 0.0
-    num_epochs: int = 0
-    eta_seconds: float | None = None
-    epoch_ends: Sequence[float] = ()
-    epoch: Event = field(default_factory=dict)
-    progress: Event | None = None
-    result: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, str] = field(default_factory=dict)
-    lost: Sequence[Event] = ()
+    seconds: float | None = None  # how long it has run, or ran, in this attempt; None before its start
+    earlier_seconds: float = 0.0  # how long its earlier attempts ran
+    reserved_bytes: int | None = None  # now or last; None when it ran alone, before its size was known
+    forecast_bytes: int | None = None  # what it had reserved when it started
+    epochs_done: float = 0.0  # how many epochs it has done, the part of the present one included
+    num_epochs: int = 0  # of how many; 0 while that is not known
+    eta_seconds: float | None = None  # until its training ends, at its mean rate in this attempt, if known
+    epoch_ends: Sequence[float] = ()  # when the epochs of this attempt ended, in Unix seconds
+    epoch: Event = field(default_factory=dict)  # its last event of the kind ``epoch``
+    progress: Event | None = None  # its last event of the kind ``progress``
+    result: Mapping[str, Any] = field(default_factory=dict)  # what it returned
+    params: Mapping[str, str] = field(default_factory=dict)  # the parameters that the command line gave it
+    lost: Sequence[Event] = ()  # the events of the kind ``rank_lost``, of all attempts
 
     @property
     def name(self) -> str:
@@ -136,52 +112,29 @@ class JobState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment.
-
-    Attributes:
-        header: ``run.json``.
-        outcome: ``outcome.json``; empty before the run has ended.
-        now: When it was read, in Unix seconds.
-        budget: The last event ``budget``; empty before the first.
-        graph: The stages by name, in order: ``graph.json``.
-        stages: The stages of the last command by name; empty for commands.
-        jobs: The jobs that were admitted, or whose results are kept, by id: by stage, then by name and number.
-        params: The parameters of every job whose values the command line gave, by id, whether it has started or not.
-        trials: The records of a study's trials by name: ``trials/*.json``.
-        wall_seconds: The last command's wall clock: from its start to its end, or to now while it runs.
-        num_commands: How many commands have begun this run or gone on with it.
-        most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
-        num_restarts: How often memfit itself started a job again.
-        outgrown: How often jobs had to wait for a job that needed more than was thought, by its id.
-        num_gave_way: How often a job was restarted because of that.
-        waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
-        cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
-        warm_bytes: The memory of the process that jobs were forked from; None if there was none.
-        planned: For each stage in a line, whether its first job is as planned; empty without a plan.
-        told_bytes: What everybody used of the limit when a job last started or ended, as the run said; None before.
-    """
+    """A run at one moment."""
 
     run: RunDir
-    header: Mapping[str, Any]
-    outcome: Mapping[str, Any]
-    now: float
-    budget: Event
-    graph: Mapping[str, Mapping[str, Any]]
-    stages: Mapping[str, StageState]
-    jobs: Mapping[str, JobState]
-    params: Mapping[str, Mapping[str, str]]
-    trials: Mapping[str, Mapping[str, Any]]
-    wall_seconds: float
-    num_commands: int
-    most_at_once: int
-    num_restarts: int
-    outgrown: Mapping[str, int]
-    num_gave_way: int
-    waits: Mapping[str, float]
-    cpu: Mapping[str, float]
-    warm_bytes: int | None
-    told_bytes: int | None
-    planned: Sequence[str]
+    header: Mapping[str, Any]  # ``run.json``
+    outcome: Mapping[str, Any]  # ``outcome.json``; empty before the run has ended
+    now: float  # when it was read, in Unix seconds
+    budget: Event  # the last event ``budget``; empty before the first
+    graph: Mapping[str, Mapping[str, Any]]  # the stages by name, in order: ``graph.json``
+    stages: Mapping[str, StageState]  # the stages of the last command by name; empty for commands
+    jobs: Mapping[str, JobState]  # admitted, or with kept results, by id: in the order of stages, names, numbers
+    params: Mapping[str, Mapping[str, str]]  # from the command line, by job id, whether it has started or not
+    trials: Mapping[str, Mapping[str, Any]]  # the records of a study's trials by name: ``trials/*.json``
+    wall_seconds: float  # the last command's wall clock: from its start to its end, or to now while it runs
+    num_commands: int  # how many commands have begun this run or gone on with it
+    most_at_once: int  # the most jobs that ran at the same time, by the last command that admitted any
+    num_restarts: int  # how often memfit itself started a job again
+    outgrown: Mapping[str, int]  # how often jobs had to wait for a job that needed more than was thought, by its id
+    num_gave_way: int  # how often a job was restarted because of that
+    waits: Mapping[str, float]  # seconds of the last command in which none could start, by what jobs waited for
+    cpu: Mapping[str, float]  # what the host's cores did in the last command, as shares; empty until it ends
+    warm_bytes: int | None  # the memory of the process that jobs were forked from; None if there was none
+    told_bytes: int | None  # what all used of the limit when a job last started or ended; None before
+    planned: Mapping[str, str]  # whether each stage's first job is as planned, by its id; empty without a plan
 
     @property
     def kind(self) -> str:

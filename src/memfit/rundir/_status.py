@@ -31,6 +31,7 @@ _SHAPE: Mapping[str, Any] = {
     "footprint": (FOOTPRINT, _NONE),
     "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),
+    "furthest": ({str: [_NUMBER]}, _NONE),
     "ranks": ([RANK], _NONE),
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
@@ -41,11 +42,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def read_status_file(path: Path) -> dict[str, Any] | None:
-    """Return what a job's file says; None without one, or for an empty file, which a power cut leaves.
-
-    Raises:
-        DamagedError: If the file holds something else.
-    """
+    """Return what a job's file says; None without one, or for an empty file, which a power cut leaves."""
     try:
         return read_json(path, _SHAPE)
     except DamagedError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +30,11 @@ class NoAnswerError(Exception):
 
 
 class Element(NamedTuple):
-    """One element of a job array, as Slurm shows it.
+    """One element of a job array, as Slurm shows it."""
 
-    Attributes:
-        state: Such as ``PENDING``, ``RUNNING``, ``OUT_OF_MEMORY``.
-        reason: Why it waits, such as ``Resources``; empty for others.
-        nodes: Where it runs.
-    """
-
-    state: str
-    reason: str = ""
-    nodes: str = ""
+    state: str  # such as ``PENDING``, ``RUNNING``, ``OUT_OF_MEMORY``
+    reason: str = ""  # why it waits, such as ``Resources``; empty for others
+    nodes: str = ""  # where it runs
 
 
 class LargestNode(NamedTuple):
@@ -129,12 +122,19 @@ def parse_nodes(lines: Sequence[str], partition: str = "") -> LargestNode:
     return LargestNode(wanted[0][0], largest, max(gpus))
 
 
-def read_accounting(given: str) -> str:
-    """Return what sacct printed: from a file, or asked of Slurm for a job's number.
+def format_time(seconds: int) -> str:
+    """Return seconds as ``sbatch --time`` takes them.
 
-    Raises:
-        UsageError: The file cannot be read, or there is no sacct, or it refuses.
+    >>> format_time(135_000)
+    '1-13:30:00'
     """
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def read_accounting(given: str) -> str:
+    """Return what sacct printed: from a file, or asked of Slurm for a job's number."""
     path = Path(given)
     if path.is_file():
         return path.read_text(encoding="utf-8-sig", errors="replace")
@@ -150,10 +150,6 @@ def read_accounting(given: str) -> str:
         raise UsageError(f"job {given} cannot be asked for: {why}", rule=rule, remedy=by_hand) from error
     if len(text.splitlines()) < 2:
         raise UsageError(f"sacct knows no job {given}.", rule=rule, remedy=by_hand)
-    # The job's shape, and what the partitions' nodes have, as long as Slurm knows.
-    for words in (["scontrol", "show", "job", given], ["sinfo", "-o", "%P %m %l"]):
-        with suppress(NoAnswerError, UsageError):
-            text += f"\n{_call(*words, seconds=_PATIENCE_SECONDS)}"
     return text
 
 

@@ -10,7 +10,6 @@ try:
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of("torch", "torch", "memfit.training") from error
 
-from memfit.training._average import average_checkpoints as average_checkpoints
 from memfit.training._beat import beat as beat
 from memfit.training._beat import joined_group as joined_group
 from memfit.training._beat import keep_beats as keep_beats
@@ -28,7 +27,6 @@ from memfit.training._ema import Ema as Ema
 from memfit.training._flight import write_flight_record as write_flight_record
 from memfit.training._guard import OptimizerGuard as OptimizerGuard
 from memfit.training._identity import environment as environment
-from memfit.training._identity import optimizer_identity as optimizer_identity
 from memfit.training._identity import refuse_changed as refuse_changed
 from memfit.training._journal import Journal as Journal
 from memfit.training._journal import Unheard as Unheard
@@ -36,23 +34,20 @@ from memfit.training._keyed import KeyedDataset as KeyedDataset
 from memfit.training._keyed import KeyedSampler as KeyedSampler
 from memfit.training._keyed import TrainingData as TrainingData
 from memfit.training._keyed import keyed_rng as keyed_rng
-from memfit.training._leaks import Leak as Leak
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
 from memfit.training._loop_parts import GOES_ON as GOES_ON
 from memfit.training._loop_parts import LoopParts as LoopParts
 from memfit.training._loop_parts import data_identity as data_identity
 from memfit.training._loop_parts import exports_position as exports_position
+from memfit.training._loop_parts import length_of as length_of
 from memfit.training._loop_parts import order_of as order_of
-from memfit.training._oom import Cleanup as Cleanup
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom
 from memfit.training._oom import clean_up as clean_up
 from memfit.training._oom import device_bytes as device_bytes
 from memfit.training._oom import release as release
 from memfit.training._preflight import Longest as Longest
-from memfit.training._preflight import PhaseMemory as PhaseMemory
-from memfit.training._preflight import PreflightReport as PreflightReport
 from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
 from memfit.training._preflight import rehearse as rehearse
@@ -60,6 +55,7 @@ from memfit.training._probes import check_compiled as check_compiled
 from memfit.training._probes import check_first_forward as check_first_forward
 from memfit.training._probes import check_loader as check_loader
 from memfit.training._probes import check_model as check_model
+from memfit.training._probes import tried as tried
 from memfit.training._process import Stopper as Stopper
 from memfit.training._process import rng_state as rng_state
 from memfit.training._process import say as say
@@ -75,21 +71,46 @@ from memfit.training._records import StepOutcome as StepOutcome
 from memfit.training._recovery import StepRecovery as StepRecovery
 from memfit.training._sealed import Sealed as Sealed
 from memfit.training._sealed import SealedFolder as SealedFolder
+from memfit.training._sealed import loading as loading
 from memfit.training._sizes import MicrobatchSizes as MicrobatchSizes
 from memfit.training._split import WHOLE as WHOLE
 from memfit.training._split import ByGroup as ByGroup
 from memfit.training._split import BySample as BySample
-from memfit.training._split import Split as Split
 from memfit.training._split import samples_in as samples_in
 from memfit.training._stacks import Stack as Stack
 from memfit.training._stacks import likely_cause as likely_cause
 from memfit.training._stacks import register_stack_dump as register_stack_dump
 from memfit.training._stacks import stacks_of as stacks_of
 from memfit.training._step import SafeStep as SafeStep
-from memfit.training._stream import KeyedOrder as KeyedOrder
 from memfit.training._stream import KeyedStream as KeyedStream
 from memfit.training._stream import deaf_workers as deaf_workers
 from memfit.training._stream import stream_identity as stream_identity
 from memfit.training._trainer import Trainer as Trainer
 
-__all__ = sorted(name for name in globals() if not name.startswith("_"))
+__all__ = [
+    "ByGroup",
+    "BySample",
+    "CheckpointWarning",
+    "Ema",
+    "EpochRecord",
+    "FitResult",
+    "KeyedDataset",
+    "KeyedSampler",
+    "Loop",
+    "SafeStep",
+    "SkipPolicy",
+    "StepOutcome",
+    "Trainer",
+    "autocast",
+    "beat",
+    "clean_up",
+    "find_device",
+    "find_longest",
+    "keep_beats",
+    "load_checkpoint",
+    "preflight",
+    "rng_state",
+    "save_checkpoint",
+    "seed_everything",
+    "set_rng_state",
+]

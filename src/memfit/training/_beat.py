@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch.distributed
 
@@ -42,20 +43,13 @@ _LONGER = 30
 _LONG_PLACES = frozenset({"begin", "load", "data", "save", "repeat"})
 #: So long a collective may take to fail on the peers of a rank that left.
 _NOTICE_SECONDS = 3.0
-_PROGRESS = frozenset({"sealed", "smaller"})
 _LOST_PEERS = "it lost its peers"
 #: A step that holds one of these is not as long as others.
 _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate", "repeat", "end"})
 
 
 def peers_lost(error: BaseException) -> bool:
-    """Return True if an exception of a collective means that another rank is gone or silent.
-
-    >>> peers_lost(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
-    True
-    >>> peers_lost(RuntimeError("shapes cannot be multiplied"))
-    False
-    """
+    """Return True if an exception of a collective means that another rank is gone or silent."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
@@ -63,7 +57,6 @@ def peers_lost(error: BaseException) -> bool:
 
 def lost_peers(error: BaseException) -> str:
     """Return what a collective's error says, without the library's source files and advice.
-
     >>> lost_peers(RuntimeError("[/a/pair.cc:537] Read error [::1]:4: Connection reset by peer. This is typically ..."))
     'it lost its peers: Read error [::1]:4: Connection reset by peer'
     """
@@ -71,15 +64,17 @@ def lost_peers(error: BaseException) -> str:
     return f"{_LOST_PEERS}: {said[:160]}"
 
 
-def beat(place: str, step: int | None = None) -> None:
+def beat(place: str, step: int | None = None, *, training: str = "") -> None:
     """Say that this rank lives and what it begins now; a few microseconds, nothing in a process without peers.
 
     Args:
         place: ``begin``, ``load``, ``data`` (the next batches), ``microbatch``, ``vote``, ``reduce``, ``update``,
-            ``save``, ``sealed`` (once for each new sealed checkpoint), ``smaller`` (a smaller size of a microbatch is
-            written down), ``validate`` (each batch), ``repeat`` (a step that takes longer is announced) or ``end``
-            (nobody waits for a next beat).
-        step: The optimizer step, counted as you like.
+            ``save``, ``sealed`` (a new checkpoint is whole), ``smaller`` (a smaller size of a microbatch is written
+            down), ``validate`` (each batch), ``repeat`` (a step that takes longer is announced) or ``end`` (nobody
+            waits for a next beat).
+        step: The optimizer step, counted from the beginning of the training. That of ``sealed`` must grow: after two
+            generations in a row without a further one the ranks do not begin again.
+        training: What a ``sealed`` checkpoint is of, such as its folder, if a script makes several trainings.
 
     The first beat starts a thread that ends this process with exit code 79 when a rank of the group hangs: one that
     gave no beat for max(60 s, 10 x the longest step so far) seconds; the first step is left out once there is another.
@@ -92,7 +87,13 @@ def beat(place: str, step: int | None = None) -> None:
         if (found := _rank_of(os.environ)) is None:
             return
         pulse = _pulses[os.getpid()] = _Pulse(*found)
-    pulse.give(place, step)
+    pulse.give(place, step, training)
+
+
+def place_now() -> str:
+    """Return what this rank began last; ``end`` if it has given no beat."""
+    pulse = _pulses.get(os.getpid())
+    return "end" if pulse is None else pulse.last.place
 
 
 def keep_beats(folder: Path | str) -> None:
@@ -121,13 +122,8 @@ def leave(why: str) -> NoReturn:
 
 @contextmanager
 def joined_group() -> Iterator[int]:
-    """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank.
-
-    All leave together: a rank that has done its part waits for the others, and one whose peer failed leaves at once.
-
-    Raises:
-        UsageError: If there are GPUs, and fewer than ranks.
-    """
+    """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank. All leave
+    together: a rank that has done its part waits for the others, and one whose peer failed leaves at once."""
     group, here, num_gpus = torch.distributed, int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if 0 < num_gpus < here:
         raise UsageError(
@@ -156,14 +152,8 @@ def joined_group() -> Iterator[int]:
 
 
 def torchrun_lacks(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return what torchrun was not given, and needs to begin again when a rank is lost.
-
-    Args:
-        env: The environment of a rank.
-        words: The command line of torchrun.
-
-    Seen with torch 2.13 and gloo: of five restarts without the variable none came through, and all 13 with it.
-
+    """Return what torchrun was not given, and needs to begin again when a rank is lost. Seen with torch 2.13 and gloo:
+    of five restarts without the variable none came through, and all 13 with it.
     >>> torchrun_lacks({"TORCHELASTIC_MAX_RESTARTS": "0"}, ["torchrun", "--standalone", "train.py"])
     ['--max-restarts=3', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment']
     """
@@ -195,11 +185,7 @@ def _check_torchrun(env: Mapping[str, str]) -> None:
 
 
 def hang_seconds(env: Mapping[str, str]) -> float | None:
-    """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set.
-
-    Raises:
-        ConfigError: If it is no positive number.
-    """
+    """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set."""
     text = env.get(HANG_VARIABLE)
     if text is None:
         return None
@@ -239,6 +225,8 @@ class _Pulse:
         run = current_run()  # of torchrun
         own = run[0].job_dir(run[1]) / "ranks" / "0" if run else None
         self.folder = Path(folder) if folder else own or _folders.get(os.getpid())
+        if self.folder is None and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            self.folder = Path(file).parents[1]  # torchrun makes it on each node, anew for each start of the ranks
         self._file = open_beats(self.folder, rank) if self.folder is not None else None
         # other hosts see what has reached the server alone
         self._syncs = os.environ.get("LOCAL_WORLD_SIZE", "") not in ("", str(size))
@@ -247,10 +235,14 @@ class _Pulse:
         if rank == 0:
             _check_torchrun(os.environ)
 
-    def give(self, place: str, step: int | None) -> None:
+    def give(self, place: str, step: int | None, training: str) -> None:
         now = time.monotonic()
         with self._lock:
             last = self.last
+            if (place == "smaller" and last.sealed is None) or (place == "sealed" and step is None):
+                last.sealed, last.training = 0, f"{place} {now}"  # not comparable: as the first of a training
+            elif place == "sealed":  # a trainer may count its other steps from its start
+                last.sealed, last.training, step = step, f"{crc32(training.encode()):x}", None
             if last.place == "vote":  # a peer took so long, not this step
                 self._step_began += now - self._at
             self._at = now
@@ -268,7 +260,6 @@ class _Pulse:
                 place=last.place if has_failed else place,
                 step=step if step is not None else last.step,
                 count=last.count + 1,
-                sealed=last.sealed + (place in _PROGRESS),
                 patience=None if place == "end" else self._patience(place),
             )
         if self._watch is None:
@@ -347,19 +338,9 @@ class _Quiet:
         return next((one for one in self._live.values() if one.left and self.seconds[one.rank] > _NOTICE_SECONDS), None)
 
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
-        """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept.
-
-        A rank that waits for its peers hangs only if all of them wait: then no work is left that takes long. Where
-        some have given no beat yet, they have more time.
-
-        >>> quiet, works = _Quiet("a", 2), Beat(0, 1, "h", "a", "update", patience=2)
-        >>> waits = Beat(1, 2, "h", "a", "vote", patience=1)
-        >>> [bool(quiet.hung({0: works, 1: waits}, now, 3)) for now in (1.0, 2.5, 4.0)]
-        [False, False, True]
-        >>> quiet, also = _Quiet("a", 2), Beat(0, 1, "h", "a", "reduce", patience=2)
-        >>> [bool(quiet.hung({0: also, 1: waits}, now, 3)) for now in (1.0, 1.9, 2.5)]
-        [False, False, True]
-        """
+        """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept. A
+        rank that waits for its peers hangs only if all of them wait: then no work is left that takes long. Where some
+        have given no beat yet, they have more time."""
         passed, self._looked = min(now - self._looked, most), now
         live = self._live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
         for rank, one in live.items():
@@ -386,7 +367,7 @@ def _waits_for_memory() -> bool:
 
 def _lives(one: Beat) -> bool:
     """Return False for a process of this host that has ended: another error tells of it."""
-    return one.host != socket.gethostname() or Path(f"/proc/{one.pid}").exists() or not Path("/proc/self").exists()
+    return one.host != socket.gethostname() or Path(f"/proc/{one.pid}").exists()
 
 
 _pulses: dict[int, _Pulse] = {}

@@ -198,11 +198,10 @@ class CheckpointFolder:
     checkpoint_epoch_<n>.pt            the newest epochs, the best one, the milestones; 0 is the start
     checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, removed with the epoch's own
     latest_checkpoint.pt               the newest: what a resume goes on from; a hard link where there are any
-    best_model.pt                      the best by the metric of validation; likewise
-    ema_epoch_<n>.pt                   a milestone with the averaged weights, of a Trainer with an ``Ema``
+    best_model.pt                      the best by the metric of validation; likewise ema_epoch_<n>.pt
+    a milestone with the averaged weights, of a Trainer with an ``Ema``
 
-    Nothing is deleted before the newest file was read back and found whole.
-    """
+    Nothing is deleted before the newest file was read back and found whole."""
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
         self.path = canary_folder(path)
@@ -226,7 +225,6 @@ class CheckpointFolder:
             yield
 
     def _files(self) -> dict[Position, Path]:
-        """Return the files by position, newest first."""
         found = {}
         for path in self.path.iterdir():
             if match := _FILE.fullmatch(path.name):
@@ -263,7 +261,6 @@ class CheckpointFolder:
         return path
 
     def mark_best(self) -> None:
-        """Make the latest checkpoint the best model."""
         self._name(self.path / LATEST, BEST)
 
     def prune(self, position: Position, best_epoch: int | None) -> None:
@@ -285,11 +282,9 @@ class CheckpointFolder:
             path.unlink()
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest whole checkpoint, or None in a folder without any; it becomes the latest.
-
-        Damaged files on the way are named by a ``CheckpointWarning``. If there is no whole one, that is a
-        ``DamagedError``: starting over silently would hide the loss.
-        """
+        """Return the newest whole checkpoint, or None in a folder without any; it becomes the latest. Damaged files on
+        the way are named by a ``CheckpointWarning``. If there is no whole one, that is a ``DamagedError``: starting
+        over silently would hide the loss."""
         damaged: list[DamagedError] = []
         taken = self._try(self.path / LATEST, damaged)
         for position, path in self._files().items():
@@ -353,10 +348,8 @@ class CheckpointFolder:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Be the only process that writes into a folder of checkpoints, which is made if need be.
-
-    A POSIX lock: the kernel frees it with its process, and loader workers hold no part of it.
-    """
+    """Be the only process that writes into a folder of checkpoints, which is made if need be. A POSIX lock: the kernel
+    frees it with its process, and loader workers hold no part of it."""
     path = folder / _LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -412,13 +405,11 @@ def writing(folder: Path, newest: Callable[[], str | None]) -> Iterator[None]:
 
 
 def position_of(state: Mapping[str, Any]) -> Position:
-    """Return the position of a loaded checkpoint."""
     return state["epoch"], state.get("step", 0)
 
 
 def tensor_bytes(state: Any) -> int:
     """Return the bytes of all tensors in dicts, lists and tuples; what several of them share counts once.
-
     >>> weights = torch.zeros(1000)
     >>> tensor_bytes({"weights": weights, "part": [weights[:500]], "sparse": torch.eye(2).to_sparse(), "epoch": 3})
     4040

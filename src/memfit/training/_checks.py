@@ -43,7 +43,6 @@ def _classes(module: torch.nn.Module) -> list[str]:
 
 
 def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageError:
-    """Return the error for a setting, with its value and type."""
     text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} ({type(value).__name__})"
     return UsageError(f"{name} is {text}.", rule=f"{rule}.", remedy=remedy or f"set {name} to another value")
 
@@ -83,9 +82,7 @@ def alone(what: str, remedy: str) -> UsageError:
 
 class Given(NamedTuple):
     """A model as it was given: without its wrapper, as the loss gets it, and the group of ranks that train it.
-
-    ``check`` looks at the wrapper before each step; None if its passes hold collectives.
-    """
+    ``check`` looks at the wrapper before each step; None if its passes hold collectives."""
 
     model: Any
     called: Any

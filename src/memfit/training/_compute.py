@@ -80,13 +80,7 @@ def choose_precision(precision: Precision | None, device: torch.device) -> Preci
 
 
 def to_device(batch: Any, device: str | torch.device) -> Any:
-    """Return the batch with its tensors, and its objects with a method ``to``, on the device; other objects stay.
-
-    Example:
-        >>> batch = {"x": torch.ones(2, 3), "name": ["a", "b"]}
-        >>> to_device(batch, "meta")["x"].device, to_device(batch, "meta")["name"]
-        (device(type='meta'), ['a', 'b'])
-    """
+    """Return the batch with its tensors, and its objects with a method ``to``, on the device; other objects stay."""
 
     def moved(part: Any) -> Any:
         if isinstance(part, torch.Tensor):

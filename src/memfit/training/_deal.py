@@ -16,7 +16,6 @@ _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", 
 
 def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
     """Return where the part of a rank begins and ends; parts differ by one unit at most.
-
     >>> [part_of(10, rank, 4) for rank in range(4)], part_of(2, 3, 4)
     ([(0, 3), (3, 6), (6, 8), (8, 10)], (2, 2))
     """
@@ -27,7 +26,6 @@ def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
 
 def own_part(batches: Sequence[Any], split: Split, rank: int, size: int) -> list[Any]:
     """Return a rank's part of a global batch, which is made of ``batches`` one after the other.
-
     >>> import torch
     >>> from memfit.training import BySample
     >>> [one.tolist() for one in own_part([torch.arange(4), torch.arange(4, 8)], BySample(), 1, 3)]
@@ -45,12 +43,7 @@ def own_part(batches: Sequence[Any], split: Split, rank: int, size: int) -> list
 
 
 class DealtOrder(Sampler[list[Any]]):
-    """A rank's part of each global batch of a keyed loader, in lists as long as the loader's batches at most.
-
-    Args:
-        loader: A loader over a ``KeyedSampler``.
-        num: How many of its batches make a global batch.
-    """
+    """A rank's part of each ``num`` batches of a keyed loader, in lists as long as the loader's batches at most."""
 
     def __init__(self, loader: DataLoader[Any], num: int, rank: int, size: int) -> None:
         self.loader, self.num, self.rank, self.size = loader, num, rank, size

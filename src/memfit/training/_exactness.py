@@ -49,7 +49,7 @@ class Exactness:
 
     def trust(self) -> None:
         """Take the loss of a batch for the sum over its parts without a look: a look would be passes of all ranks."""
-        self._fault = ()
+        self.fault = ()
 
     def allow_step(self) -> None:
         """Refuse weights that are updated in the backward pass."""
@@ -114,10 +114,8 @@ class Exactness:
             record("inexact", reason=why, **where, text=f"trains inexactly, as allowed: {why}")
 
     def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
-        """Compare the loss of a few units with the losses of two parts of them; None if a loss is not finite.
-
-        In evaluation mode, where dropout draws nothing. No fault is reported where two units do not fit.
-        """
+        """Compare the loss of a few units with the losses of two parts of them; None if a loss is not finite. In
+        evaluation mode, where dropout draws nothing. No fault is reported where two units do not fit."""
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:

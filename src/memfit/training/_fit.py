@@ -37,8 +37,6 @@ from memfit.training._validation import Validation, attempt_twice
 
 
 class Fit:
-    """One call of ``Trainer.fit``."""
-
     def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
         self.setup, self.plan, self.stop = setup, plan, stop
         self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
@@ -348,7 +346,8 @@ class Fit:
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
-        beat("sealed")
+        epoch, step = progress.position
+        beat("sealed", epoch * self.num_steps + step, training=f"{folder.path} {progress.fit}")
         if self.step.team is not None:
             self.step.team.forget_size()
         if not is_sharded:  # its seal has told it

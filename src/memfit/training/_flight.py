@@ -54,8 +54,7 @@ def write_flight_record(
 
     The largest tensors are those that Python knows: what autograd saved for itself is the difference to a device's
     ``allocated_bytes``. On CUDA the allocator's snapshot lies beside it, for https://pytorch.org/memory_viz. It never
-    raises, and returns None if nothing was written.
-    """
+    raises, and returns None if nothing was written."""
     try:
         current = current_run()
         if folder is None and current is not None:

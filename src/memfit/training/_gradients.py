@@ -48,8 +48,6 @@ class Batch:
 
 @dataclass
 class _Place:
-    """Where the passes are now."""
-
     batch: Batch
     part: tuple[int, int]
     phase: str = "forward"
@@ -122,7 +120,6 @@ class Gradients:
         self.exactness = Exactness(self.model, self.loss, self.split, setup.allow_inexact)
 
     def batch(self, content: Any) -> Batch:
-        """Look at a batch before it is used."""
         found = list(leaves(content))
         versions = [(name, leaf, _version(leaf)) for name, leaf in found if isinstance(leaf, torch.Tensor)]
         # looked through once: in a step of 20 ms each look takes as long as a small layer

@@ -44,10 +44,8 @@ class OptimizerGuard:
         self._reserve: list[torch.Tensor] = []
 
     def prepare(self) -> None:
-        """Take the memory of the state that the first step will make, and try that of a step's temporaries.
-
-        The state's memory is kept until that step: every pass before it has as little room as those after it.
-        """
+        """Take the memory of the state that the first step will make, and try that of a step's temporaries. The state's
+        memory is kept until that step: every pass before it has as little room as those after it."""
         groups = self.optimizer.param_groups
         self._try(self._with_gradient() or [[p for p in group["params"] if p.requires_grad] for group in groups])
         for block in self._reserve:
@@ -59,20 +57,12 @@ class OptimizerGuard:
         return sum(size for _, size in self._state)
 
     def try_memory(self) -> None:
-        """Try the memory of a step over the parameters that have a gradient now.
-
-        Raises:
-            DoesNotFitError: If there is no room; nothing was changed.
-        """
+        """Try the memory of a step over the parameters that have a gradient now."""
         self._try(self._with_gradient())
 
     def step(self, call: Callable[[], Any] | None = None) -> None:
-        """Step the optimizer, or make ``call``, which steps it.
-
-        Raises:
-            DoesNotFitError: If its state or temporaries have no room; nothing was changed.
-            HalfUpdatedError: If memory ran out inside the step all the same.
-        """
+        """Step the optimizer, or make ``call``, which steps it. DoesNotFitError: nothing was changed; HalfUpdatedError:
+        memory ran out inside the step all the same."""
         self.try_memory()
         self._reserve = []
         failed = attempt(call or self.optimizer.step)
@@ -126,11 +116,9 @@ class OptimizerGuard:
 def _sizes_on(
     optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Return the sizes of the state and of the temporaries that a step allocates on one device, in bytes.
-
-    An optimizer that cannot be run without memory (its step reads values, or it holds another optimizer) is taken to
-    need a copy of its largest parameter.
-    """
+    """Return the sizes of the state and of the temporaries that a step allocates on one device, in bytes. An optimizer
+    that cannot be run without memory (its step reads values, or it holds another optimizer) is taken to need a copy of
+    its largest parameter."""
     params = [[p for p in group if p.device == device] for group in params]
     guess = max(p.nbytes for group in params for p in group)
     foreach = any(

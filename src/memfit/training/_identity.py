@@ -16,7 +16,7 @@ def optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> 
     """Return the optimizer's settings without those that a schedule moves."""
     identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     moved = {"lr", "momentum", "betas"} if scheduled else set()
-    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+    for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             value = len(value) if name == "params" else value
             if isinstance(value, int | float | str | bool | tuple | None) and name not in moved:
@@ -38,21 +38,9 @@ def environment() -> dict[str, Any]:
 def refuse_changed(
     path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuse a checkpoint that was made with other settings.
-
-    Args:
-        path: The checkpoint.
-        saved: The settings that it was made with.
-        now: Those of now.
-        allow: Names of settings that may differ: the training goes on with those of now, which its events say. A name
-            before a comma allows all that begins with it. None: the caller has no such argument.
-
-    Returns:
-        Of each allowed name that differs, what it was and is.
-
-    Raises:
-        UsageError: Others differ.
-    """
+    """Refuse a checkpoint made with other settings; return of each allowed one what it was and is. ``allow`` names
+    settings that may differ; the training goes on with those of now. A name before a comma allows all that begins with
+    it. None: the caller has no such argument."""
     saved, now = ({name: _plain(value) for name, value in one.items()} for one in (saved, now))
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     if "optimizer" in differing:  # another type has other settings: they say nothing more

@@ -27,19 +27,9 @@ _STEP_EVENT_SECONDS = 0.5
 
 
 class Journal:
-    """Writes the events of one training, and prints the main ones where no run shows them.
-
-    ``num_epochs`` is None in a loop that does not know how many it will make. Positions are whole epochs, then steps of
-    the next one. Seconds are those of steps and what they waited for; checkpoints and validation are not in them.
-
-    Example:
-        >>> journal = Journal(num_epochs=1)
-        >>> journal.phase("train")
-        >>> journal.step({"epoch": 1, "step": 1, "num_steps": 1}, loss=0.5)
-        >>> journal.took(seconds=2.0, wait_seconds=0.5, num_samples=8)
-        >>> journal.pace()
-        {'seconds': 2.0, 'wait_share': 0.25, 'samples_per_second': 4.0}
-    """
+    """Writes the events of one training, and prints the main ones where no run shows them. ``num_epochs`` is None in a
+    loop that does not know how many it will make. Positions are whole epochs, then steps of the next one. Seconds are
+    those of steps and what they waited for; checkpoints and validation are not in them."""
 
     def __init__(self, num_epochs: int | None = None) -> None:
         self.num_epochs = num_epochs
@@ -71,7 +61,8 @@ class Journal:
         if not self._phase:
             return
         noted = self._phases.setdefault(self._phase, {"host_bytes": 0, "devices": {}})
-        noted["host_bytes"] = max(noted["host_bytes"], _read_host()[1])
+        status = ProcReader().status(os.getpid())
+        noted["host_bytes"] = max(noted["host_bytes"], status.private if status else 0)
         for device, sizes in device_bytes().items():
             before = noted["devices"].get(device, {})  # entered before: a checkpoint within the epoch came between
             names = ("allocated_peak_bytes", "reserved_peak_bytes")
@@ -88,13 +79,8 @@ class Journal:
     def step(
         self, where: Mapping[str, int], loss: torch.Tensor | float | None, device: torch.device | None = None
     ) -> None:
-        """Record a step, at most twice a second, and read from NVML as often how busy a GPU was.
-
-        Args:
-            where: ``epoch``, ``step`` and ``num_steps``, counted from 1.
-            loss: Its mean loss; None when nothing was counted.
-            device: Where it ran.
-        """
+        """Record a step, at most twice a second, and read from NVML as often how busy a GPU was. ``where`` has
+        ``epoch``, ``step`` and ``num_steps`` from 1; ``loss`` is None when nothing was counted."""
         now = time.monotonic()
         if now < self._next_step:
             return
@@ -111,9 +97,8 @@ class Journal:
         self._num_samples += num_samples
 
     def pace(self) -> dict[str, float]:
-        """End the epoch's steps; return ``seconds``, ``wait_share``, and where known ``samples_per_second`` and
-        ``device_use``.
-        """
+        """End the epoch's steps; return ``seconds``, ``wait_share``, and where known ``samples_per_second``,
+        ``device_use``."""
         found = {}
         if self._seconds:
             found = {"seconds": self._seconds, "wait_share": self._wait_seconds / self._seconds}
@@ -127,14 +112,11 @@ class Journal:
     # --- epochs
 
     def epoch(self, epoch: int, numbers: Mapping[str, float], pace: Mapping[str, float]) -> None:
-        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows.
-
-        The event's ``memory`` names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its
-        loader workers), or ``rss`` where the kernel does not tell that. Its ``phases`` hold ``host_bytes`` at the end
-        of each phase, and the peaks of its ``devices``.
-        """
+        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows. The event's ``memory``
+        names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its loader workers). Its
+        ``phases`` hold ``host_bytes`` at the end of each phase, and the peaks of its ``devices``."""
         self._leave()
-        memory = {"metric": _read_host()[0], "phases": self._phases}
+        memory = {"metric": "non_reclaimable", "phases": self._phases}
         self.begin_epoch()
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         whole = f"/{self.num_epochs}" if self.num_epochs else ""
@@ -153,7 +135,6 @@ class Journal:
     # --- checkpoints and stops
 
     def checkpoint(self, path: Path, position: tuple[int, int], seconds: float) -> None:
-        """Record a checkpoint that was written, and how long that took."""
         (epoch, step), size = position, path.stat().st_size
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size, seconds=round(seconds, 3))
 
@@ -163,7 +144,8 @@ class Journal:
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         of = f", of {format_count(self.num_epochs, 'epoch')}" if self.num_epochs else ""
-        say(f"goes on {where}{of} ({path})")
+        is_over = self.num_epochs is not None and epoch >= self.num_epochs
+        say(f"{'nothing is left to train' if is_over else 'goes on'} {where}{of} ({path})")
         self._restart()
 
     def inexact(self, why: str) -> None:
@@ -173,7 +155,6 @@ class Journal:
         say(text)
 
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
-        """Record that a signal stops the training here."""
         epoch, step = position
         record("stop", signal=signal_name, epoch=epoch, step=step)
 
@@ -193,21 +174,13 @@ class Unheard(Journal):
 
 def _describe(figures: Mapping[str, float | None]) -> str:
     """Return the figures as a line for people.
-
     >>> _describe({"samples_per_second": 412.3, "wait_share": 0.0031})
-    '412 samples/s  waits 0.3 %'
+    '412 samples/s  waits for data 0.3 %'
     """
     words = []
     if (rate := figures.get("samples_per_second")) is not None:
         words.append(f"{rate:,.{0 if rate >= 10 else 2}f} samples/s")
-    for name, word in (("wait_share", "waits"), ("device_use", "device busy")):
+    for name, word in (("wait_share", "waits for data"), ("device_use", "device busy")):
         if (share := figures.get(name)) is not None:
             words.append(f"{word} {share * 100:.1f} %")
     return "  ".join(words)
-
-
-def _read_host() -> tuple[str, int]:
-    status = ProcReader().status(os.getpid())
-    if status is None:
-        return "rss", psutil.Process().memory_info().rss
-    return "non_reclaimable", status.private

@@ -34,14 +34,8 @@ _Census = tuple[Counter[tuple[str, int]], dict[int, int]]
 
 @dataclass(frozen=True)
 class Leak:
-    """Something that grows from epoch to epoch.
-
-    Attributes:
-        series: What grows: ``host heap``, ``Python objects`` or a device such as ``cuda:0``.
-        slope: Its growth per epoch (Theil-Sen): bytes, or the number of Python's small objects.
-        num_epochs: Over how many epochs.
-        holders: Tensors that became more, by shape, then containers that became longer, by name.
-    """
+    """Something that grows from epoch to epoch. ``slope`` is its growth per epoch (Theil-Sen), in bytes or Python's
+    small objects. ``holders``: tensors that became more, by shape, then containers that became longer, by name."""
 
     series: str
     slope: float
@@ -55,25 +49,9 @@ class Leak:
 
 
 class LeakDetector:
-    """Watches what lives at the end of each epoch, and names what grows.
-
-    An epoch costs three readings of counters. Only where one rises twice in a row is garbage collected and are objects
-    counted. The first epoch is left out: optimizer state and caches come with it.
-
-    Args:
-        floor_bytes: A smaller growth per epoch is none.
-        floor_objects: The same for Python's small objects, whose bytes no counter tells.
-
-    Example:
-        >>> import gc
-        >>> detector, kept, _ = LeakDetector(), [], gc.collect()
-        >>> for epoch in range(1, 7):
-        ...     kept.extend(bytearray(1 << 18) for _ in range(64))
-        ...     leak = detector.end_epoch()
-        ...     if leak:
-        ...         print(epoch, leak.series, leak.holders[0])
-        5 host heap list of a local variable: 128 elements more
-    """
+    """Watches what lives at the end of each epoch, and names what grows by ``floor_bytes`` or ``floor_objects`` an
+    epoch. An epoch costs three readings of counters. Only where one rises twice in a row is garbage collected and are
+    objects counted. The first epoch is left out: optimizer state and caches come with it."""
 
     def __init__(self, *, floor_bytes: int = MIB, floor_objects: int = 10_000) -> None:
         self._floor_bytes, self._floor_objects = floor_bytes, floor_objects
@@ -120,19 +98,15 @@ class LeakDetector:
 
 
 def _theil_sen_slope(values: Sequence[float]) -> float:
-    """Return the median of the slopes between all pairs of values: a few outliers do not move it.
-
-    Source: Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 63 (1968).
-    """
+    """Return the median of the slopes between all pairs of values: a few outliers do not move it. Source: Sen,
+    Estimates of the regression coefficient based on Kendall's tau, JASA 63 (1968)."""
     pairs = combinations(enumerate(values), 2)
     return float(statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs))
 
 
 def _living() -> dict[str, int]:
-    """Return allocated bytes by device, the C heap's live bytes, and the number of Python's small objects.
-
-    Python takes the memory of its small objects from the kernel itself, so the heap's counters miss them.
-    """
+    """Return allocated bytes by device, the C heap's live bytes, and the number of Python's small objects. Python takes
+    the memory of its small objects from the kernel itself, so the heap's counters miss them."""
     devices = {name: sizes["allocated_bytes"] for name, sizes in device_bytes().items()}
     heap = read_heap()  # empty where the C library does not tell
     return devices | ({"host heap": heap["live_bytes"]} if heap else {}) | {_OBJECTS: sys.getallocatedblocks()}

@@ -25,13 +25,13 @@ from memfit.training._beat import beat, keep_beats
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import environment, refuse_changed
 from memfit.training._journal import Journal
-from memfit.training._keyed import _generators, _kind_of, keyed_rng
+from memfit.training._keyed import _kind_of, keyed_rng
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of, order_of
 from memfit.training._preflight import rehearse, say_verdict
 from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
-from memfit.training._sealed import Sealed, SealedFolder
+from memfit.training._sealed import Sealed, SealedFolder, loading
 from memfit.training._split import samples_in
 from memfit.training._stream import KeyedStream, deaf_workers, stream_identity
 
@@ -176,7 +176,7 @@ class Loop:
             self._loss = loss
             if isinstance(loss, torch.Tensor):  # summed where it is: a GPU need not be waited for
                 self._loss = loss.detach()
-                loss = self._loss.to(torch.float32 if loss.device.type == "mps" else torch.float64)
+                loss = self._loss.to(torch.float64)
             self._at.loss_sum = self._at.loss_sum + loss
             self._at.num_losses += 1
         self._numbers |= {name: float(number) for name, number in numbers.items()}
@@ -334,13 +334,10 @@ class Loop:
             return (self._item(loader, number) for number in range(count, len(loader)))
         if count == self._num_batches or (draws or {}).get("is_over"):
             return iter(())
-        generators = _generators(loader)
         if draws is None or not count:
-            draws = self._draws = {"start": rng_state(), "generators": [one.get_state() for one in generators]}
+            draws = self._draws = self.parts.draws(loader)
         else:
-            set_rng_state(draws["start"])
-            for generator, state in zip(generators, draws["generators"], strict=False):
-                generator.set_state(state)
+            self.parts.draw_again(loader, draws)
         if count:
             return self._go_on(loader, source, count, draws)
         if self._first_state is not None and source is not None:
@@ -361,7 +358,7 @@ class Loop:
             source.load_state_dict(state)
             self.journal.inexact(GOES_ON)
             return iter(loader)
-        self.journal.inexact("the order goes on, and what the data draw at random is not the same")
+        self.journal.inexact(self.parts.order_again(loader))
         return iter(self.parts.skip(loader, count))
 
     def _item(self, batches: Any, number: int) -> Any:
@@ -440,7 +437,7 @@ class Loop:
         for optimizer in self._optimizers:
             self._stack.callback(optimizer.register_step_post_hook(self._note_step).remove)
         if self._folder is not None:
-            self.parts.check()
+            self.parts.check(self.allow)
             self._identity = stream_identity(self._stream)
             self._identity |= self.settings | self.parts.identity()
             self._beat("load")
@@ -466,7 +463,8 @@ class Loop:
         if self._stream is None:
             allow.add("world_size")
         changed = refuse_changed(found.path, facts["identity"], self._identity, allow)
-        self.parts.load(found.path)
+        with loading(found):
+            self.parts.load(found.path)
         self.parts.take({name: self._identity[name] for name in changed if name in self._identity})
         if "world_size" in changed and self._at.batch:
             self._at.sample = self.parts.dealt(self._at.sample, *changed["world_size"])
@@ -490,7 +488,6 @@ class Loop:
         return f"draws-{self._ranks.rank}.pt" if self._ranks is not None and self._ranks.rank else "draws.pt"
 
     def _check_data(self, loader: Any) -> None:
-        """Refuse other data than the checkpoint's."""
         now = data_identity(loader)
         if self._data is not None and self._folder is not None and self._data != now:
             refuse_changed(self._folder.path, self._data, now, self.allow)

@@ -6,31 +6,34 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import optimizer_identity
+from memfit.training._keyed import generators_of, samplers_of
+from memfit.training._process import rng_state, set_rng_state
 from memfit.training._stream import _KEPT, _KEPT_BY_WORKERS, KeyedOrder
 
 #: Why a resume from an exported position is not exact.
-GOES_ON = "the stream goes on where its state_dict says; what a shuffle buffer held may not come again"
+GOES_ON = "the stream goes on where its state_dict says; with a shuffle buffer, some samples come twice, some never"
 _PLAIN = (int, float, str, bool, type(None))
-_GROUP = re.compile(r"optimizer group (\d+), (\w+)")
+_GROUP = re.compile(r"optimizer group (\d+), (?!params$)(\w+)")
 #: What a schedule's state says again of its optimizer.
 _OF_OPTIMIZER = frozenset({"base_lrs"})
+#: Whose samplers make an order again; without the random state, those that draw from a seed and the epoch's number.
+_KNOWN = frozenset({"accelerate", "lightning", "torch", "torchdata"})
+_BY_EPOCH = re.compile("Sequential|Batch|Distributed|Seedable")
 
 
 class LoopParts:
-    """The parts of a training by name, each with ``state_dict`` and ``load_state_dict``.
-
-    An adapter to a framework makes another one of these.
-    """
+    """The parts of a training by name, each with ``state_dict`` and ``load_state_dict``; adapters make others."""
 
     #: The batches that are fetched before the one in hand is trained.
     look_ahead = 0
@@ -45,13 +48,28 @@ class LoopParts:
                     remedy=f"leave {name} out, or give it both",
                 )
 
-    def check(self) -> None:
-        """Refuse what cannot be stopped and resumed."""
-        if not self.optimizers():
+    def check(self, allow: Collection[str] = (), others: Iterable[Any] = ()) -> None:
+        """Refuse an optimizer that is missing, or that trains or is moved by what no checkpoint holds."""
+        parts, optimizers = [*self.parts.values(), *self.schedules(), *others], self.optimizers()
+        held = {id(one) for model in self.models().values() for one in model.parameters()}
+        states = [one.state_dict() for one in parts if not isinstance(one, torch.nn.Module | torch.optim.Optimizer)]
+        held |= {one.data_ptr() for one in tree_leaves(states) if isinstance(one, torch.Tensor)}
+        weights = [one for made in optimizers for group in made.param_groups for one in group["params"]]
+        weights = [one for one in weights if one.requires_grad and id(one) not in held]
+        lost = [tuple(one.shape) for one in weights if one.data_ptr() not in held]
+        moved = [id(one.optimizer.param_groups) for one in parts if hasattr(one, "step") and hasattr(one, "optimizer")]
+        faults = {
+            "no_optimizer": "" if optimizers else "No optimizer was named.",
+            "unsaved_weights": lost and f"An optimizer trains weights of no saved model, of the shapes {lost[:3]}.",
+            "unsaved_schedule": "A schedule that is not saved moves an optimizer's learning rate."
+            * any("initial_lr" in one.param_groups[0] and id(one.param_groups) not in moved for one in optimizers),
+        }
+        for what in [what for name, what in faults.items() if what and name not in allow]:
             raise UsageError(
-                "No optimizer was named.",
-                rule="a checkpoint holds the parts of a training, and is written after an optimizer step.",
-                remedy="pass model=model, optimizer=optimizer, and what else has a state",
+                str(what),
+                rule="a checkpoint holds the parts of a training that are named; all else begins anew at a resume.",
+                remedy="name model, optimizer, schedule, and what else has a state, or give them to the framework; or, "
+                'if that may begin anew, pass allow=("unsaved_weights",) or ("unsaved_schedule",)',
             )
 
     def models(self) -> dict[str, torch.nn.Module]:
@@ -68,11 +86,9 @@ class LoopParts:
         return [one for one in self.parts.values() if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
 
     def save(self, path: Path) -> None:
-        """Write the states into a folder."""
         save_checkpoint(path / "parts.pt", {name: part.state_dict() for name, part in self.parts.items()})
 
     def load(self, path: Path) -> None:
-        """Give the parts the states that ``save`` wrote there."""
         state = load_checkpoint(path / "parts.pt")
         if state.keys() != self.parts.keys():
             raise UsageError(
@@ -90,7 +106,7 @@ class LoopParts:
         found: dict[str, Any] = {}
         for number, optimizer in enumerate(self.optimizers()):
             own = optimizer_identity(optimizer, scheduled=bool(self.schedules()))
-            own["learning_rate"] = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+            own["learning_rate"] = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
             for name, value in own.items():
                 if not name.endswith((", lr", ", initial_lr")):
                     found[_numbered(name, number)] = value
@@ -116,6 +132,28 @@ class LoopParts:
                     setattr(schedule, key, value)
 
     # --- data
+
+    @staticmethod
+    def draws(loader: Any) -> dict[str, Any]:
+        """Return what begins an epoch of a loader again: the random state, and that of the loader's own generators."""
+        return {"start": rng_state(), "generators": [one.get_state() for one in generators_of(loader)]}
+
+    @staticmethod
+    def draw_again(loader: Any, draws: Mapping[str, Any]) -> None:
+        set_rng_state(draws["start"])
+        for generator, state in zip(generators_of(loader), draws["generators"], strict=False):
+            generator.set_state(state)
+
+    @staticmethod
+    def order_again(loader: Any, *, draws_again: bool = True) -> str:
+        """Return what is true of an epoch's order in a new process, where the random state may not be put back."""
+        parts = samplers_of(loader) if isinstance(loader, DataLoader) else [loader] * (type(loader) is not list)
+        for kind in map(type, parts):
+            is_known = kind.__module__.partition(".")[0] in _KNOWN and (draws_again or _BY_EPOCH.search(kind.__name__))
+            if not is_known:
+                goes_on = f"the epoch goes on in the order that {kind.__name__} gives now"
+                return f"{goes_on}: if that is another than before, some samples come twice in it, and some not at all"
+        return "the order goes on, and what the data draw at random is not the same"
 
     def skip(self, loader: Any, count: int) -> Any:
         """Return what is left of a loader's next epoch after ``count`` batches, without making them if it can."""
@@ -174,9 +212,10 @@ def order_of(loader: Any) -> KeyedOrder | None:
 
 
 def length_of(loader: Any) -> int | None:
+    """Return the length of a loader or of data; None if it has none."""
     try:
         return len(loader)
-    except TypeError:
+    except Exception:  # some say it by another type than TypeError
         return None
 
 
@@ -222,9 +261,7 @@ def _move_rate(group: dict[str, Any], rate: float) -> None:
 
 def _schedule_identity(schedule: Any) -> dict[str, Any]:
     """Return the plain values of a schedule that has not begun.
-
-    >>> model = torch.nn.Linear(1, 1)
-    >>> schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 10)
+    >>> schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), 10)
     >>> _schedule_identity(schedule)
     {'schedule': 'StepLR', 'schedule, step_size': 10, 'schedule, gamma': 0.1, 'schedule, last_epoch': 0}
     """

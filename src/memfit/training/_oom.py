@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 from memfit.memory import Budget, read_heap
+from memfit.refusals import REFUSALS, rows_of
 from memfit.rundir import record
 from memfit.units import format_bytes
 
@@ -28,40 +30,17 @@ class OomKind(StrEnum):
     HOST = "host"
     PINNED = "pinned"
     LIBRARY = "library"
-    """Inside cuBLAS, cuDNN, NCCL, oneDNN and the like, most of which do not say how much they wanted."""
+    """Inside cuBLAS, cuDNN, NCCL and the like, most of which do not say how much they wanted."""
 
 
-# The places that write these: PyTorch 0.4 to 2.13, c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
-# c10/cuda/CUDAException.cpp, aten/src/ATen/MapAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm,
-# aten/src/ATen/cuda/Exceptions.cpp, aten/src/ATen/native/cudnn; cuDNN 9, NCCL 2.27, oneDNN 3, Level Zero, PJRT.
-_PATTERNS: tuple[tuple[OomKind, str], ...] = (
-    (OomKind.HOST, r"DefaultCPUAllocator: (can't allocate|not enough) memory: you tried to allocate \d+ bytes"),
-    (OomKind.HOST, r"posix_memalign\(&data, gAlignment, nbytes\) == 0\. 12 vs 0"),
-    (OomKind.HOST, r"unable to mmap \d+ bytes from file <[^>]*>: Cannot allocate memory \(12\)"),
-    (OomKind.HOST, r"</?(dev/shm/)?torch_\w+>.*: (Cannot allocate memory \(12\)|No space left on device \(28\))"),
-    (OomKind.HOST, r"(\A|: )std::bad_alloc\Z"),
-    (OomKind.HOST, r"\bUR_RESULT_ERROR_OUT_OF_HOST_MEMORY\b"),
-    (OomKind.LIBRARY, r"\b(CU|HIP)(BLAS|SOLVER|SPARSE|RAND)_STATUS_ALLOC_FAILED\b"),
-    (OomKind.LIBRARY, r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b"),
-    (OomKind.LIBRARY, r"\bCU(DNN_STATUS|FFT)_ALLOC_FAILED\b"),
-    (OomKind.LIBRARY, r"\bCUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED\b"),
-    (OomKind.LIBRARY, r"\brocblas_status_memory_error\b|\bmiopenStatusAllocFailed\b"),
-    (OomKind.LIBRARY, r"Unable to find a valid cuDNN algorithm to run convolution"),
-    (OomKind.LIBRARY, r"\bCuda failure (2 )?'out of memory'|Failed to CUDA (host )?[cm]alloc(Async)? \d+ bytes"),
-    (OomKind.LIBRARY, r"(\A|: )could not (create a primitive|execute a primitive|create a memory object)\Z"),
-    (OomKind.DEVICE, r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory\. Tried to allocate "),
-    (OomKind.DEVICE, r"\bMPS backend out of memory \(MPS allocated: "),
-    (OomKind.DEVICE, r"\bcan NOT allocate memory block with size larger than 4GB\b"),
-    (OomKind.DEVICE, r"\b(CUDA|HIP)( driver)? error: out of memory\b|\bcuda runtime error \(2\) : out of memory\b"),
-    (OomKind.DEVICE, r"\bInvalid buffer size: [\d.]+ [KMGT]i?B\b"),
-    (OomKind.DEVICE, r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
-    (OomKind.DEVICE, r"\bRESOURCE_EXHAUSTED: (Out of memory|Attempting to allocate) "),
-    (OomKind.DEVICE, r"\bFATAL ERROR :: MODULE:PT_DEVMEM Allocation failed\b"),
-)
-_TABLE = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
-
+_OF_HEADING = {
+    **dict.fromkeys(("device_oom", "device_refused", "other_device", "xpu_error"), OomKind.DEVICE),
+    **dict.fromkeys(("library_alloc", "nccl_oom"), OomKind.LIBRARY),
+    **dict.fromkeys(("host_refused", "bad_alloc", "shm", "no_fork"), OomKind.HOST),
+    "pinned": OomKind.PINNED,
+}
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
-# torch._utils.ExceptionWrapper: the traceback of a worker, a thread or a replica is the message of the error here
+# torch._utils.ExceptionWrapper: the traceback of a worker, a thread or a replica is the error's message
 _RELAYED = re.compile(r"\ACaught (\w+ in .*)\.\nOriginal Traceback \(most recent call last\):\n")
 _FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.MULTILINE)
 
@@ -69,13 +48,11 @@ _FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.MULTILINE)
 def classify_oom(error: BaseException) -> OomKind | None:
     """Return which memory was short when ``error`` was raised, or None if it is no failed allocation.
 
-    The type decides first, then one table of exact texts. An error that torch relays from a loader's worker or a
-    replica is judged by the error that was raised there. Causes and contexts are not looked at. A process that the
-    kernel killed raised nothing, so the death of a ``DataLoader`` worker is no failed allocation.
+    The type decides first, then the rows of `memfit.refusals`. An error that torch relays from a worker or a replica is
+    judged by what was raised there. The death of a ``DataLoader`` worker is none: who is killed raises nothing.
 
-    Example:
-        >>> classify_oom(MemoryError()), classify_oom(ValueError("no room for zoom, out of memory"))
-        (<OomKind.HOST: 'host'>, None)
+    >>> classify_oom(MemoryError()), classify_oom(ValueError("no room for zoom, out of memory"))
+    (<OomKind.HOST: 'host'>, None)
     """
     text, where = str(error), ""
     if relayed := _RELAYED.match(text):
@@ -91,12 +68,22 @@ def classify_oom(error: BaseException) -> OomKind | None:
         return OomKind.HOST if short else None
     if not isinstance(error, RuntimeError):
         return None
-    kind = next((kind for kind, pattern in _TABLE if pattern.search(text)), None)
+    kind = _kind_in(text)
     if getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION:
         kind = OomKind.DEVICE
     if kind is OomKind.DEVICE and ("pin memory thread" in where or _is_pinning(error, text)):
         return OomKind.PINNED
     return kind
+
+
+_rows = cache(lambda: list(rows_of(REFUSALS)))  # compiled when an error is judged
+
+
+def _kind_in(text: str) -> OomKind | None:
+    """Return which kind of memory a text says was refused."""
+    squeezed, lines = ["".join(text.split())], text.splitlines()
+    said = (name for name, options, row in _rows() if any(map(row.search, lines if "lines" in options else squeezed)))
+    return next((_OF_HEADING[name] for name in said), None)
 
 
 def _is_pinning(error: BaseException, text: str) -> bool:
@@ -122,7 +109,7 @@ class Failed:
 def attempt(
     action: Callable[[], T], write_record: Callable[[str, OomKind], object] = lambda text, kind: None
 ) -> T | Failed:
-    """Return what ``action`` returns, or ``Failed`` after everything it held was freed and the caches were emptied.
+    """Return what ``action`` returns, or ``Failed`` once all that it held is freed.
 
     ``write_record(text, kind)`` is called while what filled the memory still lives.
     """
@@ -143,7 +130,7 @@ def attempt(
 
 def release(error: BaseException) -> None:
     """Clear every finished frame that ``error`` and the errors chained to it hold: their locals are activations."""
-    pending, seen = [error], set()
+    pending, seen = [error], set[int]()
     while pending:
         link = pending.pop()
         if id(link) in seen:
@@ -158,29 +145,18 @@ def release(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Cleanup:
-    """The result of a clean-up.
+    """The result of a clean-up."""
 
-    Attributes:
-        num_objects: Unreachable objects that were found.
-        host_bytes: By how much the heap's live bytes fell.
-        reserved_bytes: How much of torch's cache went back to the driver, over all devices.
-        seconds: Its duration.
-    """
-
-    num_objects: int
-    host_bytes: int
-    reserved_bytes: int
+    num_objects: int  # unreachable ones that were found
+    host_bytes: int  # by how much the heap's live bytes fell
+    reserved_bytes: int  # of torch's cache, that went back to the driver, over all devices
     seconds: float
 
 
 def clean_up() -> Cleanup:
     """Collect garbage, empty the devices' cache, and return what that freed and cost; record it as ``cleanup``.
 
-    memfit does so after an out-of-memory, and on no schedule: ``docs/decisions/0009-no-periodic-collection.md``.
-
-    Example:
-        >>> clean_up().seconds > 0
-        True
+    memfit does so after an out-of-memory, and on no schedule: one every few steps costs time and frees nothing.
     """
     begin, heap, reserved = time.perf_counter(), read_heap().get("live_bytes", 0), _reserved_bytes()
     num_objects = gc.collect()

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.errors import DoesNotFitError, JobFailedError, SampleTooLargeError, UsageError
+from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import is_canary, phase, record
 from memfit.training._keyed import _kind_of, preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
+from memfit.training._ranks import first_line
 from memfit.training._snapshot import Snapshot, kept
 from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
@@ -43,15 +44,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Longest:
-    """The batch that takes most memory, and how it was found.
-
-    Attributes:
-        batch: As the loader gives it.
-        how: ``given`` by the user; ``known`` by the batches' own ``longest()``; by the dataset's ``lengths``; the
-            largest of ``all`` batches of a list; the largest of those ``sampled``.
-        num_seen: How many batches were looked at.
-        out_of_time: Whether fewer were sampled than planned, because drawing them took too long.
-    """
+    """The batch that takes most memory, and how it was found: ``given`` by the user; ``known`` by the batches' own
+    ``longest()``; by the dataset's ``lengths``; the largest of ``all`` batches of a list, or of the ``num_seen``
+    ``sampled``, fewer than planned if drawing them went ``out_of_time``."""
 
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
@@ -60,20 +55,13 @@ class Longest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors and arrays."""
         return held_bytes(self.batch)
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The peaks of one phase of the preflight.
-
-    Attributes:
-        host_bytes: Non-reclaimable memory of this process and its loader workers.
-        allocated_bytes: By device such as ``cuda:0``: what tensors took.
-        reserved_bytes: By device: what torch's allocator held for them.
-        seconds: Its duration.
-    """
+    """The peaks of one phase of the preflight: non-reclaimable host memory of this process and its loader workers; by
+    device, what tensors took (allocated) and torch's allocator held for them (reserved)."""
 
     host_bytes: int
     allocated_bytes: Mapping[str, int]
@@ -83,17 +71,9 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight found.
-
-    Attributes:
-        phases: ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
-        longest: How the longest batch was found, see ``Longest``.
-        num_seen: How many batches were looked at.
-        out_of_time: Whether drawing more of them would have taken too long.
-        microbatch_size: What the longest batch is split into.
-        num_ooms: How often it had to be split smaller until it fitted.
-        checkpoint_bytes: The size of the checkpoint; None if none was written.
-    """
+    """What a preflight found in its phases ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
+    ``longest``, ``num_seen`` and ``out_of_time`` are as in ``Longest``. ``microbatch_size`` is what the longest batch
+    is split into, after ``num_ooms`` failures."""
 
     phases: Mapping[str, PhaseMemory]
     longest: str
@@ -179,48 +159,36 @@ def rehearse(
     batches: Any,
     split: Split = WHOLE,
 ) -> PreflightReport | None:
-    """Say before the first step of a loop that is not memfit's whether its largest batch fits.
+    """Say before the first step of a loop that is not memfit's whether its largest batch fits; DoesNotFitError if not.
 
     The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried.
     Weights, buffers, gradients, modes, numbers in attributes and the random state stay as they were.
 
-    Args:
-        model: In the mode in which it trains.
-        optimizer: A plain one of torch, not a framework's wrapper.
-        loss: Returns the loss of a batch, as the loop would make it.
-        batches: What the loop trains on, or what ``find_longest`` found of it.
-        split: How the loop cuts a batch that does not fit.
-
-    Returns:
-        None where there is no verdict, and one line that says why: no batch can be taken from the data without losing
-        it for the training, or the loss is not finite. Of several ranks, rank 0 alone prints its line.
-
-    Raises:
-        DoesNotFitError: With the figures, and what to do.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> rehearse(model, optimizer, lambda x: model(x).sum(), [torch.ones(3, 2), torch.ones(5, 2)]).longest
-        'all'
-    """
-    step = SafeStep(model, optimizer, lambda _, batch: (loss(batch), 1.0), split=split, allow_inexact=True, group=None)
+    The model is in the mode in which it trains, the optimizer a plain one of torch. ``split`` is how the loop cuts a
+    batch that does not fit. Returns None, and prints one line that says why (of several ranks, rank 0 alone), where
+    there is no verdict: no batch can be taken from the data without losing it, or it raises an error outside of the
+    loop."""
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
         say_verdict(
             "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"
         )
         return None
     try:
+        step = SafeStep(model, optimizer, lambda _, x: (loss(x), 1.0), split=split, allow_inexact=True, group=None)
         report = preflight(step, longest=batches if isinstance(batches, Longest) else find_longest(batches))
-    except JobFailedError as error:  # a loss that is not finite says nothing about memory
-        say_verdict(f"no verdict whether the largest batch fits: {error.what}")
-        return None
     except SampleTooLargeError as error:
         raise DoesNotFitError(
             f"The largest batch does not fit: {error.what}",
             rule=error.rule,
             remedy="make the batch smaller and accumulate gradients over as many more; the loss stays that of all",
         ) from None
+    except Exception as error:  # the training's own steps may be well, or say the same with their own traceback
+        if isinstance(error, DoesNotFitError | SystemExit) or getattr(error, "rule", "").startswith("exact:"):
+            raise  # what the first forward pass has shown is refused
+        text = f"no verdict whether the largest batch fits: {first_line(error)}"
+        record("untried", text=text)
+        say_verdict(f"{text}; allow=('rehearsal',) leaves this out")
+        return None
     found = report.phases["train"]
     sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
     sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]

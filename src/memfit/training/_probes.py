@@ -17,8 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from memfit.errors import UsageError
-from memfit.training._process import preserved_rng
+from memfit.errors import MemfitError, UsageError
+from memfit.rundir import record
+from memfit.training._process import preserved_rng, say
+from memfit.training._ranks import first_line
 from memfit.training._snapshot import kept
 from memfit.training._stream import KeyedStream
 
@@ -27,22 +29,28 @@ _NUM_SAMPLES, _NUM_ATTRIBUTES, _DEPTH = 8, 2000, 3
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+@contextlib.contextmanager
+def tried(what: str, name: str, allow: Collection[str] = ()) -> Iterator[None]:
+    """Try a part before the first step. If it raises an error, perhaps in the trial alone, say so and go on."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemfitError):
+            raise
+        if name not in allow:
+            text = f"{what} could not be tried, so counters and generators of its own are not seen: {first_line(error)}"
+            record("untried", text=text)
+            say(f"{text}; allow=({name!r},) leaves this out")
+
+
 def check_loader(loader: DataLoader[Any], allow: Collection[str] = ()) -> None:
-    """Draw a few samples of two batches, again and again, under the keys of a ``KeyedStream``.
-
-    An attribute that only the first draws set (a file that is opened late), or that says what was drawn last, may move.
-
-    Args:
-        loader: As the user made it.
-        allow: Parts by name, such as ``"collator.counter"``, that may move: they change no batch.
-
-    Raises:
-        UsageError: A batch differs when it is drawn again, or a part moves each time. Its message names the part.
-    """
+    """Draw a few samples of two batches, again and again, under the keys of a ``KeyedStream``; refuse what differs. An
+    attribute that only the first draws set (a file that is opened late), or that says what was drawn last, may move. So
+    may the parts in ``allow``, such as ``"collator.counter"``: they change no batch."""
     keyed = KeyedStream(0).loader(loader)
     parts = {"dataset": loader.dataset, "collator": loader.collate_fn}
     numbers = [_Numbers(part, name) for name, part in parts.items()]
-    with preserved_rng(), contextlib.ExitStack() as stack:
+    with tried("the training data", "data", allow), preserved_rng(), contextlib.ExitStack() as stack:
         for one in numbers:
             stack.callback(one.put_back)
         order, again = list(itertools.islice(_keys(keyed), 2)), list(itertools.islice(_keys(keyed), 2))
@@ -59,11 +67,11 @@ def check_loader(loader: DataLoader[Any], allow: Collection[str] = ()) -> None:
         still = [name for one in numbers for name in one.moved()]
         if is_same and (once := [name for names in moved for name in names if name not in {*still, *allow}]):
             still += _carried(once, numbers, keyed, order, first)
-    for name in itertools.chain(*moved) if not is_same else still:
-        if name not in allow:
-            raise _refused(f"{name} moves when a batch is made.", name, allow)
-    if not is_same and "data" not in allow:
-        raise _refused("The first batch differs when it is made a second time.", "data", allow)
+        for name in itertools.chain(*moved) if not is_same else still:
+            if name not in allow:
+                raise _refused(f"{name} moves when a batch is made.", name, allow)
+        if not is_same and "data" not in allow:
+            raise _refused("The first batch differs when it is made a second time.", "data", allow)
 
 
 def _carried(names: list[str], numbers: list[_Numbers], loader: Any, order: list[Any], batches: list[Any]) -> list[str]:
@@ -79,7 +87,6 @@ def _carried(names: list[str], numbers: list[_Numbers], loader: Any, order: list
 
 
 def _keys(loader: Any) -> Iterator[Any]:
-    """Return the keys of its batches."""
     yield from loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -94,7 +101,6 @@ def _draw(loader: Any, keys: Any) -> Any:
 
 
 def _item(loader: Any, keys: Any) -> None:
-    """Make a single sample of a batch."""
     if isinstance(keys, list) and loader.batch_sampler is not None:
         loader.dataset.__getitems__(keys[:1])
     else:
@@ -102,15 +108,11 @@ def _item(loader: Any, keys: Any) -> None:
 
 
 def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Collection[str] = ()) -> None:
-    """Call ``forward`` without gradients, and put back random state, buffers and attributes.
+    """Call ``forward`` without gradients, put back random state, buffers and attributes, and refuse what moves unsaved.
 
     Where something moves that no checkpoint holds, it is called again from another value. What it sets whatever was
     there before (the height of a picture, a loss for the log) is no state. Neither is a table that has grown and kept
-    what it held, nor what a metric of torchmetrics counts.
-
-    Raises:
-        UsageError: A buffer that no state dict holds, or a number in an attribute, moves in a forward pass.
-    """
+    what it held, nor what a metric of torchmetrics counts."""
     cells = [cell for cell in _cells_of(model) if cell.name not in allow]
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
     held = _tensors_of(model)
@@ -124,7 +126,7 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
             for buffer, was in buffers:
                 buffer.copy_(was)
 
-    with torch.no_grad(), kept(model):
+    with tried("the model", "rehearsal", allow), torch.no_grad(), kept(model):
         first = values_after()
         if carried := _carried_tensors(model, held, values_after, allow):
             raise _refused(
@@ -145,18 +147,14 @@ def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Co
             second = dict(zip([cell.name for cell in cells], values_after(), strict=True))
         except Exception:  # what moved is read before it is set
             second = {}
-    for cell, now in moved:
-        if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
-            name = cell.name
-            raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
+        for cell, now in moved:
+            if isinstance(now, bool) or cell.name not in second or not _same(second[cell.name], now):
+                name = cell.name
+                raise _refused(f"{name} moves in a forward pass, and no checkpoint holds it.", name, allow)
 
 
 def check_compiled(model: torch.nn.Module, allow: Collection[str] = ()) -> None:
-    """Refuse kernels that depend on the batches seen before or on timings, and graphs that hold random states.
-
-    Raises:
-        UsageError: By the names ``torch_compile`` and ``cuda_graph``.
-    """
+    """Refuse kernels that depend on earlier batches or on timings, and graphs that hold random states."""
     on_cpu = all(one.device.type == "cpu" for one in model.parameters())
     for context in () if "torch_compile" in allow else map(_compiler_of, model.modules()):
         is_static = context is None or getattr(context, "_dynamic", None) is False
@@ -202,10 +200,8 @@ def _carried_tensors(
     again: Callable[[], object],
     allow: Collection[str],
 ) -> str:
-    """Return the name of an attribute that another pass over the same batch sets to other tensors; empty if none.
-
-    What a pass keeps of itself, such as attention weights, is the same again; a hidden state is not.
-    """
+    """Return the name of an attribute that another pass over the same batch sets to other tensors; empty if none. What
+    a pass keeps of itself, such as attention weights, is the same again; a hidden state is not."""
     first = _tensors_of(model)
     changed = [name for name, (*_, now) in first.items() if name not in before or not _same(before[name][2], now)]
     changed = [name for name in changed if name not in allow]
@@ -264,7 +260,6 @@ def _copy(value: Any) -> Any:
 
 def _another(value: Any) -> Any:
     """Return another value of the same kind; of a generator's state none.
-
     >>> _another(3), _another(torch.ones(2))
     (13, tensor([9., 9.]))
     """
@@ -275,7 +270,6 @@ def _another(value: Any) -> Any:
 
 def _has_grown(was: Any, now: Any) -> bool:
     """Return whether a table has more entries than before, and those of before.
-
     >>> _has_grown(torch.ones(2), torch.ones(3)), _has_grown(torch.zeros(2), torch.ones(3))
     (True, False)
     """
@@ -291,13 +285,7 @@ def check_first_forward(
     model: torch.nn.Module, is_due: Callable[[], bool] = lambda: True, allow: Collection[str] = ()
 ) -> RemovableHandle:
     """Let ``check_model`` try the first forward pass in training mode for which ``is_due``, with what it is given.
-
-    Returns:
-        Its ``remove()`` takes the check back.
-
-    Raises:
-        UsageError: As ``check_compiled``, at once.
-    """
+    ``remove()`` of the result takes the check back. Refuses at once what ``check_compiled`` refuses."""
 
     def rehearse(module: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and module.training and is_due():
@@ -328,11 +316,11 @@ def _refused(what: str, name: str, allow: Collection[str]) -> UsageError:
 class _Numbers:
     """The numbers in an object's attributes, and the states of its random generators."""
 
-    def __init__(self, holder: object, name: str, depth: int = _DEPTH) -> None:
+    def __init__(self, holder: object, name: str) -> None:
         self._found: list[tuple[Any, str, str, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        self._walk(holder, name, depth)
+        self._walk(holder, name, _DEPTH)
         self._now = [was for *_, was in self._found]
 
     def _walk(self, holder: object, name: str, depth: int) -> None:
@@ -390,7 +378,6 @@ def _set_state(generator: Any, state: Any) -> None:
 
 def _same(one: Any, other: Any, seen: Collection[tuple[int, int]] = ()) -> bool:
     """Return whether two batches hold the same bytes; NaN is the same as itself.
-
     >>> _same({"x": torch.ones(2), "n": [1, "a"]}, {"x": torch.ones(2), "n": [1, "a"]}), _same([1.0], [2.0])
     (True, False)
     """

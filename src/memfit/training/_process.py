@@ -181,16 +181,7 @@ class StopSignals:
 
 
 class Stopper:
-    """Lets a loop that is not memfit's stop when SIGTERM, SIGUSR1 or Ctrl-C asks for it.
-
-    Example:
-        >>> stopper = Stopper()
-        >>> stopper.listen()
-        >>> os.kill(os.getpid(), signal.SIGTERM)
-        >>> stopper.noted
-        'SIGTERM'
-        >>> stopper.close()
-    """
+    """Lets a loop that is not memfit's stop when SIGTERM, SIGUSR1 or Ctrl-C asks for it."""
 
     def __init__(self) -> None:
         self._signals = StopSignals()
@@ -226,17 +217,11 @@ class Stopper:
             signal.signal(number, handler)
 
     def close(self) -> None:
-        """Put the handlers of before back."""
         self._stack.close()
         self._heard = {}
 
     def end(self, where: str, kept: str, **position: int) -> StoppedError:
-        """Record the stop, and return what ends the process with exit code 75 when it is raised.
-
-        Args:
-            where: How far the training is, such as ``after step 730``.
-            kept: Which checkpoint holds all steps so far, as a sentence.
-            position: ``epoch`` and ``step`` for the event.
-        """
+        """Record the stop, and return what ends the process with exit code 75 when it is raised. ``where`` is how far
+        the training is (``after step 730``), ``kept`` a sentence on which checkpoint holds it."""
         record("stop", signal=self.noted, **position)
         return StoppedError(f"Stopped by {self.noted} {where}.", rule=kept, remedy="run the same command again")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import MemfitError, PeerFailedError, StoppedError, UsageError
-from memfit.training._beat import beat, leave, lost_peers, peers_lost
+from memfit.training._beat import beat, leave, lost_peers, peers_lost, place_now
 
 OK, FATAL, STOPPED = range(3)
 #: What a rank may ask for in a vote, beside a stop by the number of a signal.
@@ -36,12 +36,9 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank says of a step before its update.
-
-    ``sizes`` are its microbatch sizes with -1 for None, ``cost`` that of its largest microbatch. ``used`` has a bit for
-    each parameter with a gradient. ``request`` is ``SAVE``, or the number of a signal to stop. ``is_half``: it ran out
-    of memory inside its last update.
-    """
+    """What one rank says of a step before its update. ``sizes`` are its microbatch sizes with -1 for None, ``cost``
+    that of its largest microbatch. ``used`` has a bit for each parameter with a gradient. ``request`` is ``SAVE``, or
+    the number of a signal to stop. ``is_half``: it ran out of memory inside its last update."""
 
     rank: int = 0
     step: int = 0
@@ -80,18 +77,9 @@ class Vote:
 class Ranks:
     """The group of ranks that train one model; every rank calls each of its methods at the same place.
 
-    Args:
-        group: The group in which gradients are summed.
-        num_parameters: How many parameters a vote tells of.
-
-    Attributes:
-        rank: The own number in the group.
-        size: How many ranks there are.
-        side: The group for votes and plain values.
-        request: What was asked for in the last vote, ``SAVE`` or the number of a signal; 0 for nothing.
-        wants: Returns what this rank asks for.
-        is_over: Whether all ranks raise what this one raises.
-    """
+    Gradients are summed in ``group``; votes and plain values go by ``side``. ``num_parameters``: how many a vote tells
+    of. ``request`` is what the last vote asked for, ``SAVE`` or the number of a signal; 0 for nothing. ``wants``
+    returns what this rank asks for. ``is_over``: all ranks raise what this one raises."""
 
     def __init__(self, group: Any, num_parameters: int = 0) -> None:
         self.group, self.side = group, _side_group(group)
@@ -100,6 +88,7 @@ class Ranks:
         self.step = self.request = 0
         self.wants: Callable[[], int] = int
         self.is_over = False
+        self._came_from = "end"
 
     @classmethod
     def current(cls, group: Any = None, num_parameters: int = 0) -> Ranks | None:
@@ -111,6 +100,7 @@ class Ranks:
 
     def vote(self, mine: Vote) -> list[Vote]:
         """Return the votes of all ranks in order; leave if one is lost or at another step."""
+        self._came_from = place_now()
         beat("vote", self.step)
         with or_leave("the vote failed"):
             votes = self._exchange(mine)
@@ -128,6 +118,7 @@ class Ranks:
         self.is_over = True
         try:
             if own is not None:
+                beat(self._came_from, self.step)  # where it failed, not in the vote that told of it
                 raise own
         finally:
             del own  # the error's frames hold it
@@ -160,11 +151,7 @@ class Ranks:
         return found
 
     def lead(self, function: Callable[[], Any]) -> Any:
-        """Call a function on rank 0 alone, and return on all ranks what it returned: plain values.
-
-        Raises:
-            PeerFailedError: It failed there; rank 0 raises its error.
-        """
+        """Call a function on rank 0 alone; return on all ranks what it returned. PeerFailedError if it failed."""
         box, own = [None], None
         if self.rank == 0:
             try:
@@ -189,13 +176,7 @@ class Ranks:
         return int(self.group._get_sequence_number_for_group())
 
     def copy(self, source: int, is_half: bool, parts: Sequence[Any]) -> None:
-        """Copy the state of parts from one rank to those that are ``is_half``; leave if that fails.
-
-        Args:
-            source: The rank to copy from.
-            is_half: Whether this rank takes the state over.
-            parts: Each with ``state_dict`` and ``load_state_dict``.
-        """
+        """Copy the state of parts from rank ``source`` to those that are ``is_half``; leave if that fails."""
         with or_leave("the copy of a whole rank's state failed"), torch.no_grad():
             for part in parts:
                 self._copy(dist.get_global_rank(self.group, source), is_half, part)
@@ -312,8 +293,6 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without its values."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
@@ -336,11 +315,7 @@ def order_sums(model: Any) -> None:
 
     It puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where
     a gradient lies: the first step after a resume would differ. So this makes a pass without a model, as if the
-    gradients came from the last weight to the first.
-
-    Raises:
-        UsageError: The wrapper has ``static_graph=True``, so that its first pass differs from the others.
-    """
+    gradients came from the last weight to the first. ``static_graph=True`` is refused."""
     if getattr(model, "static_graph", False):
         raise UsageError(
             "DistributedDataParallel has static_graph=True.",
@@ -382,7 +357,6 @@ def leave_uncaught() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
     text = error.what if isinstance(error, MemfitError) else str(error).partition("\n")[0]
     return text if isinstance(error, MemfitError) else f"{type(error).__name__}: {text}"
 

@@ -23,17 +23,10 @@ Count = Callable[[Any], float] | None
 class StepRecovery(SafeStep):
     """Makes the gradients of a step that another loop takes; what does not fit is split smaller and repeated.
 
-    As long as everything fits, the gradients have the bytes that the loop would have made.
-
-    Args:
-        model: As the loop runs it.
-        optimizer: A plain one of torch.
-        loss: ``loss(batch) -> tensor`` that the loop would go backward from.
-        evaluated: The same loss in the model's present mode, to compare that of a batch with those of its parts.
-        counts: What the loss may be a mean over. The first is taken under which a batch's loss is that of its parts.
-        backward: ``backward(loss)`` of the loop.
-        dtype: Of the loop's autocast.
-    """
+    As long as everything fits, the gradients have the bytes that the loop would have made. ``loss(batch)`` is what the
+    loop would go backward from, by ``backward(loss)``. ``evaluated`` is the same loss in the model's present mode, to
+    compare a batch's with those of its parts. ``counts`` are what the loss may be a mean over: the first is taken under
+    which a batch's loss is that of its parts. ``dtype`` is that of the loop's autocast."""
 
     #: The loop has divided its losses already.
     divisor = 1.0
@@ -68,16 +61,7 @@ class StepRecovery(SafeStep):
         self._losses: list[torch.Tensor] = []
 
     def losses(self, batches: Sequence[Any], *, may_split: bool = True) -> list[torch.Tensor]:
-        """Add up the gradients of all batches of a step; return the loss of each.
-
-        Args:
-            batches: Of the step.
-            may_split: Whether their rows are samples.
-
-        Raises:
-            SampleTooLargeError: If a single sample does not fit.
-            UsageError: If a batch must be split and cannot be split exactly, by name.
-        """
+        """Add up the gradients of all batches of a step; return each loss. ``may_split``: rows are samples."""
         self._wholes, self._told, self._samples.may_split = batches, [], may_split
         self.gradients(*((batch, number) for number, batch in enumerate(batches)))
         self._wholes = ()

@@ -53,7 +53,6 @@ class Progress:
         return len(self.history), self.step
 
     def add_step(self, outcome: StepOutcome, num_batches: int) -> None:
-        """Count an optimizer step and its batches."""
         self.step += 1
         self.num_batches += num_batches
         self.num_skipped += outcome.skipped
@@ -62,7 +61,6 @@ class Progress:
             self.weight += outcome.weight
 
     def end_epoch(self, pace: Mapping[str, Any]) -> None:
-        """Make the epoch under way a whole one."""
         train_loss = self.loss_sum / self.weight if self.weight else math.nan
         self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped, **pace))
         self.step = self.num_batches = self.num_skipped = 0
@@ -131,11 +129,7 @@ class Resume:
         return None if taken is None else self._restore(*taken)
 
     def go_back(self, error: HalfUpdatedError, position: Position) -> Progress:
-        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way.
-
-        Raises:
-            HalfUpdatedError: If there is none, or this step was left half-way again and again.
-        """
+        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
         self._rollbacks[position] += 1
         self._data.close()
         progress = self.newest() if self._rollbacks[position] <= _MAX_ROLLBACKS else None

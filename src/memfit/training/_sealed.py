@@ -21,7 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import DamagedError, UsageError
+import torch.distributed as dist
+
+from memfit.errors import DamagedError, MemfitError, UsageError
 from memfit.files import read_json, refresh, sync_folder
 from memfit.rundir import canary_folder, record
 from memfit.training._beat import beat
@@ -41,13 +43,7 @@ _PART_BYTES, _READ_BYTES = 16 << 20, 1 << 20
 
 @dataclass(frozen=True)
 class Sealed:
-    """A whole checkpoint.
-
-    Attributes:
-        path: Its folder.
-        step: The optimizer steps that it holds.
-        facts: What was sealed with it.
-    """
+    """A whole checkpoint: its folder, the optimizer steps that it holds, and the facts sealed with it."""
 
     path: Path
     step: int
@@ -62,25 +58,27 @@ class Sealed:
             warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
+@contextmanager
+def loading(found: Sealed | None) -> Iterator[None]:
+    """Name the checkpoint that the training cannot load; refusals of memfit pass, and errors without a checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        if found is None or isinstance(error, MemfitError):
+            raise
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            error.add_note(f"while {found.path} was loaded")
+            raise  # of one rank alone: its group begins again, and no more often than it comes further
+        raise UsageError(
+            f"{found.path} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split()):.300}",
+            rule="a resume gives each part the state that it had; this one is built, or has become, of another shape.",
+            remedy="build model and optimizer as they were, or start over in another folder",
+        ) from error
+
+
 class SealedFolder:
-    """The checkpoints ``<prefix><step>/`` in a folder. What has neither mark nor seal is not touched.
-
-    Args:
-        path: The folder.
-        prefix: Begins the name of each checkpoint.
-
-    Attributes:
-        ranks: Several ranks call each method together: rank 0 alone locks, marks, seals and chooses, and tells them.
-
-    Example:
-        >>> import tempfile
-        >>> folder = SealedFolder(tempfile.mkdtemp())
-        >>> _ = (folder.begin(10) / "weights").write_bytes(b"whole")
-        >>> _ = folder.seal(10, {"epoch": 0})
-        >>> _ = (folder.begin(20) / "weights").write_bytes(b"never sealed")
-        >>> folder.newest().step
-        10
-    """
+    """The checkpoints ``<prefix><step>/`` in a folder. What has neither mark nor seal is not touched. With ``ranks``,
+    several call each method together: rank 0 alone locks, marks, seals and chooses, and tells them."""
 
     def __init__(self, path: Path | str, prefix: str = "step-") -> None:
         self.path = canary_folder(path)
@@ -103,7 +101,6 @@ class SealedFolder:
             yield
 
     def folder_of(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
         return self.path / f"{self.prefix}{step}"
 
     def holds(self, step: int) -> str:
@@ -128,16 +125,12 @@ class SealedFolder:
             (path / _MARK).touch()
 
     def seal(self, step: int, facts: Mapping[str, Any]) -> Path:
-        """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values).
-
-        Raises:
-            JobFailedError: The disk refuses it; older checkpoints stay.
-        """
+        """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values)."""
         if self.ranks is not None:
             self.ranks.settle()  # all have written
             beat("save", step)
         self.lead(partial(self._seal, step, facts))
-        beat("sealed", step)
+        beat("sealed", step, training=str(self.path))
         return self.folder_of(step)
 
     def _seal(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -170,13 +163,9 @@ class SealedFolder:
                 shutil.rmtree(path)
 
     def newest(self) -> Sealed | None:
-        """Return the newest whole checkpoint, or None if there is none.
-
-        One that a kill left without its seal is removed. Damaged ones on the way are named by a ``CheckpointWarning``.
-
-        Raises:
-            DamagedError: All that were sealed are damaged: starting over silently would hide the loss.
-        """
+        """Return the newest whole checkpoint, or None if there is none; DamagedError if all are damaged: starting over
+        silently would hide the loss. One that a kill left without its seal is removed. Damaged ones on the way are
+        named by a ``CheckpointWarning``."""
         found: Sealed | None = self.lead(self._newest)
         return found
 
@@ -199,11 +188,7 @@ class SealedFolder:
         return None
 
     def read(self, step: int) -> Sealed:
-        """Return the checkpoint of a step, once its hashes were compared.
-
-        Raises:
-            DamagedError: A file is missing, or differs from its hash.
-        """
+        """Return the checkpoint of a step, once its hashes were compared."""
         found: Sealed = self.lead(lambda: _read(self.folder_of(step), step))
         return found
 
@@ -266,10 +251,8 @@ def _damaged(path: Path, what: str) -> DamagedError:
 
 
 def _hash_all(path: Path, names: Collection[str] | None = None, *, sync: bool = False) -> dict[str, list[Any]]:
-    """Return size and hash of the files below a folder, by name; with ``sync`` also force them to disk meanwhile.
-
-    The hash of a file is the SHA-256 of those of its parts of 16 MiB, which several threads make at once.
-    """
+    """Return size and hash of the files below a folder, by name; with ``sync`` also force them to disk meanwhile. The
+    hash of a file is the SHA-256 of those of its parts of 16 MiB, which several threads make at once."""
     if names is None:
         found = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
         names = [name for name in found if name not in (_MARK, SEAL)]

@@ -17,8 +17,6 @@ _RETRIES_IN_A_ROW = 2
 
 @dataclass
 class _Known:
-    """What is known so far."""
-
     limit: int | None = None  # the largest cost in use; None is whatever the batch has
     failed: int | None = None  # the smallest cost above it that failed
     quiet: int = 0  # steps since the last change or trial
@@ -31,20 +29,7 @@ class MicrobatchSizes:
 
     After ``wait`` quiet steps a larger cost is tried once: twice as much, or half way to the smallest that failed. A
     trial that fails doubles the wait. All is counted in steps, so that a resumed run decides as the uninterrupted one.
-
-    Args:
-        largest: The most units (samples, groups) of a microbatch; None is the whole batch.
-
-    Example:
-        >>> sizes = MicrobatchSizes()
-        >>> def cost(start, stop):
-        ...     return 10 * (stop - start)
-        >>> sizes.cut(6, cost)
-        [(0, 6)]
-        >>> sizes.shrink(60)
-        >>> sizes.cut(6, cost)
-        [(0, 3), (3, 6)]
-    """
+    ``largest`` is the most units (samples, groups) of a microbatch."""
 
     def __init__(self, largest: int | None = None) -> None:
         self.largest = largest
@@ -56,12 +41,8 @@ class MicrobatchSizes:
         return self._known.limit
 
     def cut(self, count: int, cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
-        """Return the microbatches of a batch as ranges of units, each as long as its cost allows, one unit at least.
-
-        Args:
-            count: Units of the batch.
-            cost: The cost of the units from ``start`` up to ``stop``; more units never cost less.
-        """
+        """Return the microbatches of a batch of ``count`` units as ranges, each as long as its cost allows, one unit at
+        least. ``cost(start, stop)`` is that of the units from ``start`` up to ``stop``; more units never cost less."""
         limit, most = self._limit_now(), self.largest or count
         ranges, start = [], 0
         while start < count:
@@ -93,11 +74,9 @@ class MicrobatchSizes:
         known.failed, known.quiet, known.retries = failed_cost, 0, 0
 
     def succeeded(self, cost: int, num_retries: int = 0) -> bool:
-        """Note a step whose largest microbatch had this cost; return whether the limit changed.
-
-        ``num_retries``: how often the device's allocator emptied its cache in it. Two such steps in a row count as a
-        failure: the next allocation may find nothing to give back.
-        """
+        """Note a step whose largest microbatch had this cost; return whether the limit changed. ``num_retries``: how
+        often the device's allocator emptied its cache in it. Two such steps in a row count as a failure: the next
+        allocation may find nothing to give back."""
         known = self._known
         known.retries = known.retries + 1 if num_retries else 0
         has_risen = known.limit is not None and cost > known.limit
@@ -118,7 +97,6 @@ class MicrobatchSizes:
 
     def agree(self, numbers: Sequence[Sequence[int]]) -> None:
         """Take over the smallest sizes of all ranks, from the ``numbers`` of each.
-
         >>> sizes, others = MicrobatchSizes(), MicrobatchSizes()
         >>> sizes.shrink(60)
         >>> others.agree([others.numbers(), sizes.numbers()])
@@ -130,15 +108,9 @@ class MicrobatchSizes:
         self._known = _Known(least, above, min(quiet), max(wait), max(retries))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
         return asdict(self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave.
-
-        Raises:
-            UsageError: If it is not of that form.
-        """
         try:
             self._known = _Known(**state)
         except TypeError as error:

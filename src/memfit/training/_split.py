@@ -18,16 +18,7 @@ _FEW = 16
 
 
 class Split(Protocol):
-    """What can cut a batch. Its units are what must stay whole: samples, or groups of them.
-
-    Example:
-        >>> class OfSamples:
-        ...     '''For a loader with ``collate_fn=list``, whose batch is a list of samples.'''
-        ...     def count(self, batch): return len(batch)
-        ...     def take(self, batch, start, stop): return batch[start:stop]
-        >>> OfSamples().take([("a", 1), ("b", 2), ("c", 3)], 1, 3)
-        [('b', 2), ('c', 3)]
-    """
+    """What can cut a batch. Its units are what must stay whole: samples, or groups of them."""
 
     def count(self, batch: Any) -> int:
         """How many units the batch has; 1 is never split."""
@@ -132,8 +123,6 @@ class ByGroup:
 
 
 class _Whole:
-    """Never cuts."""
-
     def count(self, batch: Any) -> int:
         return 1
 

@@ -25,8 +25,7 @@ class Stack:
     ``text``: the stacks of all its Python threads as ``faulthandler`` writes them. ``state``: the kernel's letter for
     its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended), empty if it is gone. ``wchan``: the
     kernel function that this thread sleeps in. ``num_threads``: all its threads, not only Python's. ``is_forked``: it
-    runs the same command line as its parent.
-    """
+    runs the same command line as its parent."""
 
     text: str = ""
     state: str = ""
@@ -44,10 +43,8 @@ class Stack:
 
 
 def register_stack_dump(folder: Path | str) -> None:
-    """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` when it gets SIGUSR2.
-
-    It answers even if it hangs in C and holds the interpreter's lock. It replaces what SIGUSR2 did before.
-    """
+    """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` when it gets SIGUSR2. It answers
+    even if it hangs in C and holds the interpreter's lock. It replaces what SIGUSR2 did before."""
     file = open(Path(folder, f"{os.getpid()}.stack"), "w")  # noqa: SIM115 - stays open as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
     for old in _dump_files:
@@ -57,9 +54,7 @@ def register_stack_dump(folder: Path | str) -> None:
 
 def stacks_of(pids: Iterable[int], folder: Path | str, *, wait_seconds: float = 2.0) -> dict[int, Stack]:
     """Return what each process of this user does now, with the Python stacks of those that registered in the folder.
-
-    All answers together are waited for; a stopped process, or one in state D, never answers.
-    """
+    All answers together are waited for; a stopped process, or one in state D, never answers."""
     views = {pid: _kernel_view(pid) for pid in pids}
     paths, sizes = {pid: Path(folder, f"{pid}.stack") for pid in views}, dict[int, int]()
     for pid, path in paths.items():

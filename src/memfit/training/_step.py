@@ -269,10 +269,7 @@ class SafeStep(Gradients):
         return failure.error
 
     def _finish(self, local: Local, *, update: bool) -> tuple[float, bool]:
-        """Bring the gradients to the mean loss and under the norm, and update; return norm and whether it was skipped.
-
-        ``local`` has the sums of all who train the model.
-        """
+        """Bring the gradients to the mean loss and under the norm, and update; return norm and whether skipped."""
         is_finite = math.isfinite(local.weight) and (math.isfinite(local.loss_sum) or self.scaler is not None)
         if local.weight <= 0 or not is_finite:
             raise self._not_finite(f"the loss is {local.loss_sum} over a weight of {local.weight}.")

@@ -34,26 +34,9 @@ _KEPT_BY_WORKERS = ("prefetch_factor", "persistent_workers")
 
 
 class KeyedStream:
-    """The random numbers of one training, for a loop that is not memfit's.
-
-    Args:
-        seed: Other seeds, other order and draws, of the same distribution.
-        rank: Of several ranks each draws its own numbers in the model; order, items and collation know no rank.
-
-    Example:
-        >>> class Noisy:
-        ...     def __len__(self):
-        ...         return 4
-        ...     def __getitem__(self, index):
-        ...         return index + torch.rand(())
-        >>> loader = KeyedStream(1).loader(DataLoader(Noisy(), batch_size=2, shuffle=True))
-        >>> first = list(loader)
-        >>> [torch.equal(*pair) for pair in zip(first, loader, strict=True)]
-        [True, True]
-        >>> loader.sampler.set_epoch(1)
-        >>> [torch.equal(*pair) for pair in zip(first, loader, strict=True)]
-        [False, False]
-    """
+    """The random numbers of one training, for a loop that is not memfit's. Another ``seed`` gives another order and
+    draws, of the same distribution. Each rank draws its own numbers in the model; order, items and collation know no
+    rank."""
 
     version = STREAM
 
@@ -67,17 +50,11 @@ class KeyedStream:
         for device in (torch.cuda, torch.xpu):
             if device.is_initialized():
                 device.manual_seed_all(seed)
-        if torch.backends.mps.is_available():
-            torch.mps.manual_seed(seed)
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches.
-
-        Its ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own.
-
-        Raises:
-            UsageError: It has no index, keeps a position of its own, or gives batches in any order.
-        """
+        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches. Its
+        ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own. A loader without
+        an index, with a position of its own, or that gives batches in any order is refused."""
         _refuse(loader)
         data = _KeyedItems(loader.dataset, self.seed)
         options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
@@ -100,9 +77,7 @@ class KeyedStream:
 
 def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
     """Return what of a training's random numbers must not change between a checkpoint and its resume; None: no keys.
-
     With another number of threads the kernels of a CPU add in another order.
-
     >>> sorted(stream_identity(KeyedStream(1))), set(stream_identity(None).values())
     (['num_threads', 'seed', 'stream'], {None})
     """
@@ -112,20 +87,8 @@ def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
 
 
 class KeyedOrder(Sampler[Any]):
-    """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch.
-
-    Args:
-        sampler: Its indices are numbers, texts, or tuples and lists of them; arrays and tensors become lists.
-        seed: Other seeds, other orders.
-        of_batches: It gives batches of indices.
-
-    Example:
-        >>> order = KeyedOrder(torch.utils.data.RandomSampler(range(5)), seed=3)
-        >>> whole = list(order)
-        >>> order.skip(2)
-        >>> list(order) == whole[2:], list(order) == whole
-        (True, True)
-    """
+    """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch. Indices
+    are numbers, texts, or tuples and lists of them; arrays and tensors become lists."""
 
     def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
         self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
@@ -134,7 +97,6 @@ class KeyedOrder(Sampler[Any]):
 
     def deal(self, rank: int, size: int) -> None:
         """Give every ``size``-th sample (or batch) from ``rank`` on; the first ones again, so that all have as many.
-
         >>> order = KeyedOrder(torch.utils.data.SequentialSampler(range(5)), seed=3)
         >>> order.deal(1, 2)
         >>> list(order), len(order)
@@ -175,7 +137,6 @@ class KeyedOrder(Sampler[Any]):
 
 def _index(one: Any) -> Any:
     """Return an index as plain values, whose ``repr`` is the same in each process.
-
     >>> _index((np.int64(3), "left", torch.tensor([1, 2])))
     (3, 'left', [1, 2])
     """
@@ -260,7 +221,7 @@ def _refuse(loader: Any) -> None:
         try:
             len(loader)
             return
-        except TypeError:
+        except Exception:
             why = "The training loader's sampler has no length, so it may have no end."
             remedy = "give it a __len__: the samples of an epoch"
     raise UsageError(
@@ -270,19 +231,18 @@ def _refuse(loader: Any) -> None:
     )
 
 
-def deaf_workers(loader: Any) -> None:
-    """Let no signal that stops a training reach the workers of a ``DataLoader``: batches would be lost with them.
-
-    What Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then.
-    """
+def deaf_workers(loader: Any) -> Any:
+    """Return a loader whose workers no signal reaches that stops a training: batches would be lost with them. What
+    Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then."""
     if not getattr(loader, "num_workers", 0):
-        return
+        return loader
     context: Any = loader.multiprocessing_context or multiprocessing.get_context(multiprocessing.get_start_method())
     if issubclass(context.Process, _Deaf):
-        return
+        return loader
     resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
     loader.multiprocessing_context = deaf = copy.copy(context)
     deaf.Process = _DEAF[context.get_start_method()]
+    return loader
 
 
 class _Deaf:

@@ -27,14 +27,9 @@ _REDUCE_LATER = "reduce metrics after the step, and call the model that the loss
 
 
 class Team:
-    """The part of a step, which is a ``SafeStep``, that all ranks make together.
-
-    Attributes:
-        ranks: The group.
-        parts: What is copied from a whole rank when an update was left half-way.
-        folder: Where a smaller size may be written down.
-        counts: The skipped batches and all batches, of all ranks, that the last vote knew.
-    """
+    """The part of a step, which is a ``SafeStep``, that all ranks make together. ``parts`` are copied from a whole rank
+    when an update was left half-way. A smaller size may be written into ``folder``. ``counts``: the skipped batches and
+    all batches, of all ranks, that the last vote knew."""
 
     heals = True
 
@@ -79,11 +74,7 @@ class Team:
         return Failure(no_room, failed.kind, "reduce", step.sizes.limit)
 
     def agree(self, local: Local | Failure) -> Local | None:
-        """Return the sums of all ranks; None when a copy healed some, and the step is to be made again.
-
-        Raises:
-            PeerFailedError: Another rank has failed; the own error if this one has.
-        """
+        """Return the sums of all ranks; None when a copy healed some, and the step is to be made again."""
         step, ranks = self._step, self.ranks
         votes = ranks.vote(self._vote(local))
         whole = [vote.rank for vote in votes if not vote.is_half]

@@ -55,10 +55,8 @@ class Workers:
         self._kills = _count_oom_kills()
 
     def start(self) -> Iterator[Any]:
-        """Return an iterator over the loader, with workers that end when this process ends.
-
-        They ignore the signals that stop a fit: all processes of a job get them, and batches would be lost.
-        """
+        """Return an iterator over the loader, with workers that end when this process ends. They ignore the signals
+        that stop a fit: all processes of a job get them, and batches would be lost."""
         loader = self.loader
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return iter(loader)
@@ -147,7 +145,6 @@ class Workers:
         )
 
     def _cause_of(self, code: int | None) -> tuple[str, str]:
-        """Return what happened, and what to do."""
         if code == -signal.SIGKILL:
             before, now = self._kills, _count_oom_kills()
             rose = [f"{name} ({before.get(name, 0)} -> {now[name]})" for name in now if now[name] > before.get(name, 0)]
@@ -184,10 +181,9 @@ class Workers:
 
 def _start_worker(then: Callable[[int], None] | None, parent: int, stacks: str, number: int) -> None:
     """Let a worker die with its parent (0: the fork server) and show its stacks; then run the user's own function."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent and os.getppid() != parent:  # it died before this line
-            os._exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:  # it died before this line
+        os._exit(1)
     with contextlib.suppress(OSError):
         register_stack_dump(stacks)
     faulthandler.disable()  # as inherited by a fork: torch has put handlers of its own over its

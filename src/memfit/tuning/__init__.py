@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from memfit.tuning._optuna import draw as draw
     from memfit.tuning._optuna import is_to_prune as is_to_prune
     from memfit.tuning._optuna import make_study as make_study
-    from memfit.tuning._record import ENDED_TRIALS as ENDED_TRIALS
     from memfit.tuning._record import Trial as Trial
     from memfit.tuning._record import TrialState as TrialState
     from memfit.tuning._record import read_trial as read_trial
@@ -27,5 +26,7 @@ if TYPE_CHECKING:
     from memfit.tuning._tune import TuneResult as TuneResult
     from memfit.tuning._tune import resume_study as resume_study
     from memfit.tuning._tune import tune as tune
+
+__all__ = ["Study", "Trial", "TuneResult", "TuneSettings", "draw", "tune"]
 
 __getattr__, __dir__ = load_lazily(__name__)

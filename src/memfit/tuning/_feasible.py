@@ -23,13 +23,7 @@ def params_of(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def why_infeasible(order: Order, seen: Sequence[Trial], limits: Mapping[str, int | None]) -> str:
-    """Return why a trial cannot run, with the arithmetic; empty if it may.
-
-    Args:
-        order: What it would run; its stages may have an estimate.
-        seen: The trials and canaries that have ended, and that it may see.
-        limits: The study's own limits in bytes, ``host`` and ``device``.
-    """
+    """Return why a trial cannot run, with the arithmetic; empty if it may."""
     for stage in order.stages:
         on_device = bool(order.topology(stage.name).num_gpus or order.settings.memory.num_gpus)
         place, limit = ("device", limits["device"]) if on_device else ("host", limits["host"])

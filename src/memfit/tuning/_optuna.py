@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def load_optuna() -> Any:
-    """Return the package, silent.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
+    """Return the package, which then logs no trials."""
     try:
         import optuna
     except ImportError as error:

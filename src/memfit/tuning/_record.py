@@ -87,11 +87,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any], path: Path) -> Trial:
-        """Return the trial that ``to_dict`` gave, as it was read from a file.
-
-        Raises:
-            DamagedError: If a field has another shape.
-        """
+        """Return the trial that ``to_dict`` gave, as it was read from a file."""
         check_shape(path, found, _SHAPE)
         if bad := [step for step in found["intermediate"] if not step.isdecimal()]:
             raise damaged(path, f"has a report of epoch {bad[0]}")
@@ -119,7 +115,6 @@ def _shown(value: float) -> float | str:
 
 
 def read_trial(run: RunDir, name: str) -> Trial | None:
-    """Return a trial's record; None if there is none."""
     path = folder_of(run) / f"{name}.json"
     return None if (found := read_json(path)) is None else Trial.from_dict(found, path)
 

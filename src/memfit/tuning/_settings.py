@@ -19,22 +19,13 @@ Choice = bool | int | float | str
 
 
 class Searched(Settings):
-    """One searched setting, and its values: ``choices``, or a range from ``low`` to ``high``.
+    """One searched setting, and its values: ``choices``, or a range (of whole numbers, if both ends are)."""
 
-    A range of whole numbers gives whole numbers.
-
-    Attributes:
-        name: The setting, such as ``params.train.learning_rate``.
-        choices: The values to choose from.
-        low, high: The range, both ends included.
-        log: Draw on a logarithmic scale; ``low`` must be above 0.
-    """
-
-    name: Annotated[str, Field(pattern=_DOTTED.pattern)]
-    choices: list[Choice] | None = None
-    low: int | float | None = None
+    name: Annotated[str, Field(pattern=_DOTTED.pattern)]  # the setting, such as ``params.train.learning_rate``
+    choices: list[Choice] | None = None  # the values to choose from
+    low: int | float | None = None  # the range, both ends included
     high: int | float | None = None
-    log: bool = False
+    log: bool = False  # draw on a logarithmic scale; ``low`` must be above 0
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Searched:
@@ -114,13 +105,7 @@ class TuneSettings(Settings):
 
 
 def read_param(text: str) -> dict[str, Any]:
-    """Return a searched setting from ``--param``, as `memfit run` reads it; a range may also be ``1e-5..1e-3:log``.
-
-    >>> read_param("lr=1e-5..1e-3:log")
-    {'name': 'params.lr', 'low': 1e-05, 'high': 0.001, 'log': True}
-    >>> read_param("layers=2..4"), read_param("opt=adamw,sgd")
-    ({'name': 'params.layers', 'low': 2, 'high': 4}, {'name': 'params.opt', 'choices': ['adamw', 'sgd']})
-    """
+    """Return a searched setting from ``--param``, as `memfit run` reads it; a range may also be ``1e-5..1e-3:log``."""
     name, values = parse_param(text, _read_values)
     if not name.isidentifier() or (len(values) > 1 and any(isinstance(one, dict) for one in values)):
         raise UsageError(
@@ -140,11 +125,7 @@ def _read_values(name: str, text: str) -> list[Any]:
 
 
 def of_command(command: Sequence[str], params: Sequence[str], name: str, tune: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a study over a command whose parameters stand in braces.
-
-    >>> of_command(["train", "--lr={lr}"], ["lr=0.1,0.2"], "demo", {"direction": "minimize"})["stages"]
-    {'trial': {'run': ['train', '--lr={params.lr}']}}
-    """
+    """Return the config of a study over a command whose parameters stand in braces."""
     space = [read_param(text) for text in params]
     names = [one["name"].removeprefix("params.") for one in space]
     check_placeholders(command, names)

@@ -29,10 +29,8 @@ from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_t
 from memfit.tuning._reports import Reports, read_number
 from memfit.tuning._settings import TuneSettings
 
-#: How often the settings of one trial are drawn before it counts as infeasible.
-_MOST_DRAWS = 25
-#: Epochs of the canaries: short trials of the config's own settings, before the study.
-CANARY_EPOCHS = (1, 3)
+_MOST_DRAWS = 25  # how often the settings of one trial are drawn before it counts as infeasible
+CANARY_EPOCHS = (1, 3)  # epochs of the canaries: short trials of the config's own settings, before the study
 _LOOK_SECONDS = 0.5
 _PRUNED = "worse than the median of earlier trials at epoch {}"
 
@@ -52,17 +50,8 @@ class Active:
 class Sweep:
     """A study as a source of jobs for the scheduler.
 
-    Args:
-        run: The run directory of the study.
-        settings: How it searches.
-        base: The order of the config's own settings.
-        order_of: Takes settings by their dotted names; returns the order of a trial, in another thread.
-        limits: The study's own limits in bytes: ``host`` and ``device``.
-        say: Writes an event.
-
-    Attributes:
-        error: Why the study cannot go on; None while it can.
-        on_completed: Called with each trial that completed, in another thread.
+    ``order_of`` takes settings by their dotted names, and returns the order of a trial in another thread; there too
+    ``on_completed`` is called with each trial that completed. ``error`` says why the study cannot go on.
     """
 
     def __init__(
@@ -132,7 +121,6 @@ class Sweep:
 
     @property
     def has_all(self) -> bool:
-        """True if all trials have ended."""
         return all(map(self._is_over, range(self.settings.n_trials)))
 
     def num_like(self, job_id: str) -> int:
@@ -159,7 +147,6 @@ class Sweep:
 
     @property
     def all_units(self) -> list[Unit]:
-        """The units of all trials that run."""
         return [unit for active in self._active.values() for unit in active.source.all_units]
 
     def close(self) -> None:
@@ -471,10 +458,7 @@ def check_names(order: Order, settings: TuneSettings) -> None:
 
 
 def _job(order: Order, run: RunDir, trial: Trial, limit_bytes: int | None, unit: Unit) -> Job:
-    """Return a trial's job; its settings and its estimate are what its memory is forecast from.
-
-    An estimate is the least that it takes, so it reserves some more, as for a measured peak, up to the study's limit.
-    """
+    """Return a trial's job. An estimate is the least that it takes, so it reserves more, up to the study's limit."""
     job = make_job(order, run, unit)
     least = unit.stage.memory_bytes
     if least is not None and job.footprint is None and not job.num_devices:

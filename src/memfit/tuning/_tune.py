@@ -39,8 +39,7 @@ from memfit.tuning._record import Trial, folder_of, read_trials
 from memfit.tuning._settings import TuneSettings
 from memfit.tuning._sweep import Sweep, check_names
 
-#: Settings of a study that change no trial.
-_FREE = ("n_trials", "final_epochs")
+_FREE = ("n_trials", "final_epochs")  # settings of a study that change no trial
 _STUDY = {"schema_version": int, "name": str, "settings": dict, "limits": dict, "basis": str}
 
 
@@ -62,11 +61,7 @@ class Study:
 
     @classmethod
     def open(cls, run: RunDir) -> Study:
-        """Return the study of a run directory.
-
-        Raises:
-            UsageError: If the run is no study.
-        """
+        """Return the study of a run directory."""
         found = read_json(run.path / "study.json", _STUDY)
         if found is None:
             raise UsageError(
@@ -161,11 +156,7 @@ def tune(
 
 
 def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
-    """Go on with a study in the folder and with the settings of its start.
-
-    Raises:
-        UsageError: If that folder is gone, the code or data have changed, or another process runs the study.
-    """
+    """Go on with a study in the folder and with the settings of its start."""
     folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     with start_folder(run), Warm() as warm:
@@ -302,7 +293,6 @@ def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
 
 
 def _write_best(run: RunDir, settings: TuneSettings, orders: Orders, best: Trial) -> None:
-    """Write the config of the best trial, which ``memfit run`` takes."""
     values = dict(best.params)
     if settings.epochs is not None and settings.final_epochs is not None:
         values[settings.epochs] = settings.final_epochs

@@ -12,7 +12,8 @@ from vm.guest.groups import MIB, events, groups_below, made_group
 # Takes so many MiB at once, little by little, or as a file in /dev/shm; then reads all of it, and prints the sum.
 TAKES = """
 import pathlib, sys, time
-kind, mib = sys.argv[1], int(sys.argv[2])
+kind, mib = sys.argv[1].split()
+mib = int(mib)
 piece = bytes(range(256)) * 4096
 if kind == "shm":
     path = pathlib.Path("/dev/shm", f"check-map-{mib}")
@@ -36,14 +37,13 @@ LIMIT_BYTES = 288 * MIB
 
 
 def test_commands_that_take_more_than_they_say_and_there_is_all_complete_and_none_is_killed(tmp_path):
-    rows = "".join(f"{kind},{mib}\n" for kind, mib in JOBS)
-    (tmp_path / "jobs.csv").write_text(f"kind,mib\n{rows}")
-    options = ["--param-file", "jobs.csv", "--memory", "40MiB", "--reserve", "64MiB"]
+    jobs = ",".join(f"{kind} {mib}" for kind, mib in JOBS)
+    options = ["--param", f"job={jobs}", "--memory", "40MiB", "--reserve", "64MiB"]
     words = ["run", *options, "--", sys.executable, "-c", TAKES]
     shared_before = sorted(Path("/dev/shm").iterdir())
     with made_group(memory_max=LIMIT_BYTES) as group:
         result = subprocess.run(
-            [sys.executable, "-m", "memfit", *words, "{kind}", "{mib}"],
+            [sys.executable, "-m", "memfit", *words, "{job}"],
             cwd=tmp_path,
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,

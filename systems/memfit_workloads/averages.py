@@ -1,0 +1,214 @@
+"""Write the mean of the weights of several checkpoints of one training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.training import load_checkpoint, save_checkpoint
+
+IntegerBuffers = Literal["equal", "last"]
+
+_WRAPPERS = ("model", "model_state_dict", "state_dict", "module")
+_PREFIXES = ("module.", "_orig_mod.")
+_NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that went into an average; ``epoch`` and ``fit``, the training, are None where it does not say."""
+
+    path: str
+    sha256: str
+    epoch: int | None
+    fit: str | None
+
+
+def average_checkpoints(
+    inputs: Sequence[Path | str],
+    output: Path | str,
+    *,
+    integer_buffers: IntegerBuffers = "equal",
+    allow_unrelated: bool = False,
+) -> tuple[Source, ...]:
+    """Write the mean of the weights of checkpoints of *one* training, tensor by tensor, summed in float64.
+
+    The inputs are mapped, not loaded: beside the result, memory holds one tensor of each at a time. They are
+    checkpoints and snapshots of memfit's, or files of ``torch.save`` with a state dict, bare or under ``model``,
+    ``model_state_dict``, ``state_dict`` or ``module``; the prefixes ``module.`` and ``_orig_mod.`` are dropped. The
+    output is written aside and renamed: its ``model`` is the averaged state dict and its ``sources`` are the inputs,
+    which are returned. Tensors without a mean, such as counters, must be ``equal``, or are taken from the ``last``
+    input.
+
+    Raises:
+        UsageError: If names, shapes or types differ, values are not numbers, or the files are unrelated.
+        DamagedError: If a file is cut short or differs from its checksums.
+
+    Source: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407.
+    """
+    paths, output = [Path(path) for path in inputs], Path(output)
+    _check_paths(paths, output)
+    contents = [load_checkpoint(path, mmap=True) for path in paths]
+    states = [_state_of(path, content) for path, content in zip(paths, contents, strict=True)]
+    sources = tuple(map(_source_of, paths, contents))
+    if not allow_unrelated:
+        _check_related(paths, contents)
+    for path, state in zip(paths[1:], states[1:], strict=True):
+        _check_names(paths[0], states[0], path, state)
+    averaged: dict[str, Any] = {}
+    done: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name in states[0]:
+        values = [state[name] for state in states]
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            averaged[name] = _same(name, values, paths)
+            continue
+        place = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in values)
+        if place not in done:  # weights that are tied in all inputs stay tied
+            done[place] = _mean(name, values, paths, integer_buffers)
+        averaged[name] = done[place]
+    is_one = len({source.fit for source in sources}) == 1
+    state = {
+        "model": averaged,
+        "fit": sources[0].fit if is_one else None,
+        "identity": contents[0].get("identity"),
+        "provenance": contents[0].get("provenance") if is_one else None,
+        "epoch": max((source.epoch for source in sources if source.epoch is not None), default=None),
+        "sources": [asdict(source) for source in sources],
+        "integer_buffers": integer_buffers,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(output, state, prove=True)
+    return sources
+
+
+def _check_paths(paths: Sequence[Path], output: Path) -> None:
+    resolved = [path.resolve() for path in paths]
+    twice = next((path for path in resolved if resolved.count(path) > 1), None)
+    if not paths:
+        what, rule = "There is nothing to average.", "it takes one checkpoint or more."
+        raise UsageError(what, rule=rule, remedy="name the files")
+    if output.resolve() in resolved:
+        what, rule = f"{output} is one of the files to average.", "the inputs stay as they are, to check the average."
+        raise UsageError(what, rule=rule, remedy="name another --output")
+    if twice is not None:
+        what, rule = f"{twice} is named twice.", "each file counts once in a mean."
+        raise UsageError(what, rule=rule, remedy="name each file once")
+
+
+def _source_of(path: Path, content: Mapping[str, Any]) -> Source:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Source(str(path), digest, content.get("epoch"), content.get("fit"))
+
+
+def _state_of(path: Path, content: Any) -> dict[str, Any]:
+    """Return the state dict in a file's content, without the prefixes of wrapped modules."""
+    inner: Any = content if isinstance(content, Mapping) else {}
+    inner = next((inner[name] for name in _WRAPPERS if isinstance(inner.get(name), Mapping)), inner)
+    state = {name: value for name, value in inner.items() if name != "n_averaged"}  # of torch's AveragedModel
+    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+        found = f"the keys {list(content)[:_NUM_NAMED]}" if isinstance(content, Mapping) else type(content).__name__
+        raise UsageError(
+            f"{path} holds no state dict: found {found}.",
+            rule=f"weights are looked for at the top, and under {', '.join(_WRAPPERS)}.",
+            remedy="save the model's state_dict() with torch.save",
+        )
+    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
+    fits = [content.get("fit") for content in contents]
+    if len(paths) == 1 or (len(set(fits)) == 1 and fits[0] is not None):
+        return
+    silent = [str(path) for path, fit in zip(paths, fits, strict=True) if fit is None]
+    if silent:
+        what = f"{', '.join(silent[:_NUM_NAMED])}: nothing there says which training wrote it."
+    else:
+        other = next(index for index, fit in enumerate(fits) if fit != fits[0])
+        one, two = (contents[index].get("identity") or {} for index in (0, other))
+        differing = [name for name in sorted({*one, *two}) if one.get(name) != two.get(name)][:_NUM_NAMED]
+        details = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in differing)
+        what = f"{paths[0]} and {paths[other]} are of different trainings{f' ({details})' if details else ''}."
+    raise UsageError(
+        what,
+        rule="a mean of weights means something along one training; between trainings, folds included, it lies where "
+        "none of them is good.",
+        remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files began "
+        "from the same weights",
+    )
+
+
+def _check_names(first: Path, expected: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
+    faults = [f"'{name}' is only in {first}" for name in expected if name not in state]
+    faults += [f"'{name}' is only in {path}" for name in state if name not in expected]
+    for name in expected:
+        if name in state and (a := _describe(expected[name])) != (b := _describe(state[name])):
+            faults.append(f"'{name}' is {a} in {first} and {b} in {path}")
+    if faults:
+        more = f"; and {len(faults) - _NUM_NAMED} more" if len(faults) > _NUM_NAMED else ""
+        raise UsageError(
+            f"{'; '.join(faults[:_NUM_NAMED])}{more}.",
+            rule="names, shapes and types of all tensors are the same in all files.",
+            remedy="average files of one model",
+        )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _mean(
+    name: str, values: list[torch.Tensor], paths: Sequence[Path], integer_buffers: IntegerBuffers
+) -> torch.Tensor:
+    first = values[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        if integer_buffers == "equal":
+            _same(name, values, paths)
+        return values[-1].clone()
+    if len(values) == 1:
+        return first.clone()
+    total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
+    for value in values[1:]:
+        total += value.to(total.dtype)
+    mean = total.div_(len(values)).to(first.dtype)
+    if bool(mean.isnan().any()):
+        bad = next((path for path, value in zip(paths, values, strict=True) if bool(value.isnan().any())), paths[0])
+        raise UsageError(
+            f"'{name}' has no mean: {bad} holds values that are not numbers.",
+            rule="one such weight would spoil the average.",
+            remedy="leave that file out",
+        )
+    return mean
+
+
+def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
+    first = values[0]
+    for path, value in zip(paths[1:], values[1:], strict=True):
+        if not _equal(first, value):
+            is_tensor = isinstance(value, torch.Tensor)
+            both = f": {first.item()} and {value.item()}" if is_tensor and value.numel() == 1 else ""
+            flag = "pass --integer-buffers last to take such tensors from the last file"
+            raise UsageError(
+                f"'{name}' differs between {paths[0]} and {path}{both}.",
+                rule="what has no mean, such as a counter, must be equal in all files.",
+                remedy=flag if is_tensor else "average files that agree on it",
+            )
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    (a, structure), (b, other_structure) = map(torch.utils._pytree.tree_flatten, (one, other))
+    return structure == other_structure and all(
+        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, torch.Tensor) else bool(x == y))
+        for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,336 @@
+"""The backtest of a ranking: overlapping sleeves, marked daily, net of costs, against the universe.
+
+Shapes: D dates, A assets, H sleeves (one per date of the holding period).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from memfit.config import Settings
+from memfit.errors import DataError
+from memfit_workloads.finance._matrices import Floats, check_shapes
+
+_Bools = NDArray[np.bool_]
+_Ints = NDArray[np.int64]
+# Each round of sizing a sleeve net of its own costs leaves the cost rate's share of the last round's error.
+_SIZING_ROUNDS = 6
+
+
+class BacktestSettings(Settings):
+    """How scores become positions, and what trading costs; docs/workflow.md has each setting with its unit.
+
+    From ``missing_return`` on, what a held asset earns on its first date without a return, its money is cash until the
+    sleeve ends. ``long_short`` puts half of a sleeve's money into the best and sells the worst short for the other
+    half.
+    """
+
+    horizon: Annotated[int, Field(ge=1)] = 5
+    k_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    k_min: Annotated[int, Field(ge=1)] = 3
+    min_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    side: Literal["long", "long_short"] = "long"
+    cost_bps: Annotated[float, Field(ge=0.0, le=1000.0)] = 10.0
+    missing_return: Annotated[float, Field(ge=-1.0, le=0.0)] = 0.0
+    dates_per_year: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 252.0
+
+
+@dataclass(frozen=True)
+class BacktestSummary:
+    """A backtest in numbers. Returns are simple and as a share: 0.1 is 10 %. What is undefined is NaN.
+
+    ``num_dates`` were marked and are n of all: they do not overlap, so they count as independent. On ``num_unmarked``
+    of those between the first and the last no asset had a return; ``num_trailing`` at the end were left out. Returns
+    are after costs, those in ``_gross`` before them; ``active`` is the mean daily return beyond the universe's, a year,
+    and ``active_t`` the gross one over its standard error. ``volatility`` and ``sharpe`` are a year's, of the daily net
+    returns (divisor n - 1, no interest on cash is taken off); ``sharpe_error`` is ``sqrt(dates_per_year / num_dates)``.
+    ``max_drawdown`` is at most 0, ``mean_turnover`` what is bought and sold a date, ``hit_rate`` of dates with a
+    position. Shares and ``mean_held`` (assets per sleeve) are over the rebalance dates; ``num_missing`` positions ended
+    for want of a return.
+    """
+
+    start: str
+    end: str
+    num_dates: int
+    num_unmarked: int
+    num_trailing: int
+    total_return: float
+    total_return_gross: float
+    annual_return: float
+    annual_return_gross: float
+    annual_benchmark: float
+    annual_active: float
+    annual_active_gross: float
+    active_t: float
+    volatility: float
+    sharpe: float
+    sharpe_error: float
+    max_drawdown: float
+    mean_turnover: float
+    hit_rate: float
+    share_fallback: float
+    share_empty: float
+    mean_held: float
+    num_missing: int
+
+
+@dataclass(frozen=True)
+class BacktestResult:
+    """A backtest: its settings, one row for each date that was marked, and the whole in numbers.
+
+    In ``days``, ``gross``, ``cost``, ``net``, ``benchmark`` and ``active`` (net minus benchmark) are earned from this
+    close to the next, as a share of the equity at this close; ``equity`` and ``equity_benchmark`` are at the next
+    close, 1 at the start; ``turnover`` is bought and sold, ``exposure`` long and short positions together; ``num_held``
+    counts the sleeve that was opened on this date, ``num_positions`` all sleeves.
+    """
+
+    settings: BacktestSettings
+    days: pa.Table
+    summary: BacktestSummary
+
+
+@dataclass(frozen=True)
+class BacktestInput:
+    """What a backtest takes, to run it, and again with a change; arrays are (D, A).
+
+    ``dates`` are consecutive dates of the market in ascending order. Of the ``scores``, higher is better, NaN is none.
+    ``returns_1`` are simple returns from each date's close to the next, NaN where unknown; rows at the end without any
+    are left out. A date without any ``eligible`` asset is not to be traded; any other on which nothing can be chosen is
+    empty.
+
+    Raises:
+        DataError: If shapes differ, dates do not ascend, a code comes twice, or a return is below -1 or infinite.
+    """
+
+    dates: NDArray[Any]
+    codes: tuple[str, ...]
+    scores: Floats
+    returns_1: Floats
+    eligible: _Bools | None = None
+
+    def __post_init__(self) -> None:
+        whole = np.ones((len(self.dates), len(self.codes)), bool) if self.eligible is None else self.eligible
+        object.__setattr__(self, "dates", np.asarray(self.dates, "datetime64[D]"))
+        object.__setattr__(self, "eligible", np.asarray(whole, np.bool_))
+        for name in ("scores", "returns_1"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.float64))
+        arrays = {"scores": self.scores, "returns_1": self.returns_1, "eligible": whole}
+        check_shapes(self.dates, self.codes, arrays)
+        early = np.flatnonzero(np.diff(self.dates.astype(np.int64)) <= 0)
+        if len(early) or len(set(self.codes)) < len(self.codes):
+            what = f"{self.dates[early[0] + 1]} follows {self.dates[early[0]]}" if len(early) else "a code occurs twice"
+            raise DataError(
+                f"dates are out of order, or dates or codes are not distinct: {what}.",
+                rule="a backtest walks through distinct dates in ascending order.",
+                remedy="sort by date and drop duplicates; check_market names them",
+            )
+        if len(bad := np.argwhere((self.returns_1 < -1) | np.isinf(self.returns_1))):
+            row, column = bad[0]
+            raise DataError(
+                f"{self.codes[column]} has the return {self.returns_1[row, column]} on {self.dates[row]}; {len(bad)} "
+                "such returns.",
+                rule="a simple return is finite and at least -1 (a loss of everything).",
+                remedy="check the prices: a close of 0 or a wrong adjustment; check_market names them",
+            )
+
+    @property
+    def num_dates(self) -> int:
+        """How many dates are marked: those up to the last return."""
+        return int(np.max(np.flatnonzero(np.isfinite(self.returns_1).any(axis=1)), initial=-1)) + 1
+
+    def trade(self, settings: BacktestSettings, scores: Floats | None = None) -> tuple[Selection, Trading]:
+        """Return what the scores choose on each date that is marked, and what the sleeves earn with that."""
+        assert self.eligible is not None
+        chosen = self.scores if scores is None else np.asarray(scores, np.float64)
+        num_dates = self.num_dates
+        selection = select(chosen[:num_dates], self.eligible[:num_dates], settings)
+        return selection, trade(selection.weights, self.returns_1[:num_dates], settings)
+
+    def run(self, settings: BacktestSettings, *, scores: Floats | None = None) -> BacktestResult:
+        """Trade on the scores of each date, hold for ``horizon`` dates, and mark every position daily.
+
+        Scores of a date are taken as known at its close, traded at that close, and earn from there on. The money is in
+        ``horizon`` sleeves: on each date one of them is sold and opened anew with that date's best assets. So a return
+        over h dates is earned once in h dates. Each sleeve keeps its own account, which starts with ``1 / horizon`` of
+        the money; its weights are equal when it is opened, and drift with prices until it ends. During the first
+        ``horizon - 1`` dates some sleeves are still cash. Positions open at the end are marked, not sold. The benchmark
+        is the universe: the same sleeves with every eligible asset that has a score, without costs. A ``long_short``
+        book is measured against cash.
+
+        Source: N. Jegadeesh and S. Titman, Returns to Buying Winners and Selling Losers (1993): overlapping portfolios.
+        """
+        selection, traded = self.trade(settings, scores)
+        universe = np.zeros(len(traded.gross))
+        if settings.side == "long":
+            whole = {"k_ratio": 1.0, "k_min": 1, "min_score": None, "cost_bps": 0.0}
+            universe = self.trade(settings.model_copy(update=whole), scores)[1].gross
+        net = traded.gross - traded.cost
+        equity = np.cumprod(1.0 + net)
+        days = {
+            "date": self.dates[: len(net)],
+            "gross": traded.gross,
+            "cost": traded.cost,
+            "net": net,
+            "benchmark": universe,
+            "active": net - universe,
+            "equity": equity,
+            "equity_benchmark": np.cumprod(1.0 + universe),
+            "drawdown": equity / np.maximum.accumulate(np.maximum(equity, 1.0)) - 1.0,
+            "turnover": traded.turnover,
+            "exposure": traded.exposure,
+            "net_exposure": traded.net_exposure,
+            "num_scored": selection.num_scored,
+            "num_candidates": selection.num_candidates,
+            "num_held": (selection.weights != 0).sum(axis=1),
+            "num_positions": traded.num_positions.astype(np.int64),
+            "num_missing": traded.num_missing.astype(np.int64),
+            "is_rebalance": selection.is_traded,
+            "is_fallback": selection.is_fallback,
+            "is_empty": selection.is_empty,
+        }
+        return BacktestResult(settings, pa.table(days), self._summarize(days, settings))
+
+    def _summarize(self, days: dict[str, NDArray[Any]], settings: BacktestSettings) -> BacktestSummary:
+        net, gross, universe = days["net"], days["gross"], days["benchmark"]
+        year, n = settings.dates_per_year, len(net)
+        totals = [float(np.prod(1.0 + daily) - 1.0) for daily in (net, gross, universe)]
+        annual, annual_gross, annual_benchmark = (_annual(total, n, year) for total in totals)
+        deviation = float(net.std(ddof=1)) if n > 1 else math.nan
+        traded = days["is_rebalance"]
+        return BacktestSummary(
+            start=str(days["date"][0]) if n else "",
+            end=str(days["date"][-1]) if n else "",
+            num_dates=n,
+            num_unmarked=int(np.isnan(self.returns_1[:n]).all(axis=1).sum()),
+            num_trailing=len(self.dates) - n,
+            total_return=totals[0],
+            total_return_gross=totals[1],
+            annual_return=annual,
+            annual_return_gross=annual_gross,
+            annual_benchmark=annual_benchmark,
+            annual_active=_mean(net - universe) * year,
+            annual_active_gross=_mean(gross - universe) * year,
+            active_t=t_of_mean(gross - universe),
+            volatility=deviation * math.sqrt(year),
+            sharpe=_mean(net) / deviation * math.sqrt(year) if deviation > 1e-12 else math.nan,
+            sharpe_error=math.sqrt(year / n) if n else math.nan,
+            max_drawdown=float(days["drawdown"].min()) if n else math.nan,
+            mean_turnover=_mean(days["turnover"]),
+            hit_rate=_mean(net[days["exposure"] > 0] > 0),
+            share_fallback=_mean(days["is_fallback"][traded]),
+            share_empty=_mean(days["is_empty"][traded]),
+            mean_held=_mean(days["num_held"][traded]),
+            num_missing=int(days["num_missing"].sum()),
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What each date's scores chose: shares of the sleeve's money (D, A), negative for a short one; else (D,).
+
+    Dates with any eligible asset are ``is_traded``; of these, ``is_fallback`` had fewer than ``k_min`` above
+    ``min_score``.
+    """
+
+    weights: Floats
+    num_scored: _Ints
+    num_candidates: _Ints
+    is_fallback: _Bools
+    is_empty: _Bools
+    is_traded: _Bools
+
+
+def select(scores: Floats, eligible: _Bools, settings: BacktestSettings) -> Selection:
+    """Return the assets that each date's scores choose: of equal scores the first ones; a score is finite."""
+    usable = np.isfinite(scores) & eligible
+    num_scored, is_traded = usable.sum(axis=1), np.asarray(eligible.any(axis=1))
+    signs = (1.0,) if settings.side == "long" else (1.0, -1.0)
+    most = num_scored // len(signs)
+    weights, passed = np.zeros(scores.shape), []
+    for sign in signs:
+        least = -math.inf if settings.min_score is None else settings.min_score
+        passing = (usable & (sign * scores > least)).sum(axis=1)
+        passed.append(passing)
+        for date in np.flatnonzero(most):
+            where, k_min = np.flatnonzero(usable[date]), settings.k_min
+            # 0.1 * 30 is 3.0000000000000004: that is 3 assets, not 4.
+            size = max(k_min, math.ceil(settings.k_ratio * len(where) - 1e-9))
+            count = min(k_min if passing[date] < k_min else min(size, passing[date]), most[date])
+            best = np.argsort(-sign * scores[date, where], kind="stable")[:count]
+            weights[date, where[best]] = sign / (len(signs) * count)
+    candidates = passed[0] if settings.min_score is None else np.sum(passed, axis=0)
+    return Selection(
+        weights=weights,
+        num_scored=num_scored,
+        num_candidates=np.where(most > 0, candidates, 0),
+        is_fallback=(most > 0) & (np.min(passed, axis=0) < settings.k_min),
+        is_empty=is_traded & (most == 0),
+        is_traded=is_traded,
+    )
+
+
+@dataclass(frozen=True)
+class Trading:
+    """What the sleeves earned: each of shape (D,), as shares of the equity at the date's close before trading."""
+
+    gross: Floats
+    cost: Floats
+    turnover: Floats
+    exposure: Floats
+    net_exposure: Floats
+    num_positions: Floats
+    num_missing: Floats
+
+
+def trade(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> Trading:
+    """Open a sleeve of ``weights`` (D, A) on each date, as `BacktestInput.run` says; without returns nothing moves."""
+    num_dates, num_assets = returns_1.shape
+    held = np.zeros((settings.horizon, num_assets))  # money in each asset by sleeve, negative when short
+    value = np.full(settings.horizon, 1.0 / settings.horizon)  # money of each sleeve, cash included
+    rate, figures = settings.cost_bps / 1e4, np.zeros((7, num_dates))
+    for date in range(num_dates):
+        sleeve, equity, cost = date % settings.horizon, value.sum(), 0.0
+        if equity <= 0:  # a short book can lose more than it has: from there on there is nothing to invest
+            break
+        old = held[sleeve].copy()
+        for _ in range(_SIZING_ROUNDS if rate else 1):
+            held[sleeve] = weights[date] * (max(value[sleeve], 0.0) - cost)
+            cost = rate * np.abs(held[sleeve] - old).sum()
+        value[sleeve] -= cost
+        positions, known = (held != 0).any(axis=0), np.isfinite(returns_1[date])
+        lost = positions & ~known & known.any()
+        earned = np.where(known, returns_1[date], settings.missing_return if known.any() else 0.0)
+        gains = held @ earned
+        money = gains.sum(), cost, np.abs(held[sleeve] - old).sum(), np.abs(held).sum(), held.sum()
+        figures[:, date] = *(np.array(money) / equity), positions.sum(), lost.sum()
+        value += gains
+        held *= 1.0 + earned
+        held[:, lost] = 0.0
+    return Trading(*figures)
+
+
+def _annual(total: float, num_dates: int, dates_per_year: float) -> float:
+    if not num_dates:
+        return math.nan
+    try:
+        return float((1.0 + max(total, -1.0)) ** (dates_per_year / num_dates) - 1.0)
+    except OverflowError:
+        return math.inf
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def t_of_mean(daily: Floats) -> float:
+    """Return the mean over its standard error, of independent dates; NaN where it is undefined."""
+    if len(daily) < 2 or daily.std() < 1e-15:
+        return math.nan
+    return float(daily.mean() / (daily.std(ddof=1) / math.sqrt(len(daily))))

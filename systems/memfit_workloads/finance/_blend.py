@@ -1,0 +1,146 @@
+"""From a fold's checkpoints to scores on the dates that its model may score. This loads torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel
+
+from memfit.data import Panel
+from memfit.errors import UsageError
+from memfit.pipeline import Output
+from memfit_workloads.finance._provenance import Indices, Provenance, read_provenance
+
+#: Gives a checkpoint's scores on dates, from panel, positions of the dates, checkpoint and params.
+Score = Callable[[Panel, Indices, Path, Any], pa.Table]
+
+
+def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
+    """Average those checkpoints that a fold saved whose names match a pattern; gives their names.
+
+    Without a pattern, those of the averaged weights, or the newest one where there are none.
+    """
+    from memfit_workloads.averages import average_checkpoints
+
+    saved = {one["path"]: one["name"] for one in fold.facts["outputs"] if one["path"].endswith(".pt")}
+    patterns = [pattern] if pattern else ["ema_epoch_*.pt", "latest_checkpoint.pt"]
+    found = (sorted(fnmatch.filter(saved, one)) for one in patterns)
+    chosen = next(filter(None, found), [])
+    if not chosen:
+        raise UsageError(
+            f"{fold.dir.name} saved no checkpoint that matches '{patterns[-1]}'; it saved "
+            f"{', '.join(saved) or 'none'}.",
+            rule="blend names the checkpoints of a fold that are averaged; an early stop leaves out snapshots of later "
+            "epochs.",
+            remedy="list earlier epochs for the snapshots, or --set params.blend=latest_checkpoint.pt",
+        )
+    average_checkpoints([fold.path(saved[path]) for path in chosen], output)
+    return chosen
+
+
+def check_scores(table: pa.Table) -> pa.Table:
+    """The scores that a workload gave, if they have the columns that all else relies on."""
+    missing = [name for name in ("date", "code", "target_h1") if name not in table.column_names]
+    if missing or not any(name.startswith("score_h") for name in table.column_names):
+        raise UsageError(
+            f"score() of the workload gave the columns {', '.join(table.column_names)}.",
+            rule="scores have date, code, target_h1, and score_h5 and target_h5 for a horizon of 5 dates.",
+            remedy=f"add {', '.join(missing) or 'a score_h... column'}",
+        )
+    return table
+
+
+def score_out_of_fold(
+    score: Score, panel: Panel, checkpoints: Sequence[Path], dates: Indices, params: BaseModel
+) -> tuple[dict[int, pa.Table], list[dict[str, Any]]]:
+    """The scores of several models, each on those of the dates that it may score, with the settings of its training.
+
+    Returns:
+        The tables by fold; and per checkpoint what it is and how many dates it scored.
+    """
+    found = {path: read_provenance(path) for path in checkpoints}
+    check_related(found, panel)
+    tables: dict[int, pa.Table] = {}
+    facts = []
+    for path, provenance in found.items():
+        if provenance.fold in tables:
+            raise UsageError(
+                f"{path} is of fold {provenance.fold}, and so is another checkpoint.",
+                rule="each fold is judged by one model.",
+                remedy="average the checkpoints of a fold first: memfit average",
+            )
+        mine = dates[provenance.scorable(panel)[dates]]
+        facts.append({"fold": provenance.fold, "checkpoint": str(path), "num_dates": len(mine)})
+        if len(mine):
+            trained = type(params).model_validate_json(
+                json.dumps(params.model_dump(mode="json") | dict(provenance.params))
+            )
+            tables[provenance.fold] = check_scores(score(panel, mine, path, trained))
+    if not tables:
+        raise UsageError(
+            f"none of the {len(found)} checkpoints may score any of the {len(dates)} dates.",
+            rule="a date is scored only by models that were not trained on it nor on labels that overlap with its own.",
+            remedy="choose dates outside the training dates, or add the checkpoints of the other folds",
+        )
+    return tables, facts
+
+
+def check_related(found: Mapping[Path, Provenance], panel: Panel) -> None:
+    """Refuse checkpoints that were trained with different settings, or on another panel."""
+    first_path, first = next(iter(found.items()))
+    for path, provenance in found.items():
+        if provenance.params != first.params:
+            raise UsageError(
+                f"{path} was trained with other settings than {first_path}.",
+                rule="models that are judged together come from one config.",
+                remedy="name the checkpoints of one run",
+            )
+        if provenance.panel != panel.fingerprint:
+            raise UsageError(
+                f"{path} was trained on the panel {provenance.panel[:8]}, and this is {panel.fingerprint[:8]}.",
+                rule="a checkpoint is judged on the data that it was trained on.",
+                remedy="name the config that it was trained with",
+            )
+
+
+def join_scores(tables: Mapping[int, pa.Table]) -> pa.Table:
+    """Several folds' scores as one table with a row for each date and asset, and a column ``fold``.
+
+    Where several models scored a date, a score is the mean of theirs, each standardised within its date, and the fold
+    is the first of theirs.
+    """
+    numbers = {fold: pa.array(np.full(len(table), fold, np.int32)) for fold, table in tables.items()}
+    named = [table.append_column("fold", numbers[fold]) for fold, table in tables.items()]
+    dates = [set(pc.unique(table.column("date")).to_pylist()) for table in named]
+    order = [("date", "ascending"), ("code", "ascending")]
+    if sum(map(len, dates)) == len(set().union(*dates)):
+        return pa.concat_tables(named).sort_by(order)
+    names = [name for name in named[0].column_names if name not in ("date", "code")]
+    how = {name: "mean" if name.startswith("score_") else "min" if name == "fold" else "first" for name in names}
+    whole = pa.concat_tables([_standardised(table) for table in named]).group_by(["date", "code"], use_threads=False)
+    joined = whole.aggregate(list(how.items()))
+    plain = {f"{name}_{function}": name for name, function in how.items()}
+    joined = joined.rename_columns([plain.get(name, name) for name in joined.column_names])
+    return joined.select(named[0].column_names).sort_by(order)
+
+
+def _standardised(table: pa.Table) -> pa.Table:
+    """Scores less their mean within the date, over their standard deviation there."""
+    _, date = np.unique(table.column("date").to_numpy(), return_inverse=True)
+    count = np.maximum(np.bincount(date), 1)
+    for name in table.column_names:
+        if not name.startswith("score_"):
+            continue
+        values = table.column(name).to_numpy().astype(np.float64)
+        values -= (np.bincount(date, values) / count)[date]
+        sd = np.sqrt(np.bincount(date, values**2) / count)[date]
+        values = np.divide(values, sd, out=np.zeros_like(values), where=sd > 0)
+        table = table.set_column(table.column_names.index(name), name, pa.array(values.astype(np.float32)))
+    return table

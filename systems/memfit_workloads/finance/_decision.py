@@ -1,0 +1,327 @@
+"""Decide whether A is better than B, corrected for all comparisons that were tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from memfit.errors import DataError, UsageError
+from memfit.rundir import finite
+from memfit_workloads.finance._days import Series, by_date, description
+from memfit_workloads.finance._inference import (
+    DieboldMariano,
+    Interval,
+    SlowVariation,
+    adjust_p_value,
+    bootstrap_interval,
+    diebold_mariano,
+    minimal_detectable_effect,
+    minimum_dates,
+    slow_variation,
+)
+from memfit_workloads.finance._matrices import as_days, numbers
+
+Verdict = Literal["A better", "B better", "no difference shown"]
+
+#: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
+_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0}
+_DATA = b"memfit_data"
+_HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
+
+
+@dataclass(frozen=True)
+class FoldEffect:
+    """The mean difference within one fold of A."""
+
+    fold: int
+    effect: float
+    num_dates: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The result of a comparison of A with B. A higher metric is better.
+
+    The verdict is ``A better`` or ``B better`` if the adjusted p-value (Holm's, for ``num_comparisons``) is below ``1 -
+    level`` and the interval lies on that side of 0. ``no difference shown`` is not "equal": see
+    ``minimal_detectable_effect``, the smallest true effect that the test shows 4 times in 5, at Bonferroni's alpha.
+    Where the difference is ``slow``, above or below its mean for longer than labels overlap, the standard error is too
+    small, and a verdict is false more often than alpha. Means are over the paired dates; the others were dropped: one
+    has them alone (``num_only_a``), or either is undefined. On ``num_other_assets`` A and B scored different numbers of
+    assets.
+    """
+
+    verdict: Verdict
+    metric: str
+    horizon: int
+    test: DieboldMariano
+    interval: Interval
+    slow: SlowVariation
+    num_comparisons: int
+    adjusted_p_value: float
+    minimal_detectable_effect: float
+    mean_a: float
+    mean_b: float
+    num_only_a: int
+    num_only_b: int
+    num_undefined: int
+    num_other_assets: int
+    folds: tuple[FoldEffect, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
+        own = dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}
+        test, interval, slow = own.pop("test"), own.pop("interval"), own.pop("slow")
+        del interval["num_resamples"]
+        found = own | {"effect": test.pop("mean"), "num_folds": len(self.folds)} | test | interval
+        found |= {"is_slow": slow.pop("is_shown")} | {f"slow_{name}": value for name, value in slow.items()}
+        return dict(finite(found))
+
+    def explain(self) -> dict[str, str]:
+        """Return the evidence in words: a line for each title."""
+        test, interval = self.test, self.interval
+        kernel = "" if test.kernel == "rectangular" else f", {test.kernel} kernel"
+        tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
+        lost = {"only in A": self.num_only_a, "only in B": self.num_only_b, "undefined": self.num_undefined}
+        dropped = ", ".join(f"{number} {name}" for name, number in lost.items() if number) or "none"
+        lines = {
+            "effect": f"{test.mean:+.5f} ± {test.standard_error:.5f} standard error",
+            f"{interval.level * 100:.4g} % interval": f"{interval.lower:+.5f} to {interval.upper:+.5f}  (blocks of "
+            f"{interval.block_length} dates)",
+            "test": f"t {test.statistic:+.2f}, {_p(test.p_value)}, labels over {self.horizon} dates{kernel}",
+            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - interval.level:.3g}",
+            "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
+            "dates": f"{test.num_dates} paired; dropped: {dropped}",
+        }
+        if len(self.folds) > 1:
+            lines["by fold"] = ", ".join(f"{one.effect:+.5f} (fold {one.fold}, {one.num_dates})" for one in self.folds)
+        if self.num_other_assets:
+            lines["note"] = f"on {self.num_other_assets} dates A and B scored different numbers of assets"
+        if self.slow_note:
+            lines["warning"] = self.slow_note
+        return lines
+
+    @property
+    def slow_note(self) -> str:
+        """A warning if the difference varies slowly; else empty."""
+        if not self.slow.is_shown:
+            return ""
+        return (
+            f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
+            f"{self.slow.statistic:+.1f}). Its true error is about {self.slow.error_factor:.1f} times as large, and t "
+            f"then {self.test.statistic / self.slow.error_factor:+.1f}. False decisions are more frequent than "
+            f"{1 - self.interval.level:.0%}."
+        )
+
+
+def _p(value: float) -> str:
+    return f"p {value:.4f}" if value >= 1e-4 else "p < 0.0001"
+
+
+def decide(
+    days_a: pa.Table,
+    days_b: pa.Table | Literal["random"],
+    metric: str,
+    horizon: int,
+    *,
+    level: float = 0.95,
+    num_comparisons: int = 1,
+    other_p_values: Sequence[float] = (),
+) -> Decision:
+    """Compare a metric of two day tables of `evaluate_days` on the dates that both have.
+
+    B may be ``random``: scores without information. A verdict needs two things: the paired test's p-value, corrected
+    for all comparisons, is below ``1 - level``, and the block bootstrap's interval excludes 0 on the same side. A date
+    of several folds counts once, with their mean. ``horizon`` are the dates that the metric's labels span;
+    ``num_comparisons`` those tried in all, this one included. How far a training with another seed would differ is not
+    in the figures.
+
+    Raises:
+        DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
+            assets, or fewer than `minimum_dates` can be paired.
+        UsageError: If the level is out of range, or random scores have no known expectation of the metric.
+    """
+    if not 0.5 <= level < 1:
+        raise UsageError(
+            f"the level is {level}.",
+            rule="a level is the share of intervals that hold the truth, at least 0.5 and less than 1.",
+            remedy="0.95 is usual; the test's alpha is 1 less the level",
+        )
+    constant = next((value for end, value in _RANDOM.items() if metric.endswith(end)), None)
+    if isinstance(days_b, str) and constant is None:
+        raise UsageError(
+            f"what random scores have for {metric} is not known beforehand.",
+            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
+            remedy="compare with the day table of a baseline, for example of shuffled scores",
+        )
+    a = by_date(days_a, metric, "A")
+    if isinstance(days_b, str):
+        b = Series(a.dates, np.full(len(a.dates), constant, np.float64), a.num_assets)
+    else:
+        _refuse_unlike(description(days_a), description(days_b))
+        b = by_date(days_b, metric, "B")
+    dates, values_a, values_b, counts = _pair(a, b, horizon)
+    differences = values_a - values_b
+    test = diebold_mariano(differences, horizon)
+    interval = bootstrap_interval(differences, horizon, level)
+    num_comparisons = max(num_comparisons, 1 + len(other_p_values))
+    adjusted = adjust_p_value(test.p_value, other_p_values, num_comparisons=num_comparisons)
+    alpha = 1 - level
+    sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
+    verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
+    return Decision(
+        verdict=verdicts[sign if sign * test.mean > 0 else 0],
+        metric=metric,
+        horizon=horizon,
+        test=test,
+        interval=interval,
+        slow=slow_variation(differences, horizon),
+        num_comparisons=num_comparisons,
+        adjusted_p_value=adjusted,
+        minimal_detectable_effect=minimal_detectable_effect(
+            test.standard_error, test.num_dates, alpha=alpha / num_comparisons
+        ),
+        mean_a=float(values_a.mean()),
+        mean_b=float(values_b.mean()),
+        folds=_fold_effects(days_a, metric, dates, values_b),
+        **counts,
+    )
+
+
+def _pair(
+    a: Series, b: Series, horizon: int
+) -> tuple[NDArray[np.datetime64], NDArray[np.float64], NDArray[np.float64], dict[str, int]]:
+    """Return the dates on which both are defined, the values of each, and what was dropped."""
+    dates, of_a, of_b = np.intersect1d(a.dates, b.dates, assume_unique=True, return_indices=True)
+    both = ~(np.isnan(a.values[of_a]) | np.isnan(b.values[of_b]))
+    of_a, of_b, num_common = of_a[both], of_b[both], len(dates)
+    if len(of_a) < minimum_dates(horizon):
+        raise DataError(
+            f"{len(of_a)} dates can be paired: A has {len(a.dates)}, B {len(b.dates)}, both {num_common}, and on "
+            f"{num_common - len(of_a)} of these the metric of either is undefined.",
+            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
+            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
+        )
+    sizes = np.column_stack([a.num_assets[of_a], b.num_assets[of_b]])
+    differ = (sizes[:, 0] != sizes[:, 1]) & ~np.isnan(sizes).any(axis=1)
+    counts = {"num_only_a": len(a.dates) - num_common, "num_only_b": len(b.dates) - num_common}
+    counts |= {"num_undefined": num_common - len(of_a), "num_other_assets": int(differ.sum())}
+    return dates[both], a.values[of_a], b.values[of_b], counts
+
+
+def _fold_effects(
+    days_a: pa.Table, metric: str, paired_dates: NDArray[np.datetime64], values_b: NDArray[np.float64]
+) -> tuple[FoldEffect, ...]:
+    days_a = days_a.sort_by("date")  # sums of floats depend on the order of rows
+    values, dates = numbers(days_a, metric), as_days(days_a.column("date"))
+    folds = numbers(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), int)
+    place = np.minimum(np.searchsorted(paired_dates, dates), len(paired_dates) - 1)
+    paired = (paired_dates[place] == dates) & ~np.isnan(values)
+    differences = values - values_b[place]
+    parts = {int(fold): differences[paired & (folds == fold)] for fold in np.unique(folds[paired])}
+    return tuple(FoldEffect(fold, float(one.mean()), len(one)) for fold, one in parts.items())
+
+
+def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    for name in _HAVE_TO_AGREE if a and b else ():
+        if a.get(name) != b.get(name):
+            shown = "num_codes" if name == "universe" and a.get("num_codes") != b.get("num_codes") else name
+            raise DataError(
+                f"A was evaluated with {shown} {a.get(shown)}, and B with {b.get(shown)}.",
+                rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
+                remedy=f"evaluate both with the same {'assets' if name == 'universe' else name}: evaluate_folds",
+            )
+
+
+def record_of(days_a: pa.Table, days_b: pa.Table | Literal["random"], metric: str) -> Path:
+    """Return the user's record of all comparisons on the data of B or A, the same from every folder.
+
+    A table's metadata name its data: ``memfit_data``. Tables without it share a record by the dates of B, or of A.
+    """
+    tables = [one for one in (days_b, days_a) if not isinstance(one, str)]
+    named = [one.schema.metadata[_DATA] for one in tables if _DATA in (one.schema.metadata or {})]
+    data = named[0] if named else by_date(tables[0], metric, "the table").dates.tobytes()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "memfit", "comparisons", f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl")
+
+
+def decide_on_record(
+    days_a: pa.Table,
+    days_b: pa.Table | Literal["random"],
+    metric: str,
+    horizon: int,
+    *,
+    record: Path,
+    level: float = 0.95,
+    names: tuple[str, str] = ("A", "B"),
+) -> Decision:
+    """Decide as `decide` does, corrected for all comparisons in a record, and append this one to it.
+
+    A comparison of the same values of the same metric counts once. Use one record for all variants that compete for one
+    decision, such as `record_of`. Comparisons that are tried later make a verdict weaker: ask again. The record has one
+    JSON object a line; it is made if absent, for its owner alone. ``names`` are what it calls the two.
+
+    Raises:
+        DataError: As `decide`; or if A and B are the same, or a line of the record cannot be read.
+        OSError: If the record cannot be written.
+    """
+    ours, theirs = _digest(days_a, metric), _digest(days_b, metric)
+    if ours == theirs:
+        raise DataError(
+            f"A and B have the same {metric} on the same dates.",
+            rule="a table compared with itself shows nothing, and would count among the comparisons tried.",
+            remedy="name another run or baseline",
+        )
+    key = hashlib.sha256("\n".join((*sorted((ours, theirs)), metric)).encode()).hexdigest()[:16]
+    # Made before it is locked: where no file can be made, waiting for the lock would never end.
+    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    record.touch(mode=0o600)
+    with open(record, "ab") as file, FileLock(record.with_name(f".{record.name}.lock")):
+        others = [p_value for other, p_value in read_record(record).items() if other != key]
+        decision = decide(days_a, days_b, metric, horizon, level=level, other_p_values=others)
+        entry = {"key": key, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        line = json.dumps(entry | {"a": names[0], "b": names[1]} | decision.to_dict()) + "\n"
+        file.truncate(record.read_bytes().rfind(b"\n") + 1)  # a last line that a kill cut short goes
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return decision
+
+
+def read_record(path: Path) -> dict[str, float]:
+    """Return the p-value of each distinct comparison of a record by its key; a cut last line is left out."""
+    if not path.exists():
+        return {}
+    found: dict[str, float] = {}
+    content = path.read_bytes()
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            found[str(entry["key"])] = float(entry["p_value"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}, line {number}: not a comparison ({error}).",
+                rule="a record of comparisons has on each line an object with key and p_value, and counts them all.",
+                remedy="mend or remove that line, or name another record",
+            ) from error
+    return found
+
+
+def _digest(days: pa.Table | Literal["random"], metric: str) -> str:
+    if isinstance(days, str):
+        return days
+    series = by_date(days, metric, "the table")
+    content = series.dates.astype(np.int64).tobytes() + series.values.tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,250 @@
+"""Tables of one row per date and asset as matrices of dates and assets.
+
+Shapes: D dates, A assets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from memfit.data import decode_dates
+from memfit.errors import DataError
+
+#: Places that an error or a finding names.
+MAX_PLACES = 5
+
+Floats = NDArray[np.float64]
+_SCORE_OR_TARGET = re.compile(r"(score|target)_h([1-9]\d*)")
+_TARGET = re.compile(r"target_h(\d+)")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores and forward returns of D dates and A assets, both ascending and distinct.
+
+    ``values`` has ``score_h{h}`` and ``target_h{h}`` by name, each float64 of shape (D, A); NaN where the asset is
+    absent or the return is not known.
+    """
+
+    dates: NDArray[np.datetime64]
+    codes: tuple[str, ...]
+    values: Mapping[str, Floats]
+
+    @property
+    def horizons(self) -> tuple[int, ...]:
+        """The horizons that have both a score and a target, ascending."""
+        named = {int(name.removeprefix("score_h")) for name in self.values if name.startswith("score_h")}
+        return tuple(sorted(horizon for horizon in named if f"target_h{horizon}" in self.values))
+
+    def of(self, name: str) -> Floats:
+        """Return the matrix of one name, for example ``score_h5``."""
+        if name not in self.values:
+            raise DataError(
+                f"the scores have no {name}, but {', '.join(sorted(self.values)) or 'nothing'}.",
+                rule="a model scores the horizons it was trained for, and its table holds their targets.",
+                remedy="ask for a horizon that is there, or train and score with the one you need",
+            )
+        return self.values[name]
+
+    def on(self, dates: NDArray[np.datetime64], codes: Sequence[str]) -> dict[str, Floats]:
+        """Return the values on other dates and codes; NaN where these have none."""
+        _, to_row, row = np.intersect1d(dates, self.dates, return_indices=True)
+        _, to_column, column = np.intersect1d(codes, self.codes, return_indices=True)
+        found = {name: np.full((len(dates), len(codes)), np.nan) for name in self.values}
+        for name, values in self.values.items():
+            found[name][np.ix_(to_row, to_column)] = values[np.ix_(row, column)]
+        return found
+
+
+def matrices(table: pa.Table, names: Sequence[str], what: str = "the table") -> tuple[Scores, NDArray[np.int64]]:
+    """Return columns of a long table as matrices, and the rows that repeat the date and code of an earlier one.
+
+    Of rows with one date and code, the first counts. Nulls are NaN.
+
+    Raises:
+        DataError: If a column is missing or holds no numbers, or a date or code is null.
+    """
+    for name in ("date", "code", *names):
+        if name not in table.column_names:
+            raise DataError(
+                f"{what} has no column {name!r}; it has {', '.join(table.column_names)}.",
+                rule="a table has one row per date and asset, with the columns date, code and those that are read.",
+                remedy="rename its columns",
+            )
+    for name in ("date", "code"):
+        if table.column(name).null_count:
+            raise DataError(
+                f"{table.column(name).null_count} of {table.num_rows} rows have no {name}.",
+                rule="each row is of one date and one asset.",
+                remedy=f"drop the rows whose {name} is null",
+            )
+    dates, row = np.unique(as_days(table.column("date")), return_inverse=True)
+    text = pc.cast(table.column("code"), pa.string()).combine_chunks()
+    codes = pc.unique(text).sort()
+    column = pc.index_in(text, codes).to_numpy(zero_copy_only=False).astype(np.int64)
+    _, first = np.unique(row * len(codes) + column, return_index=True)
+    values = {}
+    for name in names:
+        values[name] = np.full((len(dates), len(codes)), np.nan)
+        values[name][row[first], column[first]] = numbers(table, name)[first]
+    return Scores(dates, tuple(codes.to_pylist()), values), np.delete(np.arange(len(row)), first)
+
+
+def read_scores(table: pa.Table) -> Scores:
+    """Return the matrices of a long table of scores: one row per date and asset, in any order.
+
+    It has ``date``, ``code``, and any of ``score_h{h}`` and ``target_h{h}`` (forward simple return over h dates). Other
+    columns are left out. Nulls and NaN mean that there is no value.
+
+    Raises:
+        DataError: If a column is missing, a date and code come twice, either is null, or a value is infinite.
+    """
+    names = [name for name in table.column_names if _SCORE_OR_TARGET.fullmatch(name)]
+    if not any(name.startswith("score_h") for name in names):
+        raise DataError(
+            f"the table has the columns {', '.join(table.column_names) or 'of none'}.",
+            rule="a table of scores has date, code and at least one score_h followed by a number of dates.",
+            remedy="rename its columns, or score the checkpoint again",
+        )
+    scores, again = matrices(table, names)
+    if len(again):
+        raise DataError(
+            f"{len(again)} pairs of date and code come more than once, first {_place(table, again[0], ', ')}.",
+            rule="a table of scores has one row per date and asset.",
+            remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
+        )
+    for name, values in scores.values.items():
+        if len(infinite := np.argwhere(np.isinf(values))):
+            row, column = infinite[0]
+            raise DataError(
+                f"{name} is infinite in {len(infinite)} of {table.num_rows} rows, first on {scores.dates[row]}, "
+                f"{scores.codes[column]}.",
+                rule="scores and returns are finite, or absent.",
+                remedy="find the price of 0 or the diverged model behind it",
+            )
+    return scores
+
+
+def _place(table: pa.Table, row: int, between: str) -> str:
+    return f"{as_days(table.column('date')[row : row + 1])[0]}{between}{table.column('code')[row]}"
+
+
+@dataclass(frozen=True)
+class Market:
+    """A market to be checked, as it was delivered.
+
+    Attributes:
+        dates, codes: ``datetime64[D]``, shape (D,), ascending and distinct when all is well; names of the A assets.
+        closes, volumes: Shape (D, A), NaN where there is none; volumes are shares or money traded, None if not
+            delivered.
+        features: What a model sees on each date, by name, each of shape (D, A).
+        targets: Forward simple returns by horizon in dates, each of shape (D, A).
+        duplicates: The first few of ``num_duplicates`` rows that came more than once, as text.
+    """
+
+    dates: NDArray[np.datetime64]
+    codes: tuple[str, ...]
+    closes: Floats
+    volumes: Floats | None = None
+    features: Mapping[str, Floats] = field(default_factory=dict)
+    targets: Mapping[int, Floats] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
+    num_duplicates: int = 0
+
+    def __post_init__(self) -> None:
+        targets = {f"target_h{horizon}": values for horizon, values in self.targets.items()}
+        volumes = {} if self.volumes is None else {"volumes": self.volumes}
+        check_shapes(self.dates, self.codes, {"closes": self.closes, **volumes, **self.features, **targets})
+
+
+def check_shapes(dates: ArrayLike, codes: Sequence[str], arrays: Mapping[str, ArrayLike]) -> None:
+    shape = (len(np.asarray(dates)), len(codes))
+    for name, values in arrays.items():
+        if np.shape(values) != shape:
+            raise DataError(
+                f"{name} has the shape {np.shape(values)}, and there are {shape[0]} dates and {shape[1]} codes.",
+                rule="arrays are of one shape (num_dates, num_assets).",
+                remedy="fill absent assets with NaN",
+            )
+
+
+def read_market(prices: pa.Table, *others: pa.Table) -> Market:
+    """Return a market from long tables of one row per date and asset, in any order.
+
+    ``prices`` has ``date``, ``code``, ``close`` and, optionally, ``volume``. In all tables, columns ``target_h5`` are
+    targets by horizon, columns ``score_h5`` are passed over, and every other column of numbers is a feature. Rows of
+    one date and code that come again are counted, and the first of them is used. Rows of ``others`` without prices are
+    left out.
+
+    Raises:
+        DataError: If ``date``, ``code`` or ``close`` is missing, or a date or code is null.
+    """
+    parts, duplicates, num_duplicates = [], list[str](), 0
+    for number, table in enumerate((prices, *others)):
+        names = [one.name for one in table.schema if _is_number(one.type) and one.name not in ("date", "code")]
+        if number == 0 and "close" not in names:
+            names.append("close")
+        part, again = matrices(table, [one for one in names if not one.startswith("score_h")], f"table {number}")
+        parts.append(part)
+        num_duplicates += len(again)
+        duplicates += [_place(table, row, " ") for row in again[:MAX_PLACES]]
+    found = dict(parts[0].values)
+    for part in parts[1:]:
+        found |= part.on(parts[0].dates, parts[0].codes)
+    targets = {name: int(match[1]) for name in found if (match := _TARGET.fullmatch(name))}
+    return Market(
+        dates=parts[0].dates,
+        codes=parts[0].codes,
+        closes=found.pop("close"),
+        volumes=found.pop("volume", None),
+        targets={horizon: found.pop(name) for name, horizon in targets.items()},
+        features=found,
+        duplicates=tuple(duplicates[:MAX_PLACES]),
+        num_duplicates=num_duplicates,
+    )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+
+def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
+    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``, as a panel reads it."""
+    try:
+        return decode_dates(column.combine_chunks(), "date")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"the column of dates is of type {column.type}: {error}.",
+            rule="dates are date32, timestamps, or texts such as 2024-01-31.",
+            remedy="convert the column to dates",
+        ) from error
+
+
+def numbers(table: pa.Table, name: str) -> Floats:
+    """Return a column of numbers; nulls are NaN."""
+    try:
+        return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"the column {name} is of type {table.schema.field(name).type}.",
+            rule="scores, targets and metrics are numbers, or absent.",
+            remedy="convert the column to float32, or name another one",
+        ) from error
+
+
+def forward_returns(closes: Floats, horizon: int, shift: int = 0) -> Floats:
+    """Return what is earned from ``shift`` dates later on over ``horizon`` dates, shape (D, A), NaN if not known."""
+    returns = np.full(closes.shape, np.nan)
+    usable = np.where(np.isfinite(closes) & (closes > 0), closes, np.nan)
+    first, last = max(0, -shift), len(closes) - max(horizon + shift, shift, 0)
+    if last > first:
+        begin = usable[first + shift : last + shift]
+        returns[first:last] = usable[first + shift + horizon : last + shift + horizon] / begin - 1.0
+    return returns

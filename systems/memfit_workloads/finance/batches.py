@@ -1,0 +1,147 @@
+"""Batches of several whole dates over a loader that makes one date at a time, and the scores of a model on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from memfit.data import DateBatch, Loader, Panel
+from memfit_workloads.finance._provenance import Indices
+from memfit_workloads.finance.panels import DataParams
+
+if TYPE_CHECKING:
+    import torch
+
+_Batch = TypeVar("_Batch")
+
+
+class GroupedDates(Generic[_Batch]):
+    """Batches of neighbouring dates of a loader; a derived class says which dates and what they are joined to.
+
+    What batch k of an epoch holds depends on the loader, the epoch and k: a training resumes at the loader's position.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def borders(self) -> Sequence[int]:
+        """Return at which dates of the epoch batches begin, and where the last one ends."""
+        raise NotImplementedError
+
+    def joined(self, group: Sequence[DateBatch]) -> _Batch:
+        """Return one batch of several dates."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.borders()) - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch, and go to its start."""
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[_Batch]:
+        dates, position = iter(self._loader), self._loader.state_dict()["position"]
+        borders = [position, *(border for border in self.borders() if border > position)]
+        for start, stop in itertools.pairwise(borders):
+            yield self.joined(list(itertools.islice(dates, stop - start)))  # type: ignore[arg-type]
+        next(dates, None)  # the loader then knows that the epoch is over
+
+    def repeated(self, number: int) -> _Batch:
+        """Return a batch of so many of the longest date, at most as many as there are dates."""
+        return self.joined([self._loader.longest()] * min(number, len(self._loader)))  # type: ignore[list-item]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position: that of the first date that was not given yet."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+    @property
+    def num_workers(self) -> int:
+        """How many threads make dates ahead."""
+        return self._loader.num_workers
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def targets_of(panel: Panel, data: DataParams, group: Sequence[DateBatch]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the targets of the rows of several dates, (n, num_horizons) float32; NaN where not known."""
+    columns = [panel.target_names.index(data.target(horizon)) for horizon in data.horizons]
+    found = np.concatenate([panel.targets[one.date_index][one.asset_indices][:, columns] for one in group])
+    return found.astype(np.float32, copy=False)
+
+
+def windows_of(group: Sequence[DateBatch]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the windows of several dates, one after the other; those of a single date are not copied."""
+    return group[0].windows if len(group) == 1 else np.concatenate([one.windows for one in group])
+
+
+def table_of(
+    panel: Panel, data: DataParams, date: Indices, asset: Indices, scores: npt.NDArray[np.float32]
+) -> pa.Table:
+    """A row for each date and asset: ``date``, ``code``, and by horizon ``score_h<h>`` and ``target_h<h>``.
+
+    ``target_h1`` is always there; a target that is not known is null. ``date`` and ``asset`` are the positions (n,) in
+    the panel, ``scores`` (n, num_horizons).
+    """
+    columns: dict[str, Any] = {
+        "date": pa.array(panel.dates[date], pa.date32()),
+        "code": pa.array(panel.assets).take(pa.array(asset)),
+    }
+    for number, horizon in enumerate(data.horizons):
+        columns[f"score_h{horizon}"] = pa.array(scores[:, number])
+    for horizon in data.labels:
+        known = panel.target(data.target(horizon))[date, asset]
+        columns[f"target_h{horizon}"] = pa.array(known, from_pandas=True)
+    return pa.table(columns)
+
+
+def scores_of(
+    model: torch.nn.Module,
+    panel: Panel,
+    data: DataParams,
+    batches: Iterable[Any],
+    *,
+    rows: Callable[[Any], tuple[Indices, Indices, Any]],
+    precision: str,
+) -> pa.Table:
+    """Return the scores of a model in evaluation mode, as `table_of` gives them.
+
+    ``rows`` gives the dates and the assets of a batch's rows, and what the model takes.
+    """
+    import torch
+
+    from memfit.training import autocast
+
+    parts = []
+    with torch.no_grad(), autocast(model, precision):  # type: ignore[arg-type]
+        for batch in batches:
+            dates, assets, given = rows(batch)
+            parts.append((dates, assets, model(given).float().cpu().numpy()))
+    date, asset, score = (np.concatenate(one) for one in zip(*parts, strict=True))
+    return table_of(panel, data, date, asset, score)
+
+
+def step_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any], max_grad_norm: float
+) -> Callable[[Any], None]:
+    """Return one training step on a batch, without what a trainer does around it."""
+    import torch
+
+    model.train()
+
+    def step(batch: Any) -> None:
+        total, weight = loss(model, batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+
+    return step

@@ -1,0 +1,195 @@
+"""The data of the forecaster: folds, sectors, each day's graph and its volatility, all from what was known on the day.
+
+This loads no torch, for the processes that only prepare a run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from memfit.data import Panel, decode_dates
+from memfit.errors import MissingExtraError
+from memfit.pipeline import Context
+from memfit.rundir import phase
+from memfit.splits import PurgedKFold
+from memfit_workloads.finance.panels import (
+    batches_of,
+    check_columns,
+    check_cycles,
+    check_data,
+    check_folds,
+    naming,
+    possible_dates,
+    prepare_folds,
+)
+from memfit_workloads.finance.prices import FEATURES, SECTORS
+from memfit_workloads.forecaster.params import ForecastData, ForecasterParams
+
+Array = npt.NDArray[Any]
+
+_VOLATILITY_DATES = 20
+_LEAST_PAST = 60  # volatilities before a day's is ranked among them
+_CHUNK_ROWS = 1024
+
+
+def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
+    """Save the panel, its purged folds, the sectors, and what each date's past says: neighbours and volatility."""
+    data, embargo = params.data, params.splits.embargo_size
+    panel, facts = prepare_folds(context, params, _splitter(params), embargo_size=embargo)
+    phase("graph")
+    returns = panel.target(data.target(1))
+    context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
+    if params.graph.enabled:
+        path = context.dir / "neighbours.npy"
+        write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
+        context.save("neighbours", path)
+    return facts
+
+
+def _splitter(params: ForecasterParams) -> PurgedKFold:
+    splits = params.splits
+    return PurgedKFold(splits.n_splits, purged_size=max(params.data.labels), embargo_size=splits.embargo_size)
+
+
+def write_neighbours(path: Path, returns: Array, number: int, window: int) -> None:
+    """Write the neighbours of every date, one date at a time: (num_dates, num_assets, number), -1 for none.
+
+    ``returns`` (num_dates, num_assets) are those over the date that follows each. A date's neighbours come from those
+    of the ``window`` dates before it: the last of them is known at its close.
+    """
+    num_dates, num_assets = returns.shape
+    kind = np.int16 if num_assets <= np.iinfo(np.int16).max else np.int32
+    found = np.lib.format.open_memmap(path, "w+", kind, (num_dates, num_assets, number))
+    for date in range(num_dates):
+        found[date] = neighbours_of(returns[date - window : date], number) if date >= window else -1
+    found.flush()
+
+
+def neighbours_of(past: Array, number: int) -> npt.NDArray[np.int64]:
+    """Return the assets of the highest correlation with each, highest first: (num_assets, number), -1 for none.
+
+    ``past`` are returns (num_dates, num_assets). An asset takes part if half of its returns are known and they differ.
+    A missing return (NaN) counts as its asset's mean.
+    """
+    known = np.isfinite(past)
+    count = known.sum(0)
+    plain = np.where(known, past, 0.0)
+    centred = np.where(known, plain - plain.sum(0) / np.maximum(count, 1), 0.0)
+    length = np.sqrt((centred**2).sum(0))
+    counts = (2 * count >= len(past)) & (length > 0)
+    unit = (centred / np.where(counts, length, 1.0)).astype(np.float32)
+    num_assets = past.shape[1]
+    taken = min(number, num_assets - 1)
+    found = np.full((num_assets, number), -1, np.int64)
+    for start in range(0, num_assets if taken else 0, _CHUNK_ROWS):
+        rows = np.arange(start, min(start + _CHUNK_ROWS, num_assets))
+        close = unit[:, rows].T @ unit
+        close[:, ~counts] = -np.inf
+        close[rows - start, rows] = -np.inf
+        top = np.argpartition(-close, taken - 1, axis=1)[:, :taken]
+        highest = np.take_along_axis(close, top, 1)
+        order = np.argsort(-highest, axis=1, kind="stable")
+        top, highest = np.take_along_axis(top, order, 1), np.take_along_axis(highest, order, 1)
+        found[rows, :taken] = np.where(np.isfinite(highest) & counts[rows, None], top, -1)
+    return found
+
+
+def volatility_ranks(returns: Array) -> npt.NDArray[np.float32]:
+    """Return where each date's volatility stands among those of the dates before it: (num_dates,), 0 to 1.
+
+    The volatility is the standard deviation of the mean return of all assets over the last 20 dates, the last of them
+    known at the date's close. ``returns`` (num_dates, num_assets) are those over the date that follows each. A date
+    with too little past has 0.5.
+    """
+    known_on = np.full(len(returns), np.nan)  # the mean return that ends on a date
+    for date in range(1, len(returns)):
+        before = returns[date - 1]
+        known = np.isfinite(before)
+        known_on[date] = before[known].mean(dtype=np.float64) if known.any() else np.nan
+    ranks, past = np.full(len(returns), 0.5, np.float32), list[float]()
+    for date in range(_VOLATILITY_DATES, len(returns)):
+        volatility = float(known_on[date - _VOLATILITY_DATES + 1 : date + 1].std())
+        if np.isnan(volatility):
+            continue
+        if len(past) >= _LEAST_PAST:
+            ranks[date] = (bisect.bisect_left(past, volatility) + bisect.bisect(past, volatility)) / (2 * len(past))
+        bisect.insort(past, volatility)
+    return ranks
+
+
+def day_weights(ranks: npt.NDArray[np.float32], strength: float) -> npt.NDArray[np.float32]:
+    """Return how much each date counts: ``exp(-strength * (2 * rank - 1))``, so a calm day counts more; 1 at 0."""
+    weights: npt.NDArray[np.float32] = np.exp(-strength * (2 * ranks - 1)).astype(np.float32)
+    return weights
+
+
+def sectors_of(panel: Panel, data: ForecastData) -> npt.NDArray[np.int16]:
+    """Return the sector number of each asset, -1 where not known. In a file, the sector of its first date counts."""
+    names: list[str | None] = [None] * len(panel.assets)
+    if data.source == "prices":
+        names = [SECTORS.get(code) for code in panel.assets]
+    elif data.sector is not None:
+        assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
+        for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
+            place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
+            dates = decode_dates(batch.column(0), data.columns.date)
+            by_date = np.argsort(dates, kind="stable")
+            seen, rows = np.unique(place[by_date], return_index=True)
+            for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
+                if not dates[row] >= first[asset]:  # NaT compares as false: the first that is seen
+                    names[asset], first[asset] = batch.column(data.sector)[row].as_py(), dates[row]
+    numbers = {name: number for number, name in enumerate(sorted({str(name) for name in names if name is not None}))}
+    return np.array([-1 if name is None else numbers[str(name)] for name in names], np.int16)
+
+
+def num_features(data: ForecastData) -> int:
+    """Return how many features an asset has."""
+    return {"prices": len(FEATURES), "generated": data.num_features}.get(data.source, len(data.features))
+
+
+def largest_day(data: ForecastData) -> int:
+    """Return how many assets the largest day has at most; of a file that is there, from its column of dates."""
+    return 1 if data.path is not None and not data.path.exists() else possible_dates(data)[1]
+
+
+def check(params: ForecasterParams) -> None:
+    """Refuse data, folds, an optimizer or a schedule that cannot be trained with."""
+    data, train = params.data, params.train
+    check_data(params)
+    if data.sector is not None and data.path is not None:
+        check_columns(data, {"sector": [data.sector]})
+    num_days = check_folds(params, _splitter(params), train.valid_share)
+    days_at_once = max(1, train.batch_size // largest_day(data))
+    for section in ("pretrain", "train"):
+        check_steps(params, section, -(-num_days // days_at_once) * getattr(params, section).num_epochs)
+    if train.optimizer == "adamw":
+        return
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        raise MissingExtraError.of(
+            "pytorch_optimizer", "forecaster", f"the optimizer {train.optimizer!r}", "memfit-systems"
+        )
+    if train.optimizer != "adabelief":  # it has been made before, and the import takes seconds
+        import torch
+
+        from memfit_workloads.forecaster.optim import make_optimizer
+
+        with naming("train.optimizer"):
+            make_optimizer(
+                train.optimizer, [torch.nn.Parameter(torch.ones(2, 2))], train.learning_rate, train.weight_decay
+            )
+
+
+def check_steps(params: ForecasterParams, section: Literal["pretrain", "train"], num_steps: int) -> None:
+    """Refuse warm restarts that do not fit a training's steps; without a pre-training there is nothing to refuse."""
+    train, key = params.train, "--set params.train.cycles"
+    if train.schedule == "warm_restarts" and getattr(params, section).num_epochs:
+        more = f"train for more steps: --set params.{section}.num_epochs=..., or a smaller params.train.batch_size"
+        check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)

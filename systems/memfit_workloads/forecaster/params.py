@@ -1,0 +1,130 @@
+"""The parameters of the forecaster: the ``params`` section of its config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from memfit import config
+from memfit.errors import nearest
+from memfit_workloads.finance.panels import Count, DataParams, Weight
+
+
+class ForecastData(DataParams):
+    """Where the panel comes from, and the sectors of its assets."""
+
+    sector: str | None = Field(None, description="parquet: the column of sector names; prices have theirs")
+
+    @model_validator(mode="after")
+    def _sector_is_a_column_of_a_file(self) -> ForecastData:
+        if self.sector is not None and self.source != "parquet":
+            raise ValueError(f"sector belongs to source: parquet, and source is {self.source}")
+        return self
+
+
+class SplitParams(config.Settings):
+    """Purged folds: labels are purged by the longest horizon."""
+
+    n_splits: int = Field(5, ge=2, description="folds")
+    embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels")
+
+
+class GraphParams(config.Settings):
+    """The graph of a day, made of what was known on it."""
+
+    enabled: bool = Field(True, description="false: the layers are plain ones of the same widths")
+    neighbours: int = Field(5, ge=1, description="most correlated assets that an asset is joined with")
+    window: int = Field(60, ge=3, description="dates of returns that the correlations are taken over")
+    sectors: bool = Field(True, description="join assets of one sector as well")
+
+
+class ModelParams(config.Settings):
+    """The network: every width and head comes from hidden_size and num_heads."""
+
+    hidden_size: int = Field(64, ge=1, description="width of all layers")
+    num_layers: int = Field(2, ge=1, le=6, description="layers along the graph")
+    num_heads: int = Field(4, ge=1, description="attention heads of each layer")
+    dropout: float = Field(0.1, ge=0, lt=1, description="share of a layer's output that is dropped in training")
+
+
+class PretrainParams(config.Settings):
+    """Pre-training: the encoder reconstructs hidden features of a day. It uses a fold's training dates alone."""
+
+    num_epochs: int = Field(0, ge=0, description="epochs, 0 for none")
+    learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
+    hidden_share: float = Field(0.15, gt=0, lt=1, description="share of the newest date's features that is hidden")
+
+
+class TrainParams(config.Settings):
+    """The training of a fold."""
+
+    num_epochs: int = Field(4, ge=1, description="epochs")
+    batch_size: int = Field(512, ge=1, description="rows of a batch: it takes whole days until the next does not fit")
+    optimizer: str = Field("adamw", min_length=1, description="adamw, adabelief, or another of pytorch_optimizer")
+    schedule: Literal["constant", "cosine", "warm_restarts"] = Field("cosine", description="of the learning rate")
+    learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
+    floor_share: float = Field(0.05, ge=0, lt=1, description="what a cosine ends at, of the learning rate")
+    cycles: int = Field(2, ge=1, description="warm_restarts: cycles, each twice as long as the one before")
+    warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the learning rate grows")
+    horizon_weights: dict[Count, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
+    rank_weight: float = Field(0.1, ge=0, description="how much the order within a day counts; 0 leaves it out")
+    rank_temperature: float = Field(0.05, gt=0, description="of the soft ranks, in standard deviations of the targets")
+    regime_strength: float = Field(0.0, ge=0, description="how much volatile days count less; 0: all days count 1")
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
+    precision: Literal["auto", "float32", "bf16-mixed", "fp16-mixed"] = Field("auto", description="auto: by the device")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, else the CPU")
+    microbatch_size: int | Literal["auto"] | None = Field(
+        None, description="days of a forward pass; null: all of a batch; auto: as many as fit"
+    )
+    num_workers: int = Field(0, ge=0, description="threads that read days ahead")
+    valid_share: float = Field(0.15, gt=0, lt=1, description="the last of the training dates, kept for validation")
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_is_known(cls, name: str) -> str:
+        if name in ("adamw", "adabelief"):
+            return name
+        from pytorch_optimizer import get_supported_optimizers  # it loads torch, so only for names that are rarer
+
+        known = get_supported_optimizers()
+        if name not in known:
+            raise ValueError(f"{name} is no optimizer; {nearest(name, ['adamw', *known])}")
+        return name
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> TrainParams:
+        if isinstance(self.microbatch_size, int) and self.microbatch_size < 1:
+            raise ValueError(f"microbatch_size is {self.microbatch_size}; it is at least 1")
+        if self.cycles != TrainParams.model_fields["cycles"].default and self.schedule != "warm_restarts":
+            raise ValueError(f"cycles belongs to schedule: warm_restarts, and schedule is {self.schedule}")
+        return self
+
+
+class ForecasterParams(config.Settings):
+    """The ``params`` section of a forecaster's config."""
+
+    data: ForecastData = ForecastData()
+    splits: SplitParams = SplitParams()
+    graph: GraphParams = GraphParams()
+    model: ModelParams = ModelParams()
+    pretrain: PretrainParams = PretrainParams()
+    train: TrainParams = TrainParams()
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> ForecasterParams:
+        width, heads = self.model.hidden_size, self.model.num_heads
+        if width % heads:
+            raise ValueError(f"model.hidden_size ({width}) must be a multiple of model.num_heads ({heads})")
+        if self.graph.enabled and heads % 2:
+            raise ValueError(
+                f"model.num_heads ({heads}) must be even: half of the heads follows correlations, half sectors"
+            )
+        self.data.weigh(self.train.horizon_weights)
+        return self
+
+    @property
+    def horizon_weights(self) -> tuple[float, ...]:
+        """How much each of ``data.horizons`` counts, in their order."""
+        return self.data.weigh(self.train.horizon_weights)

@@ -1,0 +1,112 @@
+"""Batches of several dates: each date is a list of assets, with its targets, its weight and its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.data import DateBatch, Loader, Panel
+from memfit_workloads.finance.batches import GroupedDates, targets_of, windows_of
+from memfit_workloads.ranker.params import RankerParams
+
+
+@dataclass(frozen=True, eq=False)
+class ListBatch:
+    """The lists of a step. Rows of one list stand together, so a batch can be cut between lists.
+
+    Attributes:
+        windows, targets: (n, lookback, num_features); (n, num_horizons), NaN where not known.
+        lists, weights: (n,) the number of the row's list within the batch; of its date, 1 for the newest of the batch.
+        partners: (n, num_pairs) the assets, as places within the list, that the row is compared with; its own is none.
+    """
+
+    windows: NDArray[np.float32]
+    targets: NDArray[np.float32]
+    lists: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    partners: NDArray[np.int64]
+
+
+class ListBatches(GroupedDates[ListBatch]):
+    """The training batches of a fold, over a loader that makes one list at a time.
+
+    What batch k of an epoch holds depends on (panel, dates, parameters, seed, epoch, k) alone, so a training resumes
+    bit-exact in mid-epoch, at the loader's position.
+    """
+
+    def __init__(
+        self, panel: Panel, dates: NDArray[np.int64], params: RankerParams, *, seed: int, num_workers: int = 0
+    ) -> None:
+        self.panel = panel
+        self._data = params.data
+        self._size = params.train.dates_per_batch
+        self._tau_days = params.train.tau_days
+        self._num_pairs = params.train.pairs_per_asset if params.train.loss.ranknet else 0
+        self._seed = seed
+        self._epoch = 0
+        loader = Loader(
+            panel,
+            dates,
+            lookback=params.data.lookback,
+            target=None,
+            shuffle=seed,
+            min_assets=2,
+            max_assets=params.train.max_assets,
+            num_workers=num_workers,
+        )
+        super().__init__(loader)
+
+    def borders(self) -> Sequence[int]:
+        """Return at which lists of the epoch batches begin, and where the last one ends."""
+        return [*range(0, len(self._loader), self._size), len(self._loader)]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        super().set_epoch(epoch)
+
+    def longest(self) -> ListBatch:
+        """As many of the longest list as a batch has: no batch takes more memory."""
+        return self.repeated(self._size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._epoch = state["epoch"]
+
+    def joined(self, group: Sequence[DateBatch]) -> ListBatch:
+        """Return the lists of several dates as one batch."""
+        sizes = [len(one.asset_indices) for one in group]
+        return ListBatch(
+            windows=windows_of(group),
+            targets=targets_of(self.panel, self._data, group),
+            lists=np.repeat(np.arange(len(group)), sizes),
+            weights=np.repeat(self._date_weights([one.date_index for one in group]), sizes),
+            partners=np.concatenate([self._partners(one) for one in group]),
+        )
+
+    def _date_weights(self, dates: Sequence[int]) -> NDArray[np.float32]:
+        """``exp(-age / tau_days)`` of each date, its age in calendar days counted from the newest of the batch.
+
+        Only the ratios within a batch matter, since a step divides by the weights' sum.
+        """
+        if self._tau_days is None:
+            return np.ones(len(dates), np.float32)
+        days = self.panel.dates[list(dates)]
+        age = (days.max() - days).astype(np.float64)
+        weights: NDArray[np.float32] = np.exp(-age / self._tau_days).astype(np.float32)
+        return weights
+
+    def _partners(self, one: DateBatch) -> NDArray[np.int64]:
+        """(n, num_pairs): all other assets where they are few, else so many draws; padded with the asset itself."""
+        size = len(one.asset_indices)
+        if size - 1 <= self._num_pairs:
+            steps = np.zeros((size, self._num_pairs), np.int64)
+            steps[:, : size - 1] = np.arange(1, size)
+        else:
+            key = [self._seed, self._epoch, one.date_index, int(one.asset_indices[0])]
+            steps = np.random.default_rng(key).integers(1, size, (size, self._num_pairs))
+        partners: NDArray[np.int64] = (np.arange(size)[:, None] + steps) % size
+        return partners

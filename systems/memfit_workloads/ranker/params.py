@@ -1,0 +1,143 @@
+"""The parameters of the ranker: the ``params`` section of its config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from memfit import config
+from memfit_workloads.finance import JudgeSettings
+from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
+
+_OF_KIND = {
+    "purged": ("lookback_size",),
+    "walk_forward": ("train_size", "warm_start"),
+    "combinatorial": ("n_test_splits",),
+}
+
+
+class SplitParams(config.Settings):
+    """How dates become folds; labels are purged by the longest horizon in any case."""
+
+    kind: Literal["purged", "walk_forward", "combinatorial"] = "purged"
+    n_splits: int = Field(5, ge=2, description="folds; combinatorial: blocks, of which each fold tests some")
+    embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
+    lookback_size: int = Field(0, ge=0, description="purged: dates of feature overlap to drop as well")
+    train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
+    warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
+    n_test_splits: int = Field(2, ge=2, description="combinatorial: blocks that a fold tests")
+
+    @model_validator(mode="after")
+    def _settings_fit_the_kind(self) -> SplitParams:
+        if self.warm_start and self.kind != "walk_forward":
+            raise ValueError(
+                f"warm_start needs kind: walk_forward, and kind is {self.kind}: the fold before was trained on dates "
+                "that this one is tested on, so its weights would leak them"
+            )
+        if self.warm_start and self.train_size is not None:
+            raise ValueError(
+                "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
+                "must name all dates it was trained on"
+            )
+        refuse_others(self, "kind", _OF_KIND)
+        if self.kind == "combinatorial" and self.n_test_splits >= self.n_splits:
+            raise ValueError(f"n_test_splits ({self.n_test_splits}) must be less than n_splits ({self.n_splits})")
+        return self
+
+
+class ModelParams(config.Settings):
+    """The encoder."""
+
+    patch_size: int = Field(10, ge=1, description="dates in a patch")
+    width: int = Field(32, ge=1, description="width of a token")
+    num_layers: int = Field(1, ge=1, description="encoder layers")
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    dropout: float = Field(0.1, ge=0, lt=1, description="share of activations dropped in training")
+
+
+class LossParams(config.Settings):
+    """How much each loss counts; a loss with weight 0 is not computed."""
+
+    listnet: Weight = Field(1.0, description="cross entropy of being first")
+    ranknet: Weight = Field(0.5, description="logistic loss of sampled pairs")
+    mse: Weight = Field(0.1, description="squared error to the standardised target")
+
+    @model_validator(mode="after")
+    def _one_counts(self) -> LossParams:
+        if self.listnet == self.ranknet == self.mse == 0:
+            raise ValueError("one of the losses needs a weight above 0")
+        return self
+
+
+class TrainParams(config.Settings):
+    """The training of a fold."""
+
+    num_epochs: int = Field(4, ge=1, description="epochs")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
+    )
+    precision: Literal["auto", "float32", "bf16-mixed", "fp16-mixed"] = Field(
+        "auto", description="auto: bf16-mixed on a GPU, fp16-mixed on one without bfloat16, float32 on the CPU"
+    )
+    dates_per_batch: int = Field(8, ge=1, description="dates of an optimizer step")
+    learning_rate: float = Field(1e-3, gt=0, description="highest step size of AdamW")
+    warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the step size grows")
+    final_share: float = Field(0.05, ge=0, lt=1, description="of the highest step size, what the cosine ends at")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
+    max_assets: int | None = Field(
+        None, ge=3, description="dates with more assets are cut into lists of at most so many"
+    )
+    num_workers: int = Field(0, ge=0, description="threads that make batches ahead")
+    loss: LossParams = LossParams()
+    pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")
+    horizon_weights: dict[Count, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
+    tau_days: float | None = Field(None, gt=0, description="calendar days in which a date's weight falls to 1/e")
+    ema_decay: float | None = Field(0.98, ge=0, lt=1, description="of the average of the weights, None for none")
+    ema_epochs: tuple[Count, ...] = Field((), description="epochs after which a snapshot of the average is written")
+    valid_share: float = Field(0.15, ge=0, lt=1, description="the last of the training dates, kept for validation")
+    k_ratio: float = Field(0.2, gt=0, le=1, description="share of a date's assets that precision at k looks at")
+    patience: int | None = Field(None, ge=1, description="epochs without a better validation before an early stop")
+    scored: Literal["last", "ema", "best"] = Field("last", description="the weights that score the test dates")
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> TrainParams:
+        if self.tau_days is not None and self.dates_per_batch == 1:
+            raise ValueError(
+                "tau_days needs dates_per_batch of 2 or more: the weight of a single date scales the whole loss, which "
+                "dividing by it takes back"
+            )
+        if self.ema_decay is None and (self.ema_epochs or self.scored == "ema"):
+            raise ValueError("ema_epochs and scored: ema need an ema_decay")
+        if self.valid_share == 0 and (self.patience is not None or self.scored == "best"):
+            raise ValueError("patience and scored: best need a valid_share above 0")
+        return self
+
+
+class RankerParams(JudgeSettings):
+    """The ``params`` section of a ranker's config: what is trained; and how it is judged, as `JudgeSettings` say."""
+
+    data: DataParams = DataParams()
+    splits: SplitParams = SplitParams()
+    model: ModelParams = ModelParams()
+    train: TrainParams = TrainParams()
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> RankerParams:
+        for whole, part in (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads")):
+            sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
+            if sizes[0] % sizes[1]:
+                raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")
+        self.data.weigh(self.train.horizon_weights)
+        return self
+
+    @property
+    def scored_horizons(self) -> tuple[int, ...]:
+        """The horizons that the models score, the main one first."""
+        return (self.data.main_horizon, *self.data.horizons)
+
+    @property
+    def horizon_weights(self) -> tuple[float, ...]:
+        """How much each of ``data.horizons`` counts, in their order."""
+        return self.data.weigh(self.train.horizon_weights)

@@ -1,0 +1,304 @@
+"""Train a T5 on token ids within a plan, and judge what it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.data import PackedDataset, Padding, SequenceLoader
+from memfit.errors import DoesNotFitError
+from memfit.estimation import equation_of_batch, estimate_formula
+from memfit.files import write_atomic
+from memfit.memory import Budget
+from memfit.pipeline import Context
+from memfit.rundir import phase, record
+from memfit.training import EpochRecord, StepOutcome, Trainer, autocast, find_device, seed_everything
+from memfit.units import format_bytes
+from memfit_workloads.recipes.compiling import CompiledBlocks
+from memfit_workloads.recipes.params import RecipesParams, model_config, setup_of, unreadable
+from memfit_workloads.recipes.text import load_tokenizer
+
+#: What a process takes that has imported torch and transformers, and reads the data, beside the training step.
+_BASE_BYTES = 700 << 20
+
+
+def make_model(params: RecipesParams, vocab_size: int) -> torch.nn.Module:
+    """Return the pretrained model, or a small T5 with fresh weights."""
+    import transformers
+
+    found: Any
+    if params.pretrained_model is not None:
+        try:
+            found = transformers.AutoModelForSeq2SeqLM.from_pretrained(params.pretrained_model, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise unreadable(params.pretrained_model, error) from None
+    else:
+        config = transformers.T5Config.from_dict(model_config(params, vocab_size))
+        found = transformers.T5ForConditionalGeneration(config)
+    found.config.use_cache = False
+    if params.gradient_checkpointing:
+        is_new = hasattr(found, "activation_checkpointing_enable")  # its name since transformers 5.23
+        enable = found.activation_checkpointing_enable if is_new else found.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return found.to(torch.bfloat16) if params.precision == "bf16" else found  # type: ignore[no-any-return]
+
+
+def loss(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    """Return the summed cross-entropy of a batch's target tokens, and their number; padding (-100) counts nothing."""
+    logits, labels = logits_of(model, batch)
+    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total, int((labels != -100).sum())
+
+
+def logits_of(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-odds of each target token, shape (n, length, vocabulary), and the labels, both on its device."""
+    device = next(model.parameters()).device
+    found = {name: torch.as_tensor(value, device=device) for name, value in batch.items()}
+    inputs = {name: found[name] for name in ("input_ids", "attention_mask")}
+    decoder = model._shift_right(found["labels"].clamp(min=0))
+    logits = model(**inputs, decoder_input_ids=decoder).logits
+    return logits.float() if logits.dtype.itemsize < 4 else logits, found["labels"]
+
+
+def plan(params: RecipesParams, model: Any) -> dict[str, Any]:
+    """Return how many pairs are taken at once, with the forecast of the step's memory."""
+    device = find_device(params.device)
+    on_host = device.type != "cuda"
+    free = Budget.read().headroom_bytes - _BASE_BYTES if on_host else torch.cuda.mem_get_info(device)[0]
+    config, tried = json.loads(model.config.to_json_string()), []
+
+    def bound(batch: int) -> int:
+        found = estimate_formula(config, setup_of(params, batch)).device["allocated_bytes"].upper
+        tried.append(f"{batch}: {format_bytes(found)}")
+        return found
+
+    total = params.total
+    is_auto = params.auto_batch_size and params.batch_size is None
+    sizes = [one for one in range(total, 0, -1) if total % one == 0] if is_auto else [params.sizes(8)[0]]
+    for batch in sizes:
+        if (peak := bound(batch)) <= free or not is_auto:
+            found = {"batch_size": batch, "gradient_accumulation_steps": params.sizes(batch)[1], "auto": is_auto}
+            return found | {"forecast_bytes": peak, "equation": equation_of_batch(*params.sizes(batch), 1)}
+    raise DoesNotFitError(
+        f"not even one pair fits {format_bytes(free)}; tried {', '.join(tried)}.",
+        rule="the bound of a step at the longest lengths must fit the free memory.",
+        remedy="--set params.gradient_checkpointing=true, a shorter params.max_target_length, or a smaller model",
+    )
+
+
+def loaders(context: Context, params: RecipesParams, batch: int) -> dict[str, SequenceLoader]:
+    """Return the batches to train on, in another order each epoch, and those to validate with."""
+    output = context["tokenize"]
+    found = {}
+    for part in ("train", "valid"):
+        ids = PackedDataset.open(output.path(part))
+        table = output.table(f"{part}_lengths")
+        lengths = np.maximum(table["source"].to_numpy(), table["target"].to_numpy())
+        found[part] = SequenceLoader(
+            ids, Padding(pad_id=0), batch=batch, max_tokens=params.max_tokens, lengths=lengths,
+            shuffle=context.seed if part == "train" else None, num_workers=1,
+        )  # fmt: skip
+    return found
+
+
+def train(context: Context, params: RecipesParams) -> dict[str, Any]:
+    """Fine-tune the model; save it as ``model``."""
+    phase("load")
+    seed_everything(context.seed)
+    model: Any = make_model(params, context["tokenize"].result["vocab_size"])
+    # Chosen once: an attempt that goes on has other free memory, and must have the same batches.
+    chosen = context.once("batch_plan", lambda: plan(params, model))
+    told = f"{'automatic' if chosen['auto'] else 'given'}: {chosen['equation']}"
+    record("batch_plan", **chosen, text=f"trains with the batch {told}")
+    batches = loaders(context, params, chosen["batch_size"])
+    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
+    optimizer = kind(model.parameters(), lr=params.learning_rate, foreach=False)
+    warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
+    monitor = FrozenWeights(model, context.dir)
+    device = find_device(params.device)
+    able = capabilities(model.to(device), params)
+    record("capabilities", **able, text=f"attention: {able['attention']}, computed by {able['attention_kernel']}")
+    compiled = CompiledBlocks(model, device) if params.compile else None
+    sizes = SizesTold(chosen["batch_size"], params.total)
+
+    def on_epoch(epoch: EpochRecord) -> None:
+        monitor(epoch)
+        if compiled is not None:
+            compiled(epoch)
+
+    trainer = Trainer(
+        model,
+        loss=loss if compiled is None else compiled.loss(loss),
+        optimizer=optimizer,
+        schedule=warmup,
+        device=params.device,
+        precision=_autocast(params),
+        seed=context.seed,
+        global_batch_size=params.total if params.max_tokens is None else None,
+        checkpoint_dir=context.dir,
+        max_grad_norm=params.max_grad_norm,
+        on_step=sizes,
+        on_epoch=on_epoch,
+    )
+    if params.precision == "bf16":
+        warnings.warn("all-bf16 AdamW: updates smaller than 1/256 of a weight vanish; bf16-mixed keeps fp32 weights",
+                      stacklevel=1)  # fmt: skip
+    result = trainer.fit(batches["train"], batches["valid"], num_epochs=params.epochs)
+    model.config.use_cache = True
+    folders = [context.dir / "model", *filter(None, [params.model_output])]
+    for folder in folders:
+        model.save_pretrained(folder)
+        shutil.copy(context["tokenize"].path("tokenizer"), folder / "tokenizer.json")
+    context.save("model", folders[0])
+    last = result.history[-1]
+    assert last.metrics is not None
+    return {
+        **chosen,
+        "microbatch_size": sizes.smallest,
+        "train_loss": last.train_loss,
+        "valid_loss": last.metrics["valid_loss"],
+        "num_epochs": len(result.history),
+        "frozen_share": monitor.share,
+        "capabilities": able,
+        "compile": compiled.summary() if compiled else None,
+    }
+
+
+class SizesTold:
+    """After each step: says so once when fewer pairs than planned are taken at once."""
+
+    def __init__(self, batch: int, total: int) -> None:
+        self.smallest, self.total = batch, total
+
+    def __call__(self, outcome: StepOutcome) -> None:
+        if outcome.num_ooms and 0 < outcome.microbatch_size < self.smallest:
+            before, self.smallest = self.smallest, outcome.microbatch_size
+            now = f"{self.smallest} x {-(-self.total // self.smallest)}"
+            text = f"ran out of memory at {before} x {self.total // before} and goes on at {now}: still {self.total}"
+            record("batch_changed", size=self.smallest, previous_size=before, text=text)
+
+
+class FrozenWeights:
+    """After each epoch: how many of the weights have not moved in it, by a sample of each tensor.
+
+    A share near 1, as with 16-bit weights whose small updates round to nothing, is a training that stands still. The
+    samples of two epochs lie in ``folder``, so that a training that goes on finds the same share.
+    """
+
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        self._model, self._folder, self.share = model, folder, 0.0
+        self._at_start = self._sample()
+
+    def _sample(self) -> npt.NDArray[np.generic]:
+        picked = [one.detach().flatten() for one in self._model.parameters() if one.requires_grad]
+        sample = torch.cat([one[:: max(1, len(one) // 4096)].double().cpu() for one in picked])
+        return np.asarray(sample.numpy())
+
+    def _path(self, epoch: int) -> Path:
+        return self._folder / f"weights_seen_{epoch}.npy"
+
+    def __call__(self, epoch: EpochRecord) -> None:
+        now, path = self._sample(), self._path(epoch.epoch - 1)
+        before = np.load(path) if path.exists() else self._at_start
+        self.share = float((now == before).mean())
+        kept = io.BytesIO()
+        np.save(kept, now)
+        write_atomic(self._path(epoch.epoch), kept.getvalue())
+        self._path(epoch.epoch - 2).unlink(missing_ok=True)
+        text = f"{self.share:.0%} of the weights did not move in epoch {epoch.epoch}"
+        is_frozen = self.share > 0.5
+        record("frozen_weights", epoch=epoch.epoch, share=self.share, **({"text": text} if is_frozen else {}))
+        if is_frozen:
+            warnings.warn(f"{text}: the learning rate is too small for their precision", stacklevel=1)
+
+
+def capabilities(model: Any, params: RecipesParams) -> dict[str, str]:
+    """Return what the model computes with: attention by name and by kernel, its precision, the versions.
+
+    The kernel is seen, not assumed: SDPA takes its plain one, which keeps the scores, where it has no fused one for
+    the position bias or dropout.
+    """
+    import transformers
+
+    attention = str(getattr(model.config, "_attn_implementation", "eager"))
+    ids = torch.ones((2, 4), dtype=torch.long)
+    with _AttentionKernels() as kernels, torch.enable_grad(), autocast(model, _autocast(params)):
+        logits_of(model.train(), {"input_ids": ids, "attention_mask": ids, "labels": ids})
+    plain = "eager" if attention == "eager" else "math"
+    return {
+        "attention": attention,
+        "attention_kernel": ", ".join(sorted(kernels.seen)) or plain,
+        "dtype": str(next(model.parameters()).dtype),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "compiled": "blocks" if params.compile else "no",
+    }
+
+
+class _AttentionKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of fused attention kernels that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "scaled_dot_product" in name:
+            self.seen.add(name.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def _autocast(params: RecipesParams) -> Literal["bf16-mixed"] | None:
+    return "bf16-mixed" if params.precision == "bf16-mixed" else None
+
+
+def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
+    """Judge the model on the validation pairs, batch by batch, and generate some texts to look at."""
+    phase("validate")
+    import transformers
+
+    model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(context["train"].path("model"))
+    device = find_device(params.device)
+    model.eval().to(device)
+    batches = loaders(context, params, context["train"].result["microbatch_size"])["valid"]
+    sums = np.zeros(3)
+    with torch.no_grad(), autocast(model, _autocast(params)):
+        for batch in batches:
+            logits, labels = logits_of(model, batch)
+            kept = labels != -100
+            total = cross_entropy(logits[kept], labels[kept], reduction="sum")
+            sums += [float(total), float((logits.argmax(-1)[kept] == labels[kept]).sum()), float(kept.sum())]
+            del logits  # reduced here: those of all batches together are what ends evaluations
+    found = {"loss": sums[0] / sums[2], "token_accuracy": sums[1] / sums[2], "num_tokens": int(sums[2])}
+    samples = list(generate(context, params, model, device))
+    context.save("samples", samples)
+    lines = [f"validation: {found['loss']:.3f} nats a token, {found['token_accuracy']:.1%} of tokens right"]
+    for one in samples:
+        lines += [f"given: {one['source']}", f"  written: {one['written']}"]
+    return found | {"report": lines}
+
+
+def generate(context: Context, params: RecipesParams, model: Any, device: torch.device) -> Iterator[dict[str, str]]:
+    """Yield texts that the model writes for the first validation pairs, one at a time."""
+    tokenizer = load_tokenizer(context["train"].path("model"))
+    ids = PackedDataset.open(context["tokenize"].path("valid"))
+    for pair in ids[: params.num_samples]:
+        source = torch.from_numpy(np.array(pair["input_ids"], np.int64))[None].to(device)
+        with torch.no_grad():
+            written = model.generate(source, max_new_tokens=params.max_target_length, num_beams=1, do_sample=False)
+        texts = (pair["input_ids"].tolist(), pair["labels"].tolist(), written[0].tolist())
+        given, wanted, found = (tokenizer.decode(one, skip_special_tokens=True) for one in texts)
+        yield {"source": given, "wanted": wanted, "written": found}

@@ -1,0 +1,206 @@
+"""The video classifier: with a leak on purpose, with collections on, decoding, and 300 clips under a limit and kills.
+
+    make bench NAME=video ARGS="--part leak --part cleanup --part decode --part clips"
+
+Parts: ``leak``: labels drawn at random for each group, with folds of whole groups and of single videos; ``cleanup``:
+what each kind of garbage collection freed and cost; ``decode``: clips a second, and memory, against decoding whole
+files; ``clips``: 300 clips, a tenth of them damaged, in five folds under one real limit into which two plain folds fit,
+killed 20 times (needs root and a memory cgroup; at most 4 GiB).
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from pyarrow import feather
+
+from harness import Limited, find_parent, parser
+from memfit.pipeline import Output
+from memfit.rundir import RunDir
+from memfit.units import format_bytes
+from memfit_workloads.benches import command, contents, differing, run
+from memfit_workloads.video.clips import make_clips
+
+CONFIG = Path(__file__).with_name("config.yaml")
+#: What decoding adds to the memory of a worker that has imported torch and av, at its peak, in MiB.
+ADDED = """
+import sys, threading
+from pathlib import Path
+import av, psutil, torch
+from memfit_workloads.video.decode import probe, sample_frames
+own, peaks, ended = psutil.Process(), [], threading.Event()
+def watch():
+    while not ended.wait(0.01):
+        peaks.append(own.memory_full_info().uss)
+watcher = threading.Thread(target=watch)
+before = own.memory_full_info().uss
+watcher.start()
+sample_frames(Path(sys.argv[1]), 16, 112)
+ended.set()
+watcher.join()
+info = probe(Path(sys.argv[1]))
+print(f"{info.width} x {info.height}, {info.seconds:.0f} s: adds {(max(peaks) - before) / 2**20:.1f} MiB")
+"""
+PLAIN = """
+import sys, av, numpy as np
+for path in sys.argv[1:]:
+    with av.open(path) as container:
+        whole = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    picked = whole[np.linspace(0, len(whole) - 1, 16).astype(int)]
+"""
+STREAM = """
+import sys
+from pathlib import Path
+from memfit_workloads.video.decode import sample_frames
+for path in sys.argv[1:]:
+    sample_frames(Path(path), 16, 112)
+"""
+PEAK = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+#: A fold as it is often written: all clips decoded whole, and held while a plain loop trains.
+NAIVE = """
+import sys, av, numpy as np, torch
+from pathlib import Path
+from memfit.pipeline import Output
+from memfit_workloads.video.model import ClipNet
+checkpoints, fold = Path(sys.argv[1]) / "checkpoints", int(sys.argv[2])
+load = Output(checkpoints / "stage_load_data.json")
+folds = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")["fold"].to_numpy()
+videos, clips = load.table("videos"), []
+for name in videos["path"].to_pylist():
+    with av.open(str(load.dir / name)) as container:
+        clips.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+classes = torch.tensor(videos["class"].to_numpy()).float()
+model = ClipNet(8)
+optimizer = torch.optim.AdamW(model.parameters())
+rows = [row for row in range(len(clips)) if folds[row] not in (0, fold)]
+for epoch in range(3):
+    for start in range(0, len(rows), 8):
+        part = rows[start : start + 8]
+        picked = [clips[row][np.linspace(0, len(clips[row]) - 1, 16).astype(int), ::4, ::5] for row in part]
+        frames = torch.from_numpy(np.stack(picked)).permute(0, 1, 4, 2, 3)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(frames), classes[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+SHORT = {"data.num_clips": 96, "clip.size": 32, "train.num_epochs": 3}
+CLIPS = {"data.num_clips": 300, "data.bad_share": 0.1, "clip.size": 32, "train.num_epochs": 6}
+MOST_BYTES = 4 << 30
+
+
+def leak(folder: Path) -> None:
+    settings = SHORT | {"train.labels": "random", "train.num_epochs": 25, "num_versions": 1}
+    for grouped in ("true", "false"):
+        summary = run(CONFIG, settings | {"runs_dir": folder / grouped, "splits.grouped": grouped})
+        table = feather.read_table(Path(summary["run"]) / "kfold_results.feather")
+        pooled = Output(Path(summary["run"], "checkpoints/stage_evaluate.json")).json("scores")["pooled"]["accuracy"]
+        train = sum(table["train_accuracy"].to_pylist()) / len(table)
+        shown = f"{pooled['value']:.3f} ({pooled['low']:.3f} to {pooled['high']:.3f})"
+        print(f"random labels, grouped {grouped}: train accuracy {train:.3f}, out of fold {shown}")
+
+
+def cleanup(folder: Path) -> None:
+    kinds = {"before_stage": True, "after_stage": True, "after_fold": True, "after_epoch": True, "every_batches": 5}
+    for kind, value in kinds.items():
+        own = {"runs_dir": folder / kind, "data.bad_share": 0.1, f"cleanup.{kind}": str(value).lower()}
+        events = RunDir(Path(run(CONFIG, SHORT | own, "--units", "1")["run"])).events()
+        done = [event for event in events if event["kind"] == "cleanup"]
+        host, seconds, objects = (sum(one[name] for one in done) for name in ("host_bytes", "seconds", "num_objects"))
+        print(f"{kind:20} {len(done):3} times, {objects} objects, {host / 2**20:.1f} MiB, {seconds:.2f} s")
+
+
+def decode(folder: Path) -> None:
+    table = make_clips(folder / "clips", 60, 0, seconds=5.0)
+    paths = [str(folder / "clips" / one) for one in table["path"].to_pylist()]
+    for name, program in (("whole files", PLAIN), ("streamed", STREAM)) * 2:
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program + PEAK, *paths], check=True, capture_output=True)
+        speed = 60 / (time.perf_counter() - start)
+        print(f"{name:12} {speed:6.1f} clips a second, peak {int(done.stdout) / 2**10:.0f} MiB")
+    for width, height, seconds in ((1280, 720, 10), (1280, 720, 60), (640, 360, 600), (3840, 2160, 5)):
+        clip = folder / "long.mp4"
+        write_clip(clip, width, height, seconds)
+        subprocess.run([sys.executable, "-c", ADDED, str(clip)], check=True)
+
+
+def write_clip(path: Path, width: int, height: int, seconds: int) -> None:
+    """Write a clip of noise that moves, at 24 frames a second."""
+    noise = np.random.default_rng(0).integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+    picture = noise.repeat(4, axis=0).repeat(4, axis=1)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(24 * seconds):
+            moved = np.ascontiguousarray(np.roll(picture, 8 * (number // 24), axis=1))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(moved, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def is_past(folder: Path, place: str) -> bool:
+    """Whether a stage of the run has ended, or the third fold its first epoch."""
+    for path in folder.glob("video/run_*"):
+        if place != "fold 3, epoch 2":
+            return (path / "checkpoints" / f"{place}.json").exists()
+        events = [one for one in RunDir(path).events() if one["kind"] == "epoch" and one.get("job") == "fold_3"]
+        return any(one["epoch"] >= 1 for one in events)
+    return False
+
+
+def clips(folder: Path) -> None:
+    parent = find_parent()
+    if parent is None:
+        sys.exit("clips: needs root and a memory cgroup")
+    whole = Path(run(CONFIG, CLIPS | {"runs_dir": folder / "whole"})["run"])
+    naive = [sys.executable, "-c", NAIVE, str(whole)]
+    with Limited(parent, MOST_BYTES) as group:
+        if group.start([*naive, "1"]).wait():
+            sys.exit("the plain fold failed")
+        alone = group.peak_bytes
+    limit = int(2.2 * alone)
+    with Limited(parent, limit) as group:
+        codes = [one.wait() for one in [group.start([*naive, str(fold)]) for fold in range(1, 6)]]
+        print(f"a plain fold: {format_bytes(alone)}; the limit: {format_bytes(limit)}; of five plain folds at once "
+              f"{sum(code != 0 for code in codes)} died, {group.num_oom_kills} kernel kills")  # fmt: skip
+    killed, rng, num_kills = folder / "killed", random.Random(0), 0
+    words = command(CONFIG, CLIPS | {"runs_dir": killed})
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    stages = ("load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders")
+    places = [f"stage_{name}" for name in (*stages, "initialize_model")] + ["fold_1", "fold_2"]
+    with Limited(parent, limit) as group:
+        for place in [*places, *["fold 3, epoch 2"] * 2, *["any"] * 10]:
+            process, end = group.start(words, **quiet), time.monotonic() + rng.uniform(3, 9)
+            while process.poll() is None and not (time.monotonic() > end if place == "any" else is_past(killed, place)):
+                time.sleep(0.02)
+            num_kills += process.poll() is None
+            group.end_all()
+            process.wait()
+        code = group.start(words, **quiet).wait()
+        print(f"memfit: {num_kills} of 20 kills, exit code {code}, {group.num_oom_kills} kernel kills, charged peak "
+              f"{format_bytes(group.peak_bytes)}")  # fmt: skip
+    expected, found = contents(whole), contents(next(killed.glob("video/run_*")))
+    different, skipped = differing(expected, found), found["stage_load_data"]["num_skipped"]
+    print(f"{len(different)} of {len(expected)} results differ {different[:3]}; {skipped} damaged clips were skipped")
+
+
+PARTS: dict[str, Callable[[Path], None]] = {"leak": leak, "cleanup": cleanup, "decode": decode, "clips": clips}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--part", action="append", choices=PARTS)
+    for part in options.parse_args().part or PARTS:
+        with tempfile.TemporaryDirectory(prefix=f"video-{part}-") as name:
+            PARTS[part](Path(name))
+
+
+if __name__ == "__main__":
+    main()

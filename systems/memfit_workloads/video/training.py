@@ -1,0 +1,209 @@
+"""Train one fold, and predict the videos that it did not train on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
+
+from memfit.pipeline import Context
+from memfit.rundir import phase
+from memfit.training import (
+    BySample,
+    EpochRecord,
+    KeyedDataset,
+    KeyedSampler,
+    SkipPolicy,
+    StepOutcome,
+    Trainer,
+    clean_up,
+    find_device,
+    load_checkpoint,
+    save_checkpoint,
+    seed_everything,
+)
+from memfit_workloads.video.data import Clips, changes_by_row, paths_of
+from memfit_workloads.video.model import ClipNet, hash_of_weights
+from memfit_workloads.video.params import CleanupParams, VideoParams
+from memfit_workloads.video.scores import baselines, binary_metrics
+
+
+def initialize_model(context: Context, params: VideoParams) -> dict[str, Any]:
+    """Draw the first weights once, for all folds."""
+    seed_everything(context.seed)
+    model = ClipNet(params.width)
+    path = context.dir / "first_weights.pt"
+    save_checkpoint(path, {"model": model.state_dict()})
+    context.save("first_weights", path)
+    return {
+        "architecture": f"ClipNet(width={params.width})",
+        "seed": context.seed,
+        "num_parameters": sum(one.numel() for one in model.parameters()),
+        "first_weights": hash_of_weights(model),
+    }
+
+
+def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
+    """Train a fold from the first weights, and save the log-odds of its validation and of the test videos.
+
+    The figures are those of the last epoch's weights: chosen before the validation videos are looked at.
+    """
+    phase("load")
+    data = FoldData(context, params)
+    model = ClipNet(params.width)
+    model.load_state_dict(load_checkpoint(context["initialize_model"].path("first_weights"))["model"])
+    settings, cleanup = params.train, params.cleanup
+    trainer = Trainer(
+        model,
+        loss=loss,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay),
+        device=settings.device,
+        precision="auto" if settings.use_amp else None,
+        seed=context.seed,
+        checkpoint_dir=context.dir,
+        max_grad_norm=settings.max_grad_norm,
+        split=BySample(),
+        skip=None if settings.skip_batches is None else SkipPolicy(settings.skip_batches, max_share=1.0),
+        on_step=clean_after_steps(cleanup),
+        on_epoch=clean_after_epochs(cleanup),
+    )
+    result = trainer.fit(
+        data.train_batches(),
+        data.batches(data.valid_rows),
+        num_epochs=settings.num_epochs,
+        patience=settings.patience,
+    )
+    phase("validate")
+    valid, test = data.predict(model, data.valid_rows), data.predict(model, data.test_rows)
+    train = data.predict(model, data.train_rows)
+    context.save("valid_predictions", valid)
+    context.save("test_predictions", test)
+    found = binary_metrics(valid["class"].to_numpy(), valid["logit"].to_numpy())
+    train_accuracy = binary_metrics(train["class"].to_numpy(), train["logit"].to_numpy())["accuracy"]
+    found |= {"train_accuracy": train_accuracy, "gap": train_accuracy - found["accuracy"]}
+    found |= baselines(data.videos, data.classes, data.train_rows, data.valid_rows)
+    found |= {
+        "batch_size": params.loader.batch_size,
+        "microbatch_size": trainer.step.sizes.limit or params.loader.batch_size,
+        "num_epochs": len(result.history),
+        "num_skipped": sum(epoch.num_skipped for epoch in result.history),
+    }
+    if cleanup.after_fold:
+        clean_up()
+    return found
+
+
+def loss(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Return the summed cross-entropy of a batch, and its number of videos."""
+    frames, classes = batch
+    return binary_cross_entropy_with_logits(model(frames).float(), classes, reduction="sum"), len(classes)
+
+
+class FoldData:
+    """The videos of a fold, as rows of the table and as batches."""
+
+    def __init__(self, context: Context, params: VideoParams) -> None:
+        self.context, self.params = context, params
+        self.videos = context["load_data"].table("videos")
+        fold = context["create_kfold_splits"].table("splits")["fold"].to_numpy()
+        own = context.unit["fold"]
+        self.valid_rows = np.flatnonzero(fold == own)
+        self.test_rows = np.flatnonzero(fold == 0)
+        self.train_rows = np.flatnonzero((fold != own) & (fold != 0))
+        self.classes = classes_of(self.videos, params, context["create_kfold_splits"].result["seed"])
+        datasets = context["create_datasets"]
+        self._frames = np.load(datasets.path("frames"), mmap_mode="r") if datasets.result["cached"] else None
+        self._paths = list(paths_of(context))
+        self._changes = changes_by_row(
+            context["generate_augmentations"].table("augmentations"), self.videos, self.train_rows.tolist()
+        )
+        assert not set(self._changes) & {*self.valid_rows.tolist(), *self.test_rows.tolist()}
+
+    def train_batches(self, num_workers: int | None = None) -> DataLoader[Any]:
+        """Return the batches of an epoch, in an order of their own each epoch."""
+        return self._loader(self._clips(self.train_rows, self._changes), num_workers, shuffle=True)
+
+    def batches(self, rows: npt.NDArray[np.int64]) -> DataLoader[Any]:
+        """Return batches of these rows' videos as they are, in order."""
+        return self._loader(self._clips(rows, {}), None, shuffle=False)
+
+    @torch.no_grad()
+    def predict(self, model: torch.nn.Module, rows: npt.NDArray[np.int64]) -> pa.Table:
+        """Return class and log-odds of these rows' videos."""
+        model.eval()
+        device = next(model.parameters()).device
+        logits = [model(frames.to(device)).cpu().double().numpy() for frames, _ in self.batches(rows)]
+        found = np.concatenate(logits) if logits else np.zeros(0)
+        items = self.videos["item"].take(pa.array(rows))
+        return pa.table({"row": rows, "item": items, "class": self.classes[rows], "logit": found})
+
+    def _clips(self, rows: npt.NDArray[np.int64], changes: Mapping[int, Sequence[Mapping[str, Any]]]) -> Clips:
+        clip = self.params.clip
+        return Clips(rows.tolist(), self.classes, changes, self._frames, self._paths, (clip.num_frames, clip.size))
+
+    def _loader(self, clips: Clips, num_workers: int | None, *, shuffle: bool) -> DataLoader[Any]:
+        recipe = self.context["create_loaders"].result
+        num_workers = recipe["num_workers"] if num_workers is None else num_workers
+        dataset, seed = KeyedDataset(clips, self.context.seed), self.context.seed
+        return DataLoader(
+            dataset,
+            batch_size=recipe["batch_size"],
+            sampler=KeyedSampler(dataset, seed, shuffle=shuffle),
+            num_workers=num_workers,
+            multiprocessing_context="forkserver" if num_workers else None,
+        )
+
+
+def classes_of(videos: pa.Table, params: VideoParams, seed: int) -> npt.NDArray[np.int64]:
+    """Return the class of each video; with random labels one drawn for each group, alike in all folds."""
+    classes: npt.NDArray[np.int64] = videos["class"].to_numpy()
+    if params.train.labels == "true":
+        return classes
+    groups = videos["group"].to_numpy()
+    drawn = np.random.default_rng(seed).permutation(len(np.unique(groups))) % 2
+    return drawn[np.unique(groups, return_inverse=True)[1]].astype(np.int64)
+
+
+def clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
+    steps = itertools.count(1)
+
+    def after(outcome: StepOutcome) -> None:
+        is_due = cleanup.every_batches is not None and next(steps) % cleanup.every_batches == 0
+        if is_due or (cleanup.after_out_of_memory and outcome.num_ooms):
+            clean_up()
+
+    return after
+
+
+def clean_after_epochs(cleanup: CleanupParams) -> Callable[[EpochRecord], None]:
+    def after(record: EpochRecord) -> None:
+        if cleanup.after_epoch:
+            clean_up()
+
+    return after
+
+
+def loader(context: Context, params: VideoParams, num_workers: int) -> DataLoader[Any]:
+    return FoldData(context, params).train_batches(num_workers)
+
+
+def training_step(context: Context, params: VideoParams) -> Callable[[Any], None]:
+    """Return one step of a fold's training, without what a trainer does around it."""
+    device = find_device(params.train.device)
+    model = ClipNet(params.width).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate)
+
+    def step(batch: Any) -> None:
+        total, weight = loss(model, [one.to(device) for one in batch])
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        optimizer.step()
+
+    return step

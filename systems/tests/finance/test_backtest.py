@@ -1,0 +1,270 @@
+"""The backtest against a ledger kept by hand, and on days made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from memfit.errors import DataError
+from memfit_workloads.finance import BacktestInput, BacktestResult, BacktestSettings
+
+NAN = math.nan
+#: Sums over the dates of gross, cost, turnover, exposure and net exposure.
+STORED = {
+    "long": [-0.648030282909204, 0.07994239722970715, 79.94239722970721, 244.98276740884918, 244.98276740884918],
+    "long_short": [
+        0.020314960813924046,
+        0.07984780586935399,
+        79.84780586935403,
+        243.20302824945114,
+        0.5198674746934985,
+    ],
+}
+
+
+def run(scores, returns_1, *, eligible=None, **chosen) -> BacktestResult:
+    scores = np.asarray(scores, float)
+    codes = tuple(f"C{number}" for number in range(scores.shape[1]))
+    dates = np.datetime64("2024-01-01") + np.arange(len(scores))
+    return BacktestInput(dates, codes, scores, returns_1, eligible).run(BacktestSettings(**chosen))
+
+
+def column(result: BacktestResult, name: str) -> list:
+    return result.days[name].to_pylist()
+
+
+def ledger(scores: np.ndarray, returns_1: np.ndarray, chosen: BacktestSettings) -> list[float]:
+    """Equity after each date, by accounts in dictionaries: a second opinion that shares no code with the engine."""
+    sleeves = [{"cash": 1 / chosen.horizon, "held": {}} for _ in range(chosen.horizon)]
+    rate, equity = chosen.cost_bps / 1e4, []
+    for date, row in enumerate(scores):
+        book = sleeves[date % chosen.horizon]
+        ranked = sorted((-score, asset) for asset, score in enumerate(row) if not math.isnan(score))
+        passing = [asset for score, asset in ranked if chosen.min_score is None or -score > chosen.min_score]
+        size = max(chosen.k_min, math.ceil(round(chosen.k_ratio * len(ranked), 9)))
+        picks = passing[:size] if len(passing) >= chosen.k_min else [asset for _, asset in ranked][: chosen.k_min]
+        old = book["held"]
+        value = book["cash"] + sum(old.values())
+        low, high = 0.0, value  # the cost that pays for itself, by bisection
+        for _ in range(200):
+            cost = (low + high) / 2
+            new = {asset: (value - cost) / len(picks) for asset in picks}
+            due = rate * sum(abs(new.get(asset, 0.0) - old.get(asset, 0.0)) for asset in {*new, *old})
+            low, high = (cost, high) if due > cost else (low, cost)
+        book["held"], book["cash"] = new, value - cost - sum(new.values())
+        for sleeve in sleeves:
+            for asset in list(sleeve["held"]):
+                earned = returns_1[date, asset]
+                if math.isnan(earned):
+                    sleeve["cash"] += sleeve["held"].pop(asset) * (1 + chosen.missing_return)
+                else:
+                    sleeve["held"][asset] *= 1 + earned
+        equity.append(sum(sleeve["cash"] + sum(sleeve["held"].values()) for sleeve in sleeves))
+    return equity
+
+
+@pytest.mark.proves("C-44")
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([None, 0.0, 1.0]), st.sampled_from([0.0, 10.0, 200.0]))
+def test_the_equity_is_that_of_accounts_kept_one_by_one(seed, horizon, min_score, cost_bps) -> None:
+    rng = np.random.default_rng(seed)
+    scores, returns_1 = rng.standard_normal((14, 6)).round(1), rng.normal(0, 0.1, (14, 6))
+    scores[rng.random(scores.shape) < 0.2] = NAN
+    returns_1[rng.random(returns_1.shape) < 0.1] = NAN
+    returns_1[-1, 0] = 0.01
+    chosen = {"horizon": horizon, "k_ratio": 0.4, "k_min": 2, "min_score": min_score, "cost_bps": cost_bps}
+    result = run(scores, returns_1, missing_return=-0.3, **chosen)
+    expected = ledger(scores, returns_1, BacktestSettings(missing_return=-0.3, **chosen))
+    np.testing.assert_allclose(column(result, "equity"), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("horizon", [1, 5, 20])
+def test_a_constant_growth_of_one_percent_in_20_dates_is_earned_once_in_20_dates(horizon) -> None:
+    growth = np.full((120, 4), 1.01 ** (1 / 20) - 1)
+    result = run(np.random.default_rng(0).random((120, 4)), growth, horizon=horizon, cost_bps=0)
+    equity = column(result, "equity")
+    assert equity[99] / equity[79] - 1 == pytest.approx(0.01, rel=1e-6)
+    assert result.summary.total_return == pytest.approx(1.01 ** (120 / 20) - 1, rel=0.2)
+    assert column(result, "active") == pytest.approx([0.0] * 120, abs=1e-15)
+
+
+def test_a_score_earns_from_its_own_close_on_and_for_as_many_dates_as_the_horizon() -> None:
+    scores = np.zeros((6, 2))
+    scores[2, 1] = 1.0  # only on date 2 is asset 1 the best
+    returns_1 = np.zeros((6, 2))
+    for date in range(6):
+        returns_1[:] = 0.0
+        returns_1[date, 1] = 0.1
+        result = run(scores, returns_1, horizon=2, k_ratio=0.5, k_min=1, cost_bps=0)
+        assert result.summary.total_return == pytest.approx(0.05 if date in (2, 3) else 0.0)
+
+
+def test_sleeves_open_one_by_one_and_their_weights_drift() -> None:
+    returns_1 = np.zeros((4, 2))
+    returns_1[0, 0] = 1.0
+    result = run([[2, 1]] * 4, returns_1, horizon=4, k_ratio=1.0, k_min=1, cost_bps=0)
+    # The first sleeve's halves of 1/4 become 1/4 and 1/8: equity 1.125, of which the sleeve is 0.375.
+    assert column(result, "equity") == pytest.approx([1.125] * 4)
+    assert column(result, "exposure") == pytest.approx([0.25, 0.625 / 1.125, 0.875 / 1.125, 1.0])
+    assert column(result, "turnover") == pytest.approx([0.25, 0.25 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
+
+
+def test_costs_are_the_rate_times_what_was_bought_and_sold() -> None:
+    rng = np.random.default_rng(0)
+    result = run(rng.random((40, 10)), rng.normal(0, 0.02, (40, 10)), horizon=3, cost_bps=25, k_ratio=0.3)
+    assert column(result, "cost") == pytest.approx([25e-4 * traded for traded in column(result, "turnover")])
+
+
+@pytest.mark.proves("S0-29")
+def test_a_date_without_scores_is_empty_and_its_sleeve_is_cash() -> None:
+    scores = np.ones((4, 3))
+    scores[1] = NAN
+    result = run(scores, np.full((4, 3), 0.01), horizon=1, k_min=1, cost_bps=0)
+    assert column(result, "is_empty") == [False, True, False, False]
+    assert column(result, "net") == pytest.approx([0.01, 0.0, 0.01, 0.01])
+    assert column(result, "num_candidates") == [3, 0, 3, 3]
+    assert result.summary.share_empty == 0.25
+    assert result.summary.hit_rate == 1.0  # of the dates with a position
+
+
+def test_a_date_that_is_not_to_be_traded_is_no_empty_one() -> None:
+    eligible = np.ones((4, 3), bool)
+    eligible[1] = False
+    result = run(np.ones((4, 3)), np.full((4, 3), 0.01), horizon=1, k_min=1, eligible=eligible)
+    assert column(result, "is_rebalance") == [True, False, True, True]
+    assert (result.summary.share_empty, result.summary.mean_held) == (0.0, 1.0)
+
+
+def test_too_few_candidates_fall_back_to_the_best_k_min() -> None:
+    scores = [[0.3, 0.2, 0.1, -1], [0.5, -0.1, -0.2, -0.3], [-1, -2, -3, -4], [0.1, 0.2, 0.3, 0.4]]
+    result = run(scores, np.zeros((4, 4)), horizon=1, k_ratio=0.75, k_min=2, min_score=0.0)
+    assert column(result, "num_candidates") == [3, 1, 0, 4]
+    assert column(result, "is_fallback") == [False, True, True, False]
+    assert column(result, "num_held") == [3, 2, 2, 3]
+    assert result.summary.share_fallback == 0.5
+
+
+def test_a_share_is_rounded_up_without_the_noise_of_binary_fractions() -> None:
+    for num_assets, held in ((30, 3), (31, 4), (9, 1)):
+        result = run(np.random.default_rng(0).random((1, num_assets)), np.zeros((1, num_assets)), k_ratio=0.1, k_min=1)
+        assert column(result, "num_held") == [held]
+
+
+def test_a_missing_return_ends_the_position_once_and_is_counted() -> None:
+    returns_1 = np.full((5, 2), 0.0)
+    returns_1[2:, 0] = NAN
+    scores = np.array([[1.0, 0.0]] * 2 + [[NAN, 0.0]] * 3)
+    result = run(scores, returns_1, horizon=5, k_min=1, k_ratio=0.5, cost_bps=0, missing_return=-0.5)
+    assert result.summary.num_missing == 1
+    assert result.summary.total_return == pytest.approx(-0.2)  # half of two of five sleeves
+    assert column(result, "exposure")[3] == pytest.approx(0.4 / 0.8)  # two sleeves are open, and two ended as cash
+
+
+def test_a_long_short_book_is_neutral_and_gains_when_the_worst_fall() -> None:
+    scores = np.tile([3.0, 2.0, 1.0, 0.0], (10, 1))
+    returns_1 = np.tile([0.0, 0.0, 0.0, -0.02], (10, 1))
+    result = run(scores, returns_1, horizon=1, k_ratio=0.25, k_min=1, side="long_short", cost_bps=0)
+    assert column(result, "exposure") == pytest.approx([1.0] * 10)
+    assert column(result, "net_exposure") == pytest.approx([0.0] * 10, abs=1e-12)
+    assert column(result, "gross") == pytest.approx([0.01] * 10)
+    assert column(result, "benchmark") == [0.0] * 10
+    assert column(result, "num_held") == [2] * 10
+
+
+def test_a_short_book_that_loses_more_than_it_has_ends_there() -> None:
+    returns_1 = np.zeros((6, 2))
+    returns_1[1, 1] = 9.0
+    result = run([[1.0, 0.0]] * 6, returns_1, horizon=1, k_min=1, k_ratio=0.5, side="long_short", cost_bps=0)
+    assert column(result, "equity")[1] == pytest.approx(1 - 4.5)
+    assert column(result, "exposure")[2:] == [0.0] * 4
+    assert result.summary.annual_return == -1.0
+
+
+def test_the_benchmark_is_the_whole_universe_in_the_same_sleeves() -> None:
+    rng = np.random.default_rng(1)
+    scores, returns_1 = rng.random((30, 8)), rng.normal(0, 0.03, (30, 8))
+    result = run(scores, returns_1, horizon=4, k_ratio=0.25)
+    whole = run(scores, returns_1, horizon=4, k_ratio=1.0, cost_bps=0)
+    assert column(result, "benchmark") == pytest.approx(column(whole, "net"))
+    assert column(whole, "active") == pytest.approx([0.0] * 30)
+
+
+def test_without_a_return_there_is_no_figure() -> None:
+    result = run(np.ones((3, 2)), np.full((3, 2), NAN))
+    assert result.days.num_rows == result.summary.num_dates == 0
+    assert math.isnan(result.summary.sharpe) and math.isnan(result.summary.annual_return)
+
+
+def test_dates_at_the_end_without_returns_are_left_out_and_others_stand_still() -> None:
+    returns_1 = np.full((6, 2), 0.01)
+    returns_1[4:], returns_1[2] = NAN, NAN
+    result = run(np.ones((6, 2)), returns_1, horizon=1, k_min=1, cost_bps=0)
+    assert result.days.num_rows == 4
+    assert (result.summary.num_trailing, result.summary.num_unmarked, result.summary.num_missing) == (2, 1, 0)
+    assert column(result, "net") == pytest.approx([0.01, 0.01, 0.0, 0.01])
+    assert result.summary.end == "2024-01-04"
+
+
+def test_the_figures_of_a_seeded_market_stay_as_they_are() -> None:
+    """Stored from the accounts that this module had before, which agreed to 1e-12."""
+    rng = np.random.default_rng(7)
+    scores, returns_1 = rng.normal(size=(250, 40)), rng.normal(0, 0.02, (250, 40))
+    scores[rng.random(scores.shape) < 0.1] = NAN
+    returns_1[rng.random(returns_1.shape) < 0.01] = NAN
+    returns_1[100] = NAN
+    for side, expected in STORED.items():
+        chosen = {"horizon": 5, "k_ratio": 0.2, "min_score": 0.5, "cost_bps": 10, "missing_return": -0.3, "side": side}
+        days = run(scores, returns_1, **chosen).days
+        found = [sum(days[name].to_pylist()) for name in ("gross", "cost", "turnover", "exposure", "net_exposure")]
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-11)
+
+
+def test_the_summary_is_what_the_days_say() -> None:
+    rng = np.random.default_rng(2)
+    result = run(rng.random((80, 10)), rng.normal(0.001, 0.02, (80, 10)), horizon=5)
+    net, active = np.array(column(result, "net")), np.array(column(result, "active"))
+    found = result.summary
+    assert found.num_dates == 80
+    assert found.total_return == pytest.approx(np.prod(1 + net) - 1)
+    assert found.annual_return == pytest.approx((1 + found.total_return) ** (252 / 80) - 1)
+    assert found.sharpe == pytest.approx(net.mean() / net.std(ddof=1) * 252**0.5)
+    assert found.sharpe_error == pytest.approx((252 / 80) ** 0.5)
+    assert found.volatility == pytest.approx(net.std(ddof=1) * 252**0.5)
+    assert found.annual_active == pytest.approx(active.mean() * 252)
+    assert found.hit_rate == pytest.approx((net > 0).mean())
+    equity = np.cumprod(1 + net)
+    falls = [1 - equity[late] / max(1.0, equity[: late + 1].max()) for late in range(80)]
+    assert found.max_drawdown == pytest.approx(-max(falls))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"returns_1": np.zeros((2, 3))}, "returns_1 has the shape"),
+        ({"codes": ("A", "A")}, "a code occurs twice"),
+        ({"dates": ["2024-01-02", "2024-01-02", "2024-01-03"]}, "2024-01-02 follows 2024-01-02"),
+        ({"returns_1": [[0, 0], [0, -1.5], [0, 0]]}, "B has the return -1.5 on 2024-01-02"),
+        ({"returns_1": [[0, 0], [math.inf, 0], [0, 0]]}, "A has the return inf"),
+        ({"eligible": np.ones((3, 1), bool)}, "eligible has the shape"),
+    ],
+)
+def test_what_cannot_be_walked_through_is_refused(change, message) -> None:
+    given_values = {
+        "dates": ["2024-01-01", "2024-01-02", "2024-01-03"],
+        "codes": ("A", "B"),
+        "scores": np.zeros((3, 2)),
+        "returns_1": np.zeros((3, 2)),
+    } | change
+    with pytest.raises(DataError, match=message):
+        BacktestInput(**given_values)
+
+
+@pytest.mark.parametrize("wrong", [{"k_ratio": 0.0}, {"k_ratio": 1.1}, {"horizon": 0}, {"tau": 90}, {"cost_bps": -1}])
+def test_settings_out_of_range_or_of_another_part_are_refused(wrong) -> None:
+    with pytest.raises(ValidationError):
+        BacktestSettings(**wrong)

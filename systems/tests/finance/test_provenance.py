@@ -1,0 +1,91 @@
+"""Which dates a model may score."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.errors import UsageError
+from memfit.splits import PurgedKFold
+from memfit_workloads.finance import Provenance, read_provenance
+
+
+class Dates:
+    """What a panel is asked for here."""
+
+    path = "panels/x"
+
+    def __init__(self, number, fingerprint="ab"):
+        self.dates = np.datetime64("2020-01-01") + np.arange(number)
+        self.fingerprint = fingerprint
+
+
+def of(panel, train, labels, embargo, fold=1, forward=False):
+    return Provenance.of_fold(
+        fold,
+        panel,
+        np.asarray(train),
+        {"label_dates": labels, "embargo_size": embargo, "forward_only": forward},
+        {},
+    )
+
+
+@pytest.mark.proves("C-43")
+@given(
+    num=st.integers(30, 90), n_splits=st.integers(2, 5), labels=st.integers(0, 6), embargo=st.integers(0, 6)
+)  # fmt: skip
+def test_a_purged_folds_test_dates_may_be_scored_and_its_training_dates_never(num, n_splits, labels, embargo):
+    panel = Dates(num)
+    splitter = PurgedKFold(n_splits, purged_size=labels, embargo_size=embargo)
+    try:
+        splits = list(splitter.split(np.arange(num)))
+    except Exception:  # too few dates are the splitter's to refuse
+        return
+    for train, test in splits:
+        allowed = of(panel, train, labels, embargo).scorable(panel)
+        assert allowed[test].all()
+        assert not allowed[train].any()
+
+
+@given(
+    num=st.integers(5, 60),
+    train=st.sets(st.integers(0, 59), min_size=1),
+    labels=st.integers(0, 7),
+    embargo=st.integers(0, 7),
+)
+def test_it_is_what_its_definition_says_date_by_date(num, train, labels, embargo):
+    learned = sorted(date for date in train if date < num)
+    if not learned:
+        return
+    panel = Dates(num)
+    allowed = of(panel, learned, labels, embargo).scorable(panel)
+    for date in range(num):
+        meets = any(abs(date - other) <= labels for other in learned)
+        in_embargo = any(date + labels < other <= date + labels + embargo for other in learned)
+        assert allowed[date] == (not meets and not in_embargo)
+
+
+def test_a_model_of_a_walk_forward_scores_no_date_before_those_that_it_learned_from():
+    found = of(Dates(40), range(10, 20), 2, 1, forward=True)
+    assert list(np.flatnonzero(found.scorable(Dates(40)))) == list(range(22, 40))
+
+
+def test_a_longer_panel_has_the_same_dates_under_other_positions():
+    short, long = Dates(40), Dates(60)
+    long.dates = np.datetime64("2019-12-12") + np.arange(60)  # 20 dates before the first
+    found = of(short, range(10, 20), 2, 1)
+    assert list(np.flatnonzero(found.scorable(long)) - 20) == list(range(-20, 7)) + list(range(22, 40))
+
+
+def test_a_panel_without_its_training_dates_is_refused():
+    found = of(Dates(40), range(30, 35), 1, 0)
+    with pytest.raises(UsageError, match="was trained on 2020-01-31 to 2020-02-04"):
+        found.scorable(Dates(20))
+
+
+def test_a_checkpoint_that_does_not_say_is_refused(tmp_path):
+    from memfit.training import save_checkpoint
+
+    save_checkpoint(tmp_path / "a.pt", {"memfit_checkpoint": 1, "model": {}})
+    with pytest.raises(UsageError, match="does not say which dates"):
+        read_provenance(tmp_path / "a.pt")

@@ -1,0 +1,303 @@
+"""The forecaster's network: its shapes, its graph, what depends on what, its memory, and pre-training."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from forecaster_days import make_days, take
+
+from memfit.training import ByGroup, SafeStep
+from memfit_workloads.finance.lists import Lists
+from memfit_workloads.forecaster.loss import ForecastLoss
+from memfit_workloads.forecaster.model import (
+    Forecaster,
+    GraphAttention,
+    Masked,
+    graph_edges,
+    memory_bytes,
+    pretraining_loss,
+)
+
+SIZES = {"num_features": 6, "lookback": 5, "num_horizons": 3}
+
+
+def forecaster(*, seed=0, dtype=torch.float64, **settings):
+    torch.manual_seed(seed)
+    given = {**SIZES, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "dropout": 0.0, **settings}
+    return Forecaster(**given).to(dtype)
+
+
+@pytest.mark.proves("S2-02")
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("num_layers", range(1, 7))
+def test_one_to_six_layers_of_one_width_run_forward_and_backward(num_layers, graph):
+    model = forecaster(num_layers=num_layers, graph=graph, hidden_size=24)
+    scores = model(make_days([4, 7]))
+    scores.sum().backward()
+    assert scores.shape == (11, 3)
+    assert len(model.layers) == num_layers
+    assert {layer.widen.in_features for layer in model.layers} == {24}
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
+    assert all(layer.narrow.weight.grad.abs().max() > 0 for layer in model.layers)
+
+
+def test_numpy_arrays_give_the_scores_of_tensors():
+    batch = make_days([4, 6])
+    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
+    model = forecaster()
+    assert torch.equal(model(arrays), model(batch))
+
+
+@pytest.mark.slow
+def test_graph_attention_is_transformer_conv_of_torch_geometric_for_each_kind_of_edges():
+    nn = pytest.importorskip("torch_geometric.nn")
+    batch, width, heads = make_days([5, 9, 1]), 24, 6
+    lists = Lists(batch.days, batch.days.device)
+    edges = graph_edges(batch.neighbours, batch.sectors, lists)
+    masks = torch.zeros(edges.shape, dtype=torch.float64).masked_fill(~edges, float("-inf")).unsqueeze(2)
+    torch.manual_seed(1)
+    ours = GraphAttention(width, heads).double()
+    rows = torch.randn(15, width, dtype=torch.float64)
+    found = ours(rows, lists, masks)
+    for kind in range(2):
+        theirs = nn.TransformerConv(width, width // heads, heads=heads // 2, root_weight=False).double()
+        half = slice(kind * width // 2, (kind + 1) * width // 2)
+        weights, biases = ours.query_key_value.weight.chunk(3), ours.query_key_value.bias.chunk(3)
+        for layer, weight, bias in zip(
+            (theirs.lin_query, theirs.lin_key, theirs.lin_value), weights, biases, strict=True
+        ):
+            layer.weight.data, layer.bias.data = weight[half].clone(), bias[half].clone()
+        day, to, source = edges[kind].nonzero().T
+        inside = (to < torch.tensor([5, 9, 1])[day]) & (source < torch.tensor([5, 9, 1])[day])
+        first = lists.first[day]
+        index = torch.stack([first + source, first + to])[:, inside]
+        torch.testing.assert_close(found[:, half], theirs(rows, index), rtol=0, atol=1e-5)
+
+
+@pytest.mark.proves("S2-41")
+def test_the_graph_has_the_neighbours_both_ways_the_sectors_and_each_asset_itself():
+    batch = make_days([6, 3], num_neighbours=2)
+    near, same = graph_edges(batch.neighbours, batch.sectors, Lists(batch.days, batch.days.device))
+    for day, first, size in ((0, 0, 6), (1, 6, 3)):
+        for a in range(size):
+            for b in range(size):
+                mine, others = batch.neighbours[first + a].tolist(), batch.neighbours[first + b].tolist()
+                sectors = batch.sectors[first + a], batch.sectors[first + b]
+                assert near[day, a, b] == (a == b or b in mine or a in others)
+                assert same[day, a, b] == (a == b or (sectors[0] == sectors[1] >= 0))
+
+
+def test_an_asset_is_moved_by_its_neighbours_alone():
+    batch = make_days([4])
+    batch = replace(batch, neighbours=torch.tensor([[1], [-1], [-1], [-1]]), sectors=torch.full((4,), -1))
+    model = forecaster(num_layers=1)
+    before = model(batch)
+    moved = batch.windows.clone()
+    moved[1] += 1.0
+    change = (model(replace(batch, windows=moved)) - before).abs().amax(1)
+    assert change[0] > 1e-6 and change[1] > 1e-6
+    assert change[2] == change[3] == 0
+
+
+def test_without_a_graph_no_asset_moves_another():
+    batch, model = make_days([4]), forecaster(graph=False)
+    moved = batch.windows.clone()
+    moved[1] += 1.0
+    change = (model(replace(batch, windows=moved)) - model(batch)).abs().amax(1)
+    assert (change > 1e-6).tolist() == [False, True, False, False]
+
+
+def test_in_mixed_precision_scores_and_gradients_are_near_those_of_float32():
+    batch = make_days([9, 5], dtype=torch.float32)
+    model = forecaster(dtype=torch.float32)
+    exact = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(batch)
+        total, weight = ForecastLoss((1.0,) * 3, rank_weight=0.1, rank_temperature=0.1)(model, batch)
+    (total / weight).backward()
+    assert rough.dtype == torch.bfloat16 and total.dtype == torch.float32
+    torch.testing.assert_close(rough.float(), exact, rtol=0, atol=0.01)
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+
+
+def test_the_order_of_the_assets_of_a_day_permutes_the_scores():
+    batch, model = make_days([7]), forecaster()
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    place = torch.argsort(order)
+    shuffled = take(batch, order)
+    near = torch.where(shuffled.neighbours < 0, -1, place[shuffled.neighbours.clamp_min(0)])
+    torch.testing.assert_close(model(replace(shuffled, neighbours=near)), model(batch)[order], rtol=0, atol=1e-12)
+
+
+def test_the_scores_of_a_day_do_not_depend_on_the_other_days_of_the_batch():
+    batch, model = make_days([3, 8, 5]), forecaster()
+    alone = torch.cat([model(take(batch, batch.days == day)) for day in range(3)])
+    torch.testing.assert_close(model(batch), alone, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_known_does_not_count():
+    batch, model = make_days([5]), forecaster()
+    noise = batch.windows + 9.0 * ~batch.known
+    seen = model.selection(batch.windows, batch.known)
+    unseen = replace(batch, known=torch.zeros_like(batch.known))
+    assert model.selection(noise, torch.zeros_like(batch.known)).abs().max() == 0
+    assert seen.abs().max() > 0
+    assert model(unseen).isfinite().all()
+    # Old dates that are wholly unknown have no part in the pooling, whatever the weights of their positions.
+    known = batch.known.clone()
+    known[:, :3] = False
+    short = replace(batch, known=known, windows=batch.windows * known)
+    before = model(short)
+    model.trunk.position_LD.data[:3].mul_(-3.0)
+    assert torch.equal(model(short), before)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_batch_that_is_split_between_days_has_the_gradient_of_the_whole(graph):
+    batch, loss = make_days([3, 8, 5, 4]), ForecastLoss((1.0, 0.5, 2.0), rank_weight=0.2, rank_temperature=0.3)
+    gradients = []
+    for size in (4, 1):
+        model = forecaster(graph=graph)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = SafeStep(model, optimizer, loss, split=ByGroup(lambda one: one.days), microbatch_size=size)
+        outcome = step.gradients(batch)
+        assert outcome.num_microbatches == 4 // size
+        gradients.append([one.grad.clone() for one in model.parameters()])
+    for whole, split in zip(*gradients, strict=True):
+        torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("days", "size", "num_layers", "hidden_size", "graph"),
+    [(12, 20, 1, 32, True), (2, 150, 6, 64, True), (1, 700, 2, 16, True), (12, 20, 4, 64, False)],
+)
+def test_the_arithmetic_of_memory_is_near_what_a_step_keeps(days, size, num_layers, hidden_size, graph):
+    settings = {"hidden_size": hidden_size, "num_layers": num_layers, "dropout": 0.1, "graph": graph}
+    model = forecaster(dtype=torch.float32, **settings)
+    batch = make_days([size] * days, dtype=torch.float32)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no other storage gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ForecastLoss((1.0, 1.0, 1.0), rank_weight=0.1, rank_temperature=0.1)(model, batch)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    states = 4 * sum(one.nbytes for one in model.parameters())  # weight, gradient, two moments
+    computed = memory_bytes(size * days, size, **SIZES, **settings) - states
+    assert 1 / 1.5 < computed / measured < 1.5
+
+
+def test_layers_rows_and_the_largest_day_each_cost_memory():
+    settings = {**SIZES, "hidden_size": 64, "dropout": 0.1}
+    least = memory_bytes(4000, 1000, num_layers=2, **settings)
+    assert memory_bytes(4000, 1000, num_layers=3, **settings) > 1.1 * least
+    assert memory_bytes(8000, 1000, num_layers=2, **settings) > 1.8 * least
+    # Four days of 1,000 assets or one of 4,000: four times the pairs, in two masks of float32.
+    assert memory_bytes(4000, 4000, num_layers=2, **settings) - least == 8 * (4000**2 - 4 * 1000**2)
+
+
+def test_pretraining_scores_hidden_known_values_alone():
+    batch, model = make_days([6, 9]), Masked(forecaster()).double().eval()
+    _, weight = pretraining_loss(model, batch, seed=1, share=0.5)
+    num_known = batch.known[:, -1].sum()
+    assert 0.3 * num_known < weight < 0.7 * num_known
+    noise = 100.0 * ~batch.known  # a value that is not known is no answer
+    batch = replace(batch, windows=batch.windows + noise)
+    model.reconstruct.weight.data.zero_()
+    model.reconstruct.bias.data.zero_()
+    total, weight = pretraining_loss(model, batch, seed=1, share=1.0)
+    newest = torch.where(batch.known[:, -1], batch.windows[:, -1], 0.0)
+    torch.testing.assert_close(total, newest.square().sum())
+    assert weight == num_known
+
+
+def test_a_hidden_value_does_not_reach_the_network_that_reconstructs_it():
+    batch, model = make_days([6]), Masked(forecaster()).double().eval()
+    seen = []
+    model.forecaster.selection.register_forward_hook(lambda _, given, __: seen.append(given))
+    pretraining_loss(model, batch, share=1.0)
+    ((windows, known),) = seen
+    assert windows[:, -1].abs().max() == 0 and not known[:, -1].any()
+    assert torch.equal(windows[:, :-1], batch.windows[:, :-1]) and torch.equal(known[:, :-1], batch.known[:, :-1])
+
+
+def test_in_evaluation_what_is_hidden_depends_on_the_seed_and_the_day_alone():
+    batch, model = make_days([6, 9]), Masked(forecaster()).double().eval()
+    whole = pretraining_loss(model, batch, seed=1)
+    parts = [pretraining_loss(model, take(batch, batch.days == day), seed=1) for day in range(2)]
+    torch.testing.assert_close(whole[0], parts[0][0] + parts[1][0], rtol=1e-12, atol=0)
+    assert whole[1] == parts[0][1] + parts[1][1]
+    assert pretraining_loss(model, batch, seed=2)[0] != whole[0]
+
+
+def test_a_pretraining_step_over_arrays_may_be_split_between_days():
+    batch, model = make_days([6, 9, 4]), Masked(forecaster()).double().train()
+    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = SafeStep(model, optimizer, pretraining_loss, split=ByGroup(lambda one: one.days), microbatch_size=1)
+    outcome = step(arrays)
+    assert outcome.num_microbatches == 3 and outcome.weight > 0
+
+
+@pytest.mark.slow
+def test_pretraining_learns_features_that_others_show():
+    draw = np.random.default_rng(0)
+    model = Masked(forecaster(dtype=torch.float32)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(150):
+        batch = make_days([8] * 8, dtype=torch.float32, seed=int(draw.integers(1 << 30)))
+        batch = replace(batch, windows=batch.windows[:, :, :1].expand(-1, -1, 6).contiguous() * batch.known)
+        total, weight = pretraining_loss(model, batch)
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+        losses.append((total / weight).item())
+    assert np.mean(losses[-20:]) < 0.5 * np.mean(losses[:20])
+
+
+def test_the_encoder_passes_from_pretraining_to_a_forecaster_and_its_heads_do_not():
+    pretrained, fresh = Masked(forecaster(seed=1)), forecaster(seed=2)
+    heads = fresh.heads.weight.clone()
+    batch = make_days([4])
+    fresh.load_encoder_state(pretrained.forecaster.encoder_state())
+    assert torch.equal(fresh.encode(batch), pretrained.forecaster.encode(batch))
+    assert torch.equal(fresh.heads.weight, heads)
+
+
+def error_after_training(targets_of, *, graph):
+    """Return the mean squared error of the last steps, in variances of the targets."""
+    loss, recent = ForecastLoss((1.0,), rank_weight=0.0, rank_temperature=0.1), []
+    model = forecaster(graph=graph, num_horizons=1, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    partner = torch.arange(10) ^ 1
+    for step in range(250):
+        batch = make_days([10] * 8, num_horizons=1, dtype=torch.float32, seed=step)
+        targets = targets_of(batch.windows.unflatten(0, (8, 10)), partner)
+        batch = replace(batch, neighbours=partner.repeat(8)[:, None], targets=targets.reshape(-1, 1).contiguous())
+        total, weight = loss(model, batch)
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+        recent.append((total / weight).item())
+    return np.mean(recent[-25:])
+
+
+@pytest.mark.slow
+def test_the_graph_finds_a_signal_that_only_neighbours_carry():
+    def of_neighbour(windows, partner):
+        return windows[:, partner, -1, 0]
+
+    assert error_after_training(of_neighbour, graph=True) < 0.5
+    assert error_after_training(of_neighbour, graph=False) > 0.9
+
+
+@pytest.mark.slow
+def test_the_pooling_finds_a_signal_of_an_older_date():
+    assert error_after_training(lambda windows, partner: windows[:, :, 1, 4], graph=False) < 0.5

@@ -1,0 +1,243 @@
+"""Optimizers by name against hand computations, their resume, and schedules that fit the number of steps."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memfit.errors import UsageError
+from memfit.training import SafeStep, Trainer
+from memfit_workloads.finance.schedules import make_schedule
+from memfit_workloads.forecaster.optim import make_optimizer
+
+RATES = [1e-5, 5.6e-5, 1e-3]
+
+
+def descend(name, *, decay=0.1, num_steps=12, rate=0.01):
+    """A weight after each step down a bowl, with gradients that change their size."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = make_optimizer(name, [weight], rate, decay)
+    path = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        (weight**2 * (1 + step % 3)).sum().backward()
+        optimizer.step()
+        path.append(weight.detach().clone())
+    return torch.stack(path)
+
+
+def by_hand(*, decay, decoupled, num_steps=12, rate=0.01, rectify=True):
+    """AdaBelief in plain numbers: its paper's algorithm, with decoupled decay and RAdam's rectification."""
+    weights, means, beliefs, path = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0], []
+    for step in range(1, num_steps + 1):
+        longest = 2 / (1 - 0.999) - 1
+        length = longest - 2 * step * 0.999**step / (1 - 0.999**step)
+        for i, weight in enumerate(weights):
+            gradient = 2 * weight * (1 + (step - 1) % 3)
+            if decoupled:
+                weight *= 1 - rate * decay
+            else:
+                gradient += decay * weight
+            means[i] = 0.9 * means[i] + 0.1 * gradient
+            beliefs[i] = 0.999 * beliefs[i] + 0.001 * (gradient - means[i]) ** 2 + 1e-16
+            mean = means[i] / (1 - 0.9**step)
+            if length < 5:
+                weight -= rate * mean
+            else:
+                share = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+                belief = math.sqrt(beliefs[i] / (1 - 0.999**step))
+                weight -= rate * math.sqrt(share) * mean / belief
+            weights[i] = weight
+        path.append(list(weights))
+    return torch.tensor(path, dtype=torch.float64)
+
+
+@pytest.mark.proves("S2-11")
+@pytest.mark.slow
+def test_adabelief_is_its_algorithm_before_and_after_its_rectification_begins():
+    found = descend("adabelief")
+    torch.testing.assert_close(found, by_hand(decay=0.1, decoupled=True), rtol=1e-9, atol=0)
+    group = make_optimizer("adabelief", [torch.nn.Parameter(torch.ones(1))], 0.01, 0.1).param_groups[0]
+    assert (group["eps"], group["betas"], group["weight_decouple"], group["rectify"]) == (
+        1e-16,
+        (0.9, 0.999),
+        True,
+        True,
+    )
+
+
+def test_adamw_is_torchs_own_and_decays_decoupled():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = make_optimizer("adamw", [weight], 0.01, 0.1)
+    assert type(optimizer) is torch.optim.AdamW
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([0.999, -1.998])
+
+
+@pytest.mark.slow
+def test_adamw_does_not_load_the_library_that_takes_seconds():
+    code = (
+        "import sys, torch; from memfit_workloads.forecaster.optim import make_optimizer\n"
+        "make_optimizer('adamw', [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)\n"
+        "assert 'pytorch_optimizer' not in sys.modules\n"
+        "make_optimizer('lion', [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)\n"
+        "assert 'pytorch_optimizer' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adabelief", "lion", "radam"])
+def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name):
+    def train(weight, optimizer, steps):
+        for step in steps:
+            weight.grad = torch.sin(weight.detach() * (step + 1))
+            optimizer.step()
+
+    start = torch.linspace(-1, 1, 7)
+    whole = torch.nn.Parameter(start.clone())
+    optimizer = make_optimizer(name, [whole], 1e-2, 0.1)
+    train(whole, optimizer, range(8))
+    state, weight = optimizer.state_dict(), whole.detach().clone()
+    train(whole, optimizer, range(8, 16))
+    resumed = torch.nn.Parameter(start.clone())
+    again = make_optimizer(name, [resumed], 1e-2, 0.1)
+    train(resumed, again, range(8))
+    assert torch.equal(resumed.data, weight)
+    fresh = torch.nn.Parameter(weight.clone())
+    other = make_optimizer(name, [fresh], 1e-2, 0.1)
+    other.load_state_dict(again.state_dict())
+    train(fresh, other, range(8, 16))
+    assert torch.equal(fresh.data, whole.data)
+    assert state["param_groups"][0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("name", ["adabelief", "lion"])
+def test_a_safe_step_steps_an_optimizer_of_the_library_as_it_steps_alone(name):
+    x, y = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), torch.ones(16, 1)
+
+    def squared_error(model, batch):
+        return ((model(batch[0]) - batch[1]) ** 2).sum(), len(batch[0])
+
+    weights = []
+    for is_safe in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = make_optimizer(name, model.parameters(), 1e-2, 0.1)
+        step = SafeStep(model, optimizer, squared_error, microbatch_size=None)
+        for _ in range(8):
+            if is_safe:
+                step((x, y))
+            else:
+                total, weight = squared_error(model, (x, y))
+                optimizer.zero_grad()
+                (total / weight).backward()
+                optimizer.step()
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_nearest_name():
+    with pytest.raises(UsageError, match="did you mean 'adabelief'") as caught:
+        make_optimizer("adabelif", [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "decay"),
+    [("lbfgs", 0.1, 0.0), ("a2grad", 0.1, 0.0), ("bsam", 0.1, 0.0), ("adabelief", -0.1, 0.0), ("adamw", 0.1, -0.1)],
+)
+def test_an_optimizer_that_cannot_be_made_from_a_rate_and_a_decay_is_refused(name, rate, decay):
+    with pytest.raises(UsageError, match=f"{name} with learning rate {rate} and weight decay {decay} cannot be made"):
+        make_optimizer(name, [torch.nn.Parameter(torch.ones(1))], rate, decay)
+
+
+def trace(name, num_steps, *, rate=1.0, **settings):
+    """The rates of each step of a run, and the one after it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    schedule = make_schedule(name, optimizer, num_steps, **settings)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.proves("S2-15")
+@pytest.mark.parametrize("rate", RATES)
+def test_the_floor_of_warm_restarts_is_a_share_of_the_base_rate_and_the_run_ends_with_a_cycle(rate):
+    rates, after = trace("warm_restarts", 30, rate=rate, floor_share=0.1, cycles=2)
+    restarts = [step for step in range(1, 30) if rates[step] > rates[step - 1]]
+    assert restarts == [10]
+    assert rates[0] == rates[10] == rate
+    assert min(rates) >= 0.1 * rate and max(rates) == rate
+    assert rates[-1] < 0.11 * rate and after == pytest.approx(0.1 * rate)
+    middle = rate * (0.1 + 0.9 * 0.5)
+    assert rates[5] == pytest.approx(middle) and rates[20] == pytest.approx(middle)
+
+
+@pytest.mark.parametrize("num_steps", [14, 23, 24, 100])
+def test_the_last_cycle_ends_with_the_run_whatever_its_length(num_steps):
+    rates, after = trace("warm_restarts", num_steps, cycles=3)
+    assert sum(rates[step] > rates[step - 1] for step in range(1, num_steps)) == 2
+    assert after == pytest.approx(0.0, abs=1e-12)
+    last = max(step for step in range(1, num_steps) if rates[step] > rates[step - 1])
+    assert abs((num_steps - last) - num_steps * 4 / 7) <= 1
+    if num_steps >= 20:
+        assert rates[-1] < 0.06
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_cosine_falls_from_the_base_rate_to_its_floor(rate):
+    rates, after = trace("cosine", 20, rate=rate, floor_share=0.25)
+    assert rates[0] == rate and rates == sorted(rates, reverse=True)
+    assert after == pytest.approx(0.25 * rate)
+
+
+def test_a_warm_up_is_a_line_before_each_shape():
+    for name in ("constant", "cosine", "warm_restarts"):
+        rates, _ = trace(name, 20, warmup_share=0.2)
+        assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert trace("constant", 20, warmup_share=0.2)[0][4:] == [1.0] * 16
+
+
+@pytest.mark.proves("C-51")
+def test_the_remedy_for_too_many_cycles_fits():
+    with pytest.raises(UsageError, match="4 cycles take 30 steps") as caught:
+        trace("warm_restarts", 10, cycles=4)
+    assert "cycles=2" in caught.value.remedy
+    trace("warm_restarts", 10, cycles=2)
+
+
+def test_a_schedule_goes_on_from_its_state():
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
+        return optimizer, make_schedule("warm_restarts", optimizer, 12, floor_share=0.1, cycles=2, warmup_share=0.1)
+
+    def step(optimizer, schedule, times):
+        rates = []
+        for _ in range(times):
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    whole = step(*make(), 12)
+    optimizer, schedule = make()
+    first = step(optimizer, schedule, 5)
+    other, again = make()
+    other.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(schedule.state_dict())
+    assert first + step(other, again, 7) == whole
+
+
+def test_a_trainer_says_which_schedule_it_has():
+    model = torch.nn.Linear(1, 1)
+    optimizer = make_optimizer("adamw", model.parameters(), 1e-3, 0.0)
+    schedule = make_schedule("warm_restarts", optimizer, 12, floor_share=0.1)
+    trainer = Trainer(model, loss=lambda model, batch: (model(batch).sum(), 1), optimizer=optimizer, schedule=schedule)
+    for setting in ("shape=warm_restarts", "num_steps=12", "floor_share=0.1", "bounds=[0, 4, 12]"):
+        assert setting in trainer.identity["schedule"]

@@ -1,0 +1,78 @@
+"""What the systems' benchmarks compare by, without a run."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from memfit.files import write_json
+from memfit.memory import Sample, SeriesWriter
+from memfit.training import save_checkpoint
+from stages_here import digest_of
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from memfit_workloads.benches import contents, differing
+from memfit_workloads.finance import bench as finance
+from memfit_workloads.forecaster import bench as forecaster
+from memfit_workloads.ranker import bench as ranker
+
+
+def write_series(run, job, rows):
+    folder = run / "jobs" / job
+    folder.mkdir(parents=True)
+    series = SeriesWriter(folder / "memory.jsonl")
+    for second, private in rows:
+        series.append(Sample(second, 1, private, 0, private, private, "train"))
+    series.close()
+
+
+def test_the_peak_of_all_jobs_counts_those_that_ran_at_the_same_time(tmp_path):
+    write_series(tmp_path, "a", [(1.0, 100), (2.0, 300), (3.0, 50)])
+    write_series(tmp_path, "b", [(2.5, 40), (4.0, 320)])  # beside the 300 of a, then alone
+    assert ranker.peak_of_all(tmp_path) == 340
+
+
+def test_runs_are_compared_by_the_bytes_of_their_tensors_and_by_their_results(tmp_path):
+    told = {"schema_version": 1, "stage": "fold", "job": "fold_1", "status": "completed", "why": "", "key": ""}
+    told |= {"exit_code": 0, "parts": {}, "settings": {}, "code": {}, "outputs": [], "seconds": 1.0}
+    told |= {"unforeseen": {}, "reused_from": None}
+    left = []
+    for run, values, effect in (("first", [float("nan"), 0.0], 0.1), ("second", [float("nan"), -0.0], 0.2)):
+        folder = tmp_path / run / "checkpoints" / "fold_1"
+        folder.mkdir(parents=True)
+        state = {"memfit_checkpoint": 1, "epoch": 1, "fit": "x", "identity": {}}
+        state |= {"model": {name: torch.tensor(value) for name, value in zip("ab", values, strict=True)}}
+        save_checkpoint(folder / "latest_checkpoint.pt", state)
+        made = {"result": {"effect": effect}, "digest": digest_of({"effect": effect}, [])}
+        write_json(folder.with_suffix(".json"), told | made)
+        left.append(contents(tmp_path / run))
+    save_checkpoint(tmp_path / "first/checkpoints/fold_1/ema_epoch_1.pt", state)
+    assert differing(left[0], left[0]) == []
+    assert differing(*left) == ["fold_1", "fold_1/latest_checkpoint.pt['model']['b']"]
+    names = differing(contents(tmp_path / "first"), left[0])
+    assert names == ["fold_1/ema_epoch_1.pt['model']['a']", "fold_1/ema_epoch_1.pt['model']['b']"]
+
+
+def test_the_line_of_an_effect_has_the_interval_of_a_paired_t_test():
+    random = np.random.default_rng(0)
+    one, other = ({seed: {"icir": value} for seed, value in enumerate(random.normal(size=7))} for _ in range(2))
+    line = forecaster.line_of_effect(one, other, "icir")
+    values = [[found["icir"] for found in of.values()] for of in (one, other)]
+    interval = stats.ttest_rel(*values).confidence_interval(0.95)
+    assert f"({interval.low:+.4f} to {interval.high:+.4f})" in line and line.endswith("no difference shown")
+
+
+@pytest.mark.long
+def test_decisions_on_overlapping_labels_are_as_promised_and_others_reject_far_too_often():
+    found = finance.rates(240, 5, "normal", num_series=100, seed=1, num_resamples=100)
+    # 100 series know a share of 5 % to about ± 2.2 points.
+    assert 0.01 <= found["size"] <= 0.10 and found["decided"] <= found["size"]
+    assert 0.90 <= found["coverage"] <= 0.99 and found["basic"] < found["coverage"]
+    assert found["root_n"] > 0.8 and found["no_lags"] > 0.25 and found["bartlett"] > found["size"]
+    error = finance.true_standard_error(240, 5)
+    share = finance.found_share(240, 5, finance.minimal_detectable_effect(error, 240), num_series=300, seed=1)
+    assert share == pytest.approx(0.8, abs=0.07)

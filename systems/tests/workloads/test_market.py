@@ -1,0 +1,138 @@
+"""Generated markets: the planted rank IC is there, they are the same each time, and they say what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from memfit.errors import UsageError
+from memfit_workloads.finance import rank_ic
+from memfit_workloads.finance.generated import SIGNAL_DATES, Market, planted_signal, write_market
+
+SMALL = Market(num_dates=60, num_assets=40, num_features=3, turnover=0.5, seed=3)
+
+
+def written(path: Path, market: Market, **options: int) -> pa.Table:
+    write_market(path / "market.parquet", market, **options)
+    return pq.read_table(path / "market.parquet")
+
+
+def dense(table: pa.Table, market: Market, column: str) -> np.ndarray:
+    return table.column(column).to_numpy().reshape(market.num_dates, market.num_assets)
+
+
+@pytest.mark.parametrize("planted", [-0.3, 0.0, 0.05, 0.6])
+def test_the_measured_rank_ic_of_the_signal_is_the_planted_one(tmp_path: Path, planted: float) -> None:
+    market = Market(400, 500, 1, information_coefficient=planted, horizon=1, turnover=0.0, seed=1)
+    table = written(tmp_path, market)
+    signal = planted_signal(dense(table, market, "f00"))
+    measured = rank_ic(signal, dense(table, market, "target_h1")[SIGNAL_DATES - 1 :])
+    # Each date's rank IC has a standard deviation of at most 1 / sqrt(assets - 1); take four of the mean's.
+    assert np.nanmean(measured) == pytest.approx(planted, abs=4 / np.sqrt(499 * 395))
+    assert np.isnan(measured).tolist() == [False] * 395 + [True]
+
+
+@pytest.mark.parametrize(("main", "planted"), [(5, 0.3), (2, -0.2), (20, 0.1)])
+def test_the_measured_rank_ic_at_every_horizon_is_the_one_in_closed_form(
+    tmp_path: Path, main: int, planted: float
+) -> None:
+    market = Market(600, 300, 1, planted, horizon=main, horizons=(1, 5, 10, 20), turnover=0.0, seed=1)
+    assert market.rank_ic(main) == pytest.approx(planted, abs=1e-12)
+    table = written(tmp_path, market)
+    signal = planted_signal(dense(table, market, "f00"))
+    for horizon in market.labels:
+        measured = rank_ic(signal, dense(table, market, f"target_h{horizon}")[SIGNAL_DATES - 1 :])
+        # Labels overlap, so about one date in (horizon + signal) is new.
+        error = 1 / np.sqrt(299 * 596 / (horizon + SIGNAL_DATES - 1))
+        assert np.nanmean(measured) == pytest.approx(market.rank_ic(horizon), abs=4 * error), horizon
+
+
+def test_the_labels_of_all_horizons_are_the_returns_of_the_closes(tmp_path: Path) -> None:
+    market = Market(120, 30, 2, 0.2, horizon=5, horizons=(3, 20), turnover=0.0, seed=4)
+    table = written(tmp_path, market)
+    closes = dense(table, market, "close")
+    assert market.label_names == ("target_h1", "target_h3", "target_h5", "target_h20")
+    for horizon in market.labels:
+        labels = dense(table, market, f"target_h{horizon}")
+        assert labels[:-horizon] == pytest.approx(closes[horizon:] / closes[:-horizon] - 1, abs=1e-6)
+        assert np.isnan(labels[-horizon:]).all()
+    returns = np.diff(np.log(closes), axis=0)
+    assert returns.std() == pytest.approx(market.volatility, rel=0.03)
+
+
+def test_a_rank_ic_that_no_return_can_have_is_refused_with_the_most_there_is() -> None:
+    with pytest.raises(UsageError, match=r"information_coefficient=0\.35") as caught:
+        Market(100, 10, 1, information_coefficient=0.35, horizon=20)
+    assert "from -0.300 to 0.300 at a horizon of 20" in caught.value.rule
+    assert Market(100, 10, 1, information_coefficient=0.2999, horizon=20).loading == pytest.approx(1, abs=0.01)
+
+
+def test_labels_overlap_over_the_horizon_and_not_beyond(tmp_path: Path) -> None:
+    market = Market(300, 500, 1, information_coefficient=0.0, horizon=4, volatility=0.01, turnover=0.0, seed=2)
+    targets = np.log1p(dense(written(tmp_path, market), market, "target_h4")[:-4])
+    assert np.isfinite(targets).all()
+    assert targets.std() == pytest.approx(0.01 * 4**0.5, rel=0.01)
+    for lag in range(1, 7):
+        measured = np.corrcoef(targets[lag:].ravel(), targets[:-lag].ravel())[0, 1]
+        assert measured == pytest.approx(max(0, 1 - lag / 4), abs=0.02)
+
+
+def test_the_last_dates_have_no_target_and_all_others_have_one(tmp_path: Path) -> None:
+    table = written(tmp_path, SMALL)
+    dates = np.unique(table.column("date").to_numpy())
+    for horizon in (1, SMALL.horizon):
+        missing = table.filter(table.column(f"target_h{horizon}").is_null())
+        assert np.unique(missing.column("date").to_numpy()).tolist() == dates[-horizon:].tolist()
+
+
+def test_the_numbers_do_not_depend_on_the_row_groups(tmp_path: Path) -> None:
+    whole = written(tmp_path, SMALL)
+    for rows_per_group in (1, 7 * SMALL.num_assets + 1):
+        assert written(tmp_path, SMALL, rows_per_group=rows_per_group) == whole
+    assert pq.ParquetFile(tmp_path / "market.parquet").num_row_groups == 9  # 8 of 7 dates, and 4 left over
+
+
+def test_the_seed_alone_changes_the_numbers(tmp_path: Path) -> None:
+    first = written(tmp_path, SMALL)
+    assert written(tmp_path, SMALL) == first
+    other = written(tmp_path, replace(SMALL, seed=4))
+    assert other.column("f00").to_pylist()[:50] != first.column("f00").to_pylist()[:50]
+
+
+def test_a_file_says_that_it_is_generated_and_from_what(tmp_path: Path) -> None:
+    path = tmp_path / "market.parquet"
+    write_market(path, SMALL)
+    assert pq.read_schema(path).metadata[b"memfit.generated"] == b"true"
+    assert json.loads(pq.read_schema(path).metadata[b"memfit.market"])["seed"] == SMALL.seed
+
+
+def test_assets_that_are_listed_late_or_delisted_have_no_rows_outside_their_time(tmp_path: Path) -> None:
+    table = written(tmp_path, SMALL)
+    assert len(table) == SMALL.num_rows < SMALL.num_dates * SMALL.num_assets
+    dates, day = np.unique(table.column("date").to_numpy(), return_inverse=True)
+    code = table.column("code").to_numpy(zero_copy_only=False)
+    rows = list(zip(day.tolist(), code.tolist(), strict=True))
+    assert rows == sorted(set(rows))  # by date and code, none twice
+    late = early = 0
+    for name in np.unique(code):
+        listed = day[code == name]
+        assert (np.diff(listed) == 1).all()  # one stretch, in order
+        late += listed[0] > 0
+        early += listed[-1] < len(dates) - 1
+    assert (late, early) == (10, 10)  # half of the assets, half of those at each end
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_dates": 5}, {"num_assets": 1}, {"num_features": 0}, {"information_coefficient": 1.0}, {"horizon": 0},
+     {"turnover": 1.5}, {"seed": -1}, {"horizons": (0,)}, {"horizons": (90,), "num_dates": 60}, {"volatility": 0.0}],
+)  # fmt: skip
+def test_a_market_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=f"{list(wrong)[-1]}="):
+        replace(SMALL, **wrong)

@@ -1,0 +1,500 @@
+"""The recipe fine-tune: what is left out and told, the batch as an equation, out of memory, and kills."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from ruamel.yaml import YAML
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import kills  # noqa: E402
+from memfit import jobs, run  # noqa: E402
+from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
+from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
+from memfit.estimation import list_options  # noqa: E402
+from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
+from memfit.reports import print_run_plan  # noqa: E402
+from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
+from memfit.units import format_bytes  # noqa: E402
+from memfit_workloads.recipes import compiling, text, training  # noqa: E402
+from memfit_workloads.recipes.params import SETTINGS, RecipesParams, plan_of  # noqa: E402
+from memfit_workloads.recipes.stages import RECIPES  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
+
+SMALL = {
+    "data": {"num_pairs": 60},
+    "tiny": {"d_model": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 120},
+    "epochs": 2,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_target_length": 24,
+    "num_samples": 1,
+}
+
+
+def config(folder, **params):
+    content = {"schema_version": 1, "experiment": "t5", "target": "memfit_workloads.recipes.stages:RECIPES", "seed": 1}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
+    return path
+
+
+def examples(count=12):
+    rng = np.random.default_rng(0)
+    return [
+        {"input_ids": rng.integers(3, 60, rng.integers(2, 12)), "labels": rng.integers(3, 60, rng.integers(1, 15))}
+        for _ in range(count)
+    ]
+
+
+def tiny(**changes):
+    seed_everything(0)
+    return training.make_model(RecipesParams(**SMALL | changes), 64)
+
+
+@pytest.mark.proves("S4-17")
+@pytest.mark.long
+def test_killed_in_an_epoch_it_leaves_what_its_stages_leave_here(tmp_path, one_thread):
+    here = StagesHere(tmp_path / "here", RECIPES, RecipesParams(**SMALL), seed=1)
+    for name in ("index", "tokenize", "train", "evaluate"):
+        here.run(name)
+    config(tmp_path)
+    killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
+    left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
+    assert "stage_train/latest_checkpoint.pt" in left and found == left
+    result = left["stage_train"]
+    assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
+    assert result["capabilities"]["attention"] == "sdpa"
+    samples = Output(here.manifest("evaluate")).json("samples")
+    assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
+
+
+@pytest.mark.proves("S4-55")
+@pytest.mark.long
+def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = [json.dumps({"q": f"what is {n}", "a": f"it is the number {n}"}) for n in range(40)]
+    bad = ["{", json.dumps({"q": "no answer"}), json.dumps({"q": "?", "a": "short"}),
+           json.dumps({"q": "?", "a": "no no no no"})]  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text("\n".join([*good[:20], *bad, *good[20:], '{"q": "cut o']))
+    own = {"source": "files", "path": "pairs.jsonl", "source_field": "q", "target_field": "a"}
+    for min_words, expected in ((3, 40), (0, 41)):
+        result = run(config(tmp_path, data=own | {"min_words": min_words}), choice=Choice(until="index"))
+        output = Output(result.path / "checkpoints/stage_index.json")
+        assert output.result["num_train"] + output.result["num_valid"] == expected
+        assert output.result["torn_bytes"] == len('{"q": "cut o')
+    assert output.result["left_out"] == {"no JSON": 1, "no such fields": 1, "repeats itself": 1}
+    assert [one["row"] for one in output.json("left_out")] == [20, 21, 23]
+    with pytest.raises(ConfigError, match="not there"):
+        run(config(tmp_path, data=own | {"path": "none.jsonl"}))
+    with pytest.raises(DataError, match=r"44 of 44 rows of .*pairs\.jsonl are left out: 43 no such fields, 1 no JSON"):
+        run(config(tmp_path, data=own | {"target_field": "answer"}))
+
+
+def test_the_packed_ids_are_those_of_the_file_and_a_file_that_changes_between_the_stages_is_refused(tmp_path):
+    pairs = [{"q": f"what is {n}", "a": f"it is the number {n}"} for n in range(300)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, pairs)))  # with empty lines, and a whole last one without an end
+    own = {"source": "files", "path": str(path), "source_field": "q", "target_field": "a"}
+    made = run(config(tmp_path, data=own), choice=Choice(until="tokenize")).path / "checkpoints"
+    outputs = {name: Output(made / f"stage_{name}.json") for name in ("index", "tokenize")}
+    tokenizer, left = text.load_tokenizer(outputs["tokenize"].dir), {pair["q"]: pair["a"] for pair in pairs}
+    tokenizer.enable_truncation(64)
+    for part in ("train", "valid"):
+        ids = PackedDataset.open(outputs["tokenize"].path(part))
+        rows = outputs["index"].arrays("rows")[part]
+        for number, one in zip(rows, ids, strict=True):
+            pair = pairs[number]
+            assert left.pop(pair["q"]) == pair["a"]
+            assert one["input_ids"].tolist() == tokenizer.encode(pair["q"]).ids
+            assert one["labels"].tolist() == tokenizer.encode(pair["a"]).ids
+    assert not left
+    params = RecipesParams(**SMALL | {"data": own})
+    assert len(list(text.pairs_of(outputs, params, "valid"))) == 30
+    path.write_text(path.read_text().replace("number 7", "number 8"))
+    with pytest.raises(DataError, match="has changed since its rows were judged"):
+        list(text.pairs_of(outputs, params, "valid"))
+
+
+@pytest.mark.proves("S4-18")
+@pytest.mark.parametrize("has_orjson", [True, False])
+def test_with_and_without_orjson_the_same_rows_are_taken(tmp_path, monkeypatch, has_orjson):
+    (tmp_path / "rows.jsonl").write_text('{"a": "\\u00e9"}\n{"a": NaN}\n\n{"a": [1, 2]}\n{"a": "cut')
+    text._parser.cache_clear()
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: has_orjson or None)
+    with nullcontext() if has_orjson else pytest.warns(UserWarning, match="pip install orjson"):
+        lines = text.Lines(tmp_path / "rows.jsonl")
+        assert [text._is_json(line) for line in lines] == [True, False, True]
+    assert lines.torn_bytes == len('{"a": "cut')
+    text._parser.cache_clear()
+
+
+@pytest.mark.proves("S4-20")
+@pytest.mark.parametrize(
+    ("given", "automatic", "expected"),
+    [
+        ({}, 8, (8, 16)),
+        ({"auto_batch_size": True}, 32, (32, 4)),
+        ({"batch_size": 8, "gradient_accumulation_steps": 16}, 1, (8, 16)),
+        ({"batch_size": 4, "gradient_accumulation_steps": 32, "auto_batch_size": True}, 128, (4, 32)),
+        ({"gradient_accumulation_steps": 16}, 1, (8, 16)),
+        ({"batch_size": 4, "global_batch_size": 32}, 1, (4, 8)),
+    ],
+)
+def test_an_explicit_size_beats_an_automatic_one(given, automatic, expected):
+    assert RecipesParams(**given).sizes(automatic) == expected
+
+
+@pytest.mark.proves("S4-34")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"batch_size": 8, "gradient_accumulation_steps": 16, "global_batch_size": 64}, "is 128, not 64"),
+        ({"auto_batch_size": True, "gradient_accumulation_steps": 4}, "follows from auto_batch_size"),
+        ({"batch_size": 5}, "does not divide the global batch of 128"),
+        ({"data": {"source": "files"}}, "path belongs to source: files"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(given, told):
+    with pytest.raises(ValidationError, match=told):
+        RecipesParams(**given)
+
+
+def test_the_automatic_size_is_the_largest_whose_bound_fits(monkeypatch):
+    params = RecipesParams(
+        **{**SMALL, "auto_batch_size": True, "batch_size": None, "gradient_accumulation_steps": None}
+    )
+
+    class Free:
+        headroom_bytes = 1 << 40
+
+    model = tiny()
+    monkeypatch.setattr(training.Budget, "read", lambda: Free)
+    assert training.plan(params, model)["batch_size"] == 128
+    whole = training.plan(params, model)["forecast_bytes"]
+    monkeypatch.setattr(Free, "headroom_bytes", training._BASE_BYTES + whole - 1)
+    chosen = training.plan(params, model)
+    assert (chosen["batch_size"], chosen["gradient_accumulation_steps"]) == (64, 2)
+    assert chosen["forecast_bytes"] < whole
+    monkeypatch.setattr(Free, "headroom_bytes", training._BASE_BYTES)
+    with pytest.raises(DoesNotFitError, match=r"tried 128: .*, 1: ") as caught:
+        training.plan(params, model)
+    assert "gradient_checkpointing=true" in caught.value.remedy
+
+
+def in_float64(model):
+    """Without dropout, and with norms that compute in float64 too: T5's own are float32."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "T5LayerNorm":
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.load_state_dict(child.state_dict())
+                setattr(module, name, norm)
+    return model.double().eval()
+
+
+@pytest.mark.proves("C-56")
+def test_the_gradient_of_ragged_batches_is_that_of_the_whole():
+    rows = examples()
+    padding = Padding(pad_id=0)
+    grads = []
+    for size in (12, 4, 3):
+        model = in_float64(tiny())
+        step = SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), training.loss, microbatch_size=None)
+        step.gradients(*[padding(rows[at : at + size]) for at in range(0, 12, size)])
+        grads.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    for other in grads[1:]:
+        assert max(float((a - b).abs().max()) for a, b in zip(grads[0], other, strict=True)) < 1e-12
+
+
+def test_what_is_too_large_goes_on_with_half_the_microbatch_and_the_same_update(monkeypatch):
+    told = []
+    monkeypatch.setattr(training, "record", lambda kind, **fields: told.append((kind, fields)))
+    batches = list(SequenceLoader(examples(128), Padding(pad_id=0), batch=8))
+    model = tiny()
+
+    def loss(model, batch):
+        if len(batch["labels"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return training.loss(model, batch)
+
+    sizes = training.SizesTold(8, 128)
+    step = SafeStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss)
+    for _ in range(2):
+        outcome = step(*batches)
+        sizes(outcome)
+    assert (outcome.num_microbatches, sizes.smallest) == (32, 4)
+    text = "ran out of memory at 8 x 16 and goes on at 4 x 32: still 128"
+    assert [(kind, fields["text"]) for kind, fields in told] == [("batch_changed", text)]
+
+
+@pytest.mark.proves("S4-36")
+@pytest.mark.parametrize(("precision", "is_frozen"), [("bf16", True), ("fp32", False)])
+def test_weights_that_a_small_rate_never_moves_are_told(precision, is_frozen, recwarn, tmp_path):
+    model = tiny(precision=precision)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(1.0)
+    monitor = training.FrozenWeights(model, tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    for _ in range(5):
+        optimizer.step()
+    monitor(EpochRecord(1, 1.0, 5))
+    assert monitor.share == (1.0 if is_frozen else 0.0)
+    assert any("100% of the weights did not move in epoch 1" in str(one.message) for one in recwarn) == is_frozen
+
+
+@pytest.mark.proves("C-55")
+@pytest.mark.long
+@pytest.mark.parametrize(("precision", "least", "most"), [("bf16", 0.9, 1.0), ("fp32", 0.0, 0.05)])
+def test_a_small_rate_moves_weights_in_fp32_and_not_in_bf16(precision, least, most, recwarn, tmp_path):
+    told = {}
+    for is_killed in (False, True):
+        folder = tmp_path / str(is_killed)
+        folder.mkdir()
+        model = tiny(precision=precision)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
+        step = SafeStep(model, optimizer, training.loss)
+        monitor = training.FrozenWeights(model, folder)
+        batches = list(SequenceLoader(examples(32), Padding(pad_id=0), batch=8))
+        for epoch in (1, 2, 3):
+            for batch in batches:
+                step(batch)
+            if is_killed and epoch == 3:  # a new attempt: fresh weights, then those of the checkpoint
+                weights = model.state_dict()
+                model = tiny(precision=precision)
+                monitor = training.FrozenWeights(model, folder)
+                model.load_state_dict(weights)
+            monitor(EpochRecord(epoch, 1.0, len(batches)))
+        told[is_killed] = monitor.share
+    assert told[True] == told[False]
+    assert least <= told[False] <= most
+    assert any("of the weights did not move in epoch 3" in str(one.message) for one in recwarn) == (precision == "bf16")
+
+
+@pytest.fixture
+def without_code_generation():
+    """The compiler's front and its graphs, without C++: that takes minutes, and the benchmark does it."""
+    before = torch.compiler.get_default_backend()
+    torch.compiler.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    yield
+    torch.compiler.set_default_backend(before)
+    torch.compiler.reset()
+
+
+@pytest.mark.proves("C-58")
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
+def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(without_code_generation, monkeypatch):
+    told = []
+    monkeypatch.setattr(compiling, "record", lambda kind, **fields: told.append((kind, fields)))
+    model = tiny(tiny=SMALL["tiny"] | {"num_layers": 3}).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):  # that of the attention
+            module.dropout = 0.0
+    batches = list(SequenceLoader(examples(32), Padding(pad_id=0), batch=4))
+    plain = [float(training.loss(model, batch)[0].detach()) for batch in batches]
+    compiled = compiling.CompiledBlocks(model, torch.device("cpu"))
+    loss = compiled.loss(training.loss)
+    assert len(compiling.blocks_of(model)) == 6  # and at most 12 graphs, below
+    for epoch in (1, 2):
+        for batch, expected in zip(batches, plain, strict=True):
+            total, weight = loss(model, batch)
+            (total / weight).backward()
+            assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+        compiled(EpochRecord(epoch, 1.0, len(batches)))
+    before = compiled.summary()["num_graphs"]
+    model.eval()
+    with torch.no_grad():
+        loss(model, batches[0])
+    assert compiled.summary()["num_graphs"] == before > 0  # validation compiles nothing
+    first, second = (fields for _, fields in told)
+    assert 0 < first["num_graphs"] <= 12
+    assert second["num_graphs"] == second["graph_breaks"] == 0
+    assert first["seconds"] > 0 and "text" in first and "text" not in second
+    summary = compiled.summary()
+    assert summary["num_graphs_after_warm_up"] == 0
+    assert summary["warm_up_seconds"] == first["seconds"]
+
+
+@pytest.mark.proves("S4-25")
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
+def test_a_compiled_training_says_what_it_compiled(tmp_path, without_code_generation):
+    torch.compiler.set_default_backend("eager")  # the gradients' graphs are those of the test before
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | {"compile": True, "epochs": 1}))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    result = Output(here.manifest("train")).result
+    assert result["compile"]["num_graphs"] > 0 and result["compile"]["warm_up_seconds"] > 0
+    told = ("compiled", "attention", "attention_kernel")
+    assert [result["capabilities"][name] for name in told] == ["blocks", "sdpa", "math"]
+
+
+@pytest.mark.proves("S4-53")
+def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
+    assert training.capabilities(tiny(), RecipesParams(**SMALL))["attention_kernel"] == "math"
+    model = tiny()
+    model.set_attn_implementation("eager")
+    found = training.capabilities(model, RecipesParams(**SMALL))
+    assert (found["attention"], found["attention_kernel"]) == ("eager", "eager")
+    with training._AttentionKernels() as kernels, torch.no_grad():
+        query = torch.ones(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert kernels.seen == {"scaled_dot_product_flash_attention_for_cpu"}
+
+
+@pytest.mark.long
+def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, monkeypatch):
+    code = (
+        "import torch; from memfit_workloads.recipes.compiling import try_compiler; try_compiler(torch.device('cpu'))"
+    )
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    told = done.stderr[done.stderr.index(ConfigError.__name__) :]
+    assert "torch.compile fails on cpu: " in told and "no-such-compiler" in told
+    assert "rule: params.compile needs a C++ compiler" in told and "do:   install one" in told
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # with one it takes half a minute
+    compiling.try_compiler(torch.device("cpu"))
+
+
+@pytest.mark.proves("S4-35", "C-57")
+def test_generation_cache_is_off_while_checkpointing_and_gradients_stay_the_same():
+    batch = Padding(pad_id=0)(examples(4))
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(gradient_checkpointing=checkpointing).double()
+        assert model.config.use_cache is False
+        seed_everything(3)
+        training.loss(model.train(), batch)[0].backward()
+        grads.append([one.grad for one in model.parameters() if one.grad is not None])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
+
+
+XL = Path(__file__).parents[2] / "memfit_workloads/recipes"
+
+
+@pytest.mark.proves("S4-33")
+def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 300.0)  # on a busy machine the formula would answer
+    monkeypatch.setattr(
+        jobs, "call_in_child", lambda target, asked: jobs.load_target(target)(**asked)
+    )  # has all loaded
+    plan = plan_run(config(tmp_path))
+    stages = {stage.name: stage for stage in plan.stages}
+    assert [name for name, stage in stages.items() if stage.model is not None] == ["train"]
+    answer = stages["train"].model
+    num_bytes = sum(4 * one.numel() for one in training.make_model(RecipesParams(**SMALL), 120).parameters())
+    parts = {name: size["value"] for name, size in answer["parts"].items()}
+    assert answer["method"] == "traced"
+    assert (parts["weights"], parts["gradients"]) == (num_bytes, num_bytes)
+    assert 2 * num_bytes <= parts["optimizer"] < 2.1 * num_bytes + 4096
+    whole = answer["device"]["allocated_bytes"]["value"]  # in blocks of 512 B
+    assert parts["activations"] > 0 and sum(parts.values()) == pytest.approx(whole, rel=0.01)
+    file = io.StringIO()
+    print_run_plan(plan, Console(file=file, width=200))
+    sizes = {name: format_bytes(size) for name, size in parts.items()}
+    names = ("weights", "gradients", "optimizer", "activations")
+    shown = " + ".join(f"{name} {sizes[name]}" for name in names)
+    assert f"in tensors = {shown} + " in file.getvalue()
+    assert re.search(
+        r"on a GPU: \S+ MiB \(at most \S+ GiB\), with torch's cache and a context of \S+ MiB", file.getvalue()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "verdict", "change"),
+    [
+        ("RTX 4090", {}, "does not fit", "params.optimizer=adafactor params.gradient_checkpointing=true"),
+        ("RTX 5090", {}, "does not fit", "params.gradient_checkpointing=true"),
+        ("A100-80GB", {}, "fits", None),
+        ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
+    ],
+)
+def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu, settings, verdict, change):
+    monkeypatch.chdir(XL.parents[2])
+    overrides = [f"params.{name}={value}" for name, value in settings.items()]
+    found = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=overrides)
+    assert found["verdict"] == verdict
+    assert (found["setup"]["batch"], found["setup"]["num_microbatches"]) == (8, 16)
+    precise = settings.get("precision") == "bf16-mixed"
+    assert found["parts"]["weights"]["value"] == pytest.approx((4 if precise else 2) * 2.85e9, rel=0.01)
+    if change is None:
+        assert found["change"] is None and found["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+    else:
+        assert set(change.split()) <= set(" ".join(found["change"]["options"]).split())
+        assert found["change"]["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+        own = " ".join(found["change"]["options"]).replace("--set ", "").split()
+        again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=[*overrides, *own])
+        assert (again["verdict"], again["setup"]) == ("fits", found["change"]["setup"])
+    assert not [note for note in found["notes"] if "--" in note.replace("--set params.precision=bf16-mixed", "")]
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_each_setting_that_an_estimate_may_advise_makes_the_setup_that_its_option_makes(option):
+    text = SETTINGS[option].format(4).removeprefix("params.")
+    before, field = RecipesParams(batch_size=8, gradient_accumulation_steps=16, precision="bf16"), text.partition("=")
+    after = RecipesParams.model_validate(before.model_dump() | {field[0]: YAML(typ="safe").load(field[2])})
+    options = list_options(plan_of(before)[1], plan_of(after)[1])
+    assert options == (option if "{}" not in SETTINGS[option] else f"{option} 4",)
+
+
+@pytest.mark.long
+def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
+    monkeypatch.chdir(XL.parents[2])
+    monkeypatch.setattr(_plan_run, "find_this_gpu", lambda budget: ("RTX 5090", 30 << 30, ["another process"]))
+    monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 0.0)  # the formula answers
+    plan = plan_run(XL / "flan-t5-xl.yaml", overrides=[f"runs_dir={tmp_path}"])
+    file = io.StringIO()
+    print_run_plan(plan, Console(file=file, width=200))
+    assert (
+        "a step of its model (by the formula): 38.89 GiB (at most 44.83 GiB) in tensors = weights 5.31 GiB"
+        in file.getvalue()
+    )
+    assert "does not fit: 30.00 GiB (RTX 5090)" in file.getvalue()
+    assert "fits with --set params.gradient_checkpointing=true: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
+
+
+def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no_model").mkdir()
+    with pytest.raises(ConfigError, match=r"no_model cannot be loaded: .*No such file") as refused:
+        plan_run(config(tmp_path, pretrained_model="no_model"))
+    assert "nothing is downloaded" in refused.value.rule
+
+
+@pytest.mark.long
+def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path):
+    changed = {"optimizer": "adafactor", "learning_rate": 0.02, "epochs": 4}
+    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | changed))
+    for name in ("index", "tokenize", "train"):
+        here.run(name)
+    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest_checkpoint.pt")
+    last = Output(here.manifest("train")).result["valid_loss"]
+    assert len(saved["history"]) == 4 and last < saved["history"][0]["metrics"]["valid_loss"]
+    states = [one for state in saved["optimizer"]["state"].values() for one in state.values()]
+    size = sum(one.nbytes for one in saved["model"].values())
+    assert 0 < sum(one.nbytes for one in states if isinstance(one, torch.Tensor)) < size / 2

@@ -1,0 +1,334 @@
+"""The video classifier as a run: its tree, its leaks, its kills and its out-of-memories."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("av")
+
+import kills  # noqa: E402
+from memfit import run  # noqa: E402
+from memfit.errors import ConfigError, DataError  # noqa: E402
+from memfit.pipeline import Output  # noqa: E402
+from memfit.rundir import RunDir  # noqa: E402
+from memfit.training import EpochRecord, StepOutcome  # noqa: E402
+from memfit_workloads.video import data, scores, stages, training  # noqa: E402
+from memfit_workloads.video.params import VideoParams  # noqa: E402
+from stages_here import StagesHere  # noqa: E402
+
+CONFIG = Path(data.__file__).with_name("config.yaml")
+SMALL = {
+    "data": {"num_clips": 24, "bad_share": 0.1, "seconds": 0.5},
+    "clip": {"num_frames": 4, "size": 16},
+    "splits": {"n_splits": 2, "test_share": 0.25},
+    "loader": {"batch_size": 8},
+    "train": {"num_epochs": 2},
+    "width": 4,
+}
+STAGES = (
+    "load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders",
+    "initialize_model", "evaluate",
+)  # fmt: skip
+
+
+def config(folder, **params):
+    content = {"schema_version": 1, "experiment": "video", "target": "memfit_workloads.video.stages:VIDEO", "seed": 1}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(content | {"params": SMALL | params}))
+    return path
+
+
+def run_here(folder, *folds, **params):
+    """Run all stages that come before the folds, and these folds."""
+    here = StagesHere(
+        folder, stages.VIDEO, VideoParams.model_validate(SMALL | params), seed=1, folds_of="create_kfold_splits"
+    )
+    for name in STAGES[:-1]:
+        here.run(name)
+    for fold in folds:
+        here.run("fold", fold)
+    return here
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All stages, each run once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a job
+    here = run_here(tmp_path_factory.mktemp("video"), 1, 2)
+    here.run("evaluate")
+    torch.set_num_threads(threads)
+    return here
+
+
+def outputs(path):
+    """What a run found: each stage's result, and the bytes of its tables, arrays and last weights."""
+    found = {}
+    for manifest in sorted((path / "checkpoints").glob("*.json")):
+        found[manifest.stem] = Output(manifest).result
+    for file in sorted((path / "checkpoints").rglob("*")):
+        if file.suffix in (".feather", ".npy") or file.name == "clips.json":
+            found[str(file.relative_to(path))] = file.read_bytes()
+        if file.name == "latest_checkpoint.pt":
+            weights = torch.load(file, weights_only=False)["model"]
+            found[str(file.relative_to(path))] = {name: value.numpy().tobytes() for name, value in weights.items()}
+    return found
+
+
+@pytest.mark.proves("S1-21", "S1-22", "S1-23")
+def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
+    checkpoints = whole.run_dir / "checkpoints"
+    for stage in STAGES:
+        assert (checkpoints / f"stage_{stage}.json").is_file(), stage
+    for fold in (1, 2):
+        folder = checkpoints / f"fold_{fold}"
+        assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
+            one.name for one in folder.iterdir()
+        }
+        found = Output(whole.manifest("fold", fold)).result
+        assert {"auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*found}
+        assert found["microbatch_size"] == found["batch_size"] == 8
+    model = Output(checkpoints / "stage_initialize_model.json").result
+    assert model["architecture"] == "ClipNet(width=4)" and model["num_parameters"] > 1000
+    assert len(model["first_weights"]) == 64 and isinstance(model["seed"], int)
+    loaders = Output(checkpoints / "stage_create_loaders.json").result
+    assert (loaders["batch_size"], loaders["num_workers"], loaders["batch_bytes"]) == (8, 0, 8 * 4 * 3 * 16 * 16)
+    load = Output(checkpoints / "stage_load_data.json")
+    assert load.result["num_skipped"] == len(load.json("skipped")) > 0 and load.json("skipped")[0]["why"]
+    told = "\n".join(Output(whole.manifest("evaluate")).result["report"])
+    assert "out of fold: accuracy" in told and "without a look at a frame" in told
+
+
+@pytest.mark.proves("S1-18", "S1-19", "S1-20")
+def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_trained_on(whole):
+    checkpoints = whole.run_dir / "checkpoints"
+    videos = Output(checkpoints / "stage_load_data.json").table("videos")
+    splits = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")
+    assert splits["group"].to_pylist() == videos["group"].to_pylist()
+    folds_of_group = {}
+    for group, fold in zip(splits["group"].to_pylist(), splits["fold"].to_pylist(), strict=True):
+        folds_of_group.setdefault(group, set()).add(fold)
+    assert all(len(folds) == 1 for folds in folds_of_group.values())
+    assert {*splits["fold"].to_pylist()} == {0, 1, 2}
+    changes = Output(checkpoints / "stage_generate_augmentations.json").table("augmentations")
+    rows = np.flatnonzero(splits["fold"].to_numpy() == 1)
+    own = data.changes_by_row(changes, videos, rows.tolist())
+    items = {videos["item"][row].as_py() for row in rows}
+    assert {one["item"] for versions in own.values() for one in versions} == items
+    assert all(len(versions) == 2 and not versions[0]["flip"] for versions in own.values())
+
+
+@pytest.mark.proves("S1-40")
+@pytest.mark.long
+def test_a_run_that_is_killed_within_a_fold_ends_as_its_stages_do_here(whole, tmp_path):
+    config(tmp_path)
+    killed = kills.run(tmp_path, "config.yaml", kill_at=[kills.epoch("fold_2", 1)])
+    expected, found = outputs(whole.run_dir), outputs(killed.path)
+    assert {*found} == {*expected}
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.proves("S1-48")
+@pytest.mark.long
+def test_a_memoriser_wins_where_groups_are_split_and_not_where_they_are_whole():
+    """The nearest neighbour, on labels that groups were given at random."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 4)
+    classes = rng.permutation(60)[groups] % 2
+    pictures = rng.normal(size=(60, 8))[groups] + 0.01 * rng.normal(size=(240, 8))
+    accuracy = {}
+    for grouped in (True, False):
+        videos = pa.table({"item": [str(n) for n in range(240)], "class": classes, "group": groups})
+        context = _Context(videos)
+        data.create_kfold_splits(context, VideoParams(splits={"grouped": grouped}))
+        fold = context.saved["splits"]["fold"].to_numpy()
+        right = []
+        for number in range(1, 6):
+            train, valid = np.flatnonzero((fold != number) & (fold > 0)), np.flatnonzero(fold == number)
+            nearest = train[np.square(pictures[valid, None] - pictures[None, train]).sum(-1).argmin(1)]
+            right += (classes[nearest] == classes[valid]).tolist()
+        accuracy[grouped] = np.mean(right)
+    assert accuracy[False] > 0.95
+    assert 0.35 < accuracy[True] < 0.65
+
+
+class _Context:
+    """A context of one table."""
+
+    seed = 1
+
+    def __init__(self, videos, folder=None):
+        self.videos, self.dir, self.saved = videos, folder, {}
+
+    def __getitem__(self, stage):
+        return self
+
+    def table(self, name):
+        return self.videos
+
+    def save(self, name, value):
+        self.saved[name] = value
+
+
+@pytest.mark.proves("S1-48")
+@pytest.mark.long
+def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
+    model = training.ClipNet(4)
+    batches = [
+        (torch.randint(0, 255, (8, 4, 3, 16, 16), dtype=torch.uint8), torch.randint(0, 2, (8,)).float())
+        for _ in range(6)
+    ]
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fit(failing):
+        model.load_state_dict(first)
+        steps = iter(range(1000))
+
+        def loss(model, batch):
+            if len(batch[1]) > 4 and next(steps) in failing:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return training.loss(model, batch)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = training.Trainer(model, loss=loss, optimizer=optimizer, split=training.BySample(), seed=1)
+        trainer.fit(batches, num_epochs=2, preflight=False)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    straight, split = fit(()), fit({1, 2, 3})
+    for name, value in straight.items():
+        assert torch.allclose(value, split[name], atol=1e-5), name
+
+
+def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
+    batches = [(torch.zeros(2, 4, 3, 16, 16, dtype=torch.uint8), torch.tensor([0.0, 1.0])) for _ in range(4)]
+    batches[2][0][0] = 255
+
+    def loss(model, batch):
+        if batch[0].max() == 255:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return training.loss(model, batch)
+
+    skip = training.SkipPolicy(1, max_share=1.0)
+    trainer = training.Trainer(training.ClipNet(4), loss=loss, split=training.BySample(), skip=skip)
+    result = trainer.fit(batches, num_epochs=1, preflight=False)
+    assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
+
+
+@pytest.mark.proves("S1-05")
+def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
+    whole, tmp_path, monkeypatch
+):
+    collections = []
+    monkeypatch.setattr(training, "clean_up", lambda: collections.append(1))
+    changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
+    here = run_here(tmp_path, 1, cleanup={"after_fold": True}, **changed)
+    assert Output(here.manifest("create_loaders")).result["num_workers"] == 1
+    name = "checkpoints/fold_1/valid_predictions.feather"
+    assert (here.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    assert collections == [1]
+
+
+@pytest.mark.proves("S1-02", "S1-42")
+def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch):
+    done = []
+    monkeypatch.setattr(training, "clean_up", lambda: done.append("step"))
+    monkeypatch.setattr("memfit.training.clean_up", lambda: done.append("stage"))
+    calm, failed = (StepOutcome(1.0, 1.0, 1.0, 1, 1, num_ooms, skipped=False) for num_ooms in (0, 1))
+    for cleanup, expected in (
+        ({}, []),
+        ({"every_batches": 2}, ["step"]),
+        ({"after_out_of_memory": True}, ["step"]),
+        ({"after_epoch": True}, ["step"]),
+        ({"before_stage": True, "after_stage": True}, ["stage", "stage"]),
+    ):
+        done.clear()
+        params = VideoParams(cleanup=cleanup)
+        after_step = training.clean_after_steps(params.cleanup)
+        for outcome in (calm, failed, calm):
+            after_step(outcome)
+        training.clean_after_epochs(params.cleanup)(EpochRecord(1, 0.5, 3))
+        assert stages.staged(lambda context, params: {"n": 1}, None, params) == {"n": 1}
+        assert done == expected, cleanup
+
+
+@pytest.mark.proves("S1-39")
+@pytest.mark.long
+def test_another_entry_runs_the_notebook_alone_and_keeps_it_with_its_outputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(config(tmp_path, entry="notebook"))
+    assert (result.exit_code, list(result.statuses)) == (0, ["notebook"])
+    output = Output(result.path / "checkpoints/stage_notebook.json")
+    book = json.loads(output.path("notebook").read_text())
+    printed = "".join(str(cell.get("outputs")) for cell in book["cells"])
+    assert "skipped clips/" in printed and f"{output.result['accuracy']}" in printed
+    assert 0 <= output.result["auc"] <= 1
+    epochs = [event for event in RunDir(result.path).events() if event["kind"] == "epoch"]
+    assert [event["epoch"] for event in epochs] == [1, 2]
+
+
+@pytest.mark.proves("S1-45")
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"train": {"use_amp": "yes"}}, "use_amp"),
+        ({"train": {"use_amp": 1}}, "use_amp"),
+        ({"entry": "false"}, "entry"),
+        ({"entry": False}, "entry"),
+        ({"splits": {"n_splits": 1}}, "n_splits"),
+        ({"data": {"source": "files"}}, "path belongs to source: files"),
+        ({"loader": {"batch": 4}}, "batch_size"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_runs(tmp_path, params, told, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        run(config(tmp_path, **params))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path):
+    loaded = Output(whole.manifest("load_data"))
+    clips, rows = loaded.dir / "clips", loaded.table("videos").to_pylist()
+    for number, row in enumerate(rows):
+        target = tmp_path / "videos" / ("cats" if row["label"] == "real" else "dogs") / Path(row["path"]).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(clips / target.name, target)
+        if number == 0:
+            (target.parent / "notes.txt").write_text("no video")
+
+    def load(path):
+        params = VideoParams(**SMALL | {"data": {"source": "files", "path": path}})
+        return data.fingerprint(params), data.load_data(_Context(None, tmp_path), params)
+
+    _, found = load(tmp_path / "videos")
+    assert (found["classes"], found["num_videos"]) == (["cats", "dogs"], len(rows))
+    there = sorted(path for path in (tmp_path / "videos").glob("*/*") if path.suffix != ".txt")
+    listed = "path,label\n" + "".join(f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in there)
+    (tmp_path / "list.csv").write_text(listed)
+    assert load(tmp_path / "list.csv")[1] == found
+    (tmp_path / "list.csv").write_text(f"{listed}videos/none.mp4,cats\n")
+    with pytest.raises(DataError, match=r"none\.mp4 is not there"):
+        load(tmp_path / "list.csv")
+    (tmp_path / "list.csv").write_text("file,label\nvideos/none.mp4,cats\n")
+    with pytest.raises(DataError, match="cannot be read as a list"):
+        load(tmp_path / "list.csv")
+
+
+@pytest.mark.proves("S1-29", "S1-47")
+def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    rng = np.random.default_rng(1)
+    classes, logits = rng.integers(0, 2, 200), rng.normal(size=200)
+    found = scores.binary_metrics(classes, logits)
+    assert found["auc"] == pytest.approx(roc_auc_score(classes, logits))
+    assert found["loss"] == pytest.approx(log_loss(classes, 1 / (1 + np.exp(-logits))))
+    few = scores._judged(classes, logits, np.arange(200) // 20, 0.95, np.random.default_rng(0))["accuracy"]
+    many = scores._judged(classes, logits, np.arange(200), 0.95, np.random.default_rng(0))["accuracy"]
+    assert few["low"] < few["value"] < few["high"] and many["low"] < many["value"] < many["high"]
