@@ -17,7 +17,7 @@ Place = Literal["host", "device"]  # host memory and the memory of GPUs are neve
 class Amount:
     """Memory of each thing of one scope, in bytes, on the host or on devices.
 
-    Amounts of different scopes or places cannot be added or compared: that is a TypeError.
+    To add or compare those of different scopes or places is a TypeError.
     """
 
     bytes: int
@@ -25,10 +25,8 @@ class Amount:
     place: Place = "host"
 
     def __str__(self) -> str:
-        name = (
-            "the job" if self.per == "job" else f"each {self.per.upper() if self.per in ('cpu', 'gpu') else self.per}"
-        )
-        return f"{format_bytes(self.bytes)} of {name}"
+        name = self.per.upper() if self.per in ("cpu", "gpu") else self.per
+        return f"{format_bytes(self.bytes)} of {'the' if name == 'job' else 'each'} {name}"
 
     def __add__(self, other: Amount) -> Amount:
         return replace(self, bytes=self.bytes + self._like(other))

@@ -29,8 +29,7 @@ _BELOW: Mapping[Any, float] = {int: 2**63, float: 1e100}
 _MOST_DIGITS = 300
 _SECRETS, _MASKED = "secrets", "masked"  # the field of a file that holds the fields that are masked in it
 REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})  # what ``open_own`` says of a file that it refuses
-#: What a network drive says whose server does not answer: nfs(5), ``soft`` and ``softerr``; a broken disk says EIO too.
-#: ESTALE: another host replaced the file while it was read.
+#: What a network drive says whose server does not answer (nfs(5), ``softerr``), a broken disk, or of a replaced file.
 AWAY = frozenset({errno.EIO, errno.ETIMEDOUT, errno.ESTALE})
 _AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
@@ -52,13 +51,14 @@ def outlast(call: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno not in AWAY or time.monotonic() >= until:
                 raise
-            _say_away(f"{error.filename or 'a file'}: {error.strerror}: trying again for {_AWAY_SECONDS:.0f} s")
+            pass_over(f"{error.filename or 'a file'}: {error.strerror}: trying again for {_AWAY_SECONDS:.0f} s", "")
         time.sleep(_AWAY_PAUSE)
 
 
 @functools.cache
-def _say_away(what: str) -> None:
-    print(f"memfit: {what}", file=sys.stderr, flush=True)
+def pass_over(what: str, word: str = "passed over: ") -> None:
+    """Say on standard error, once, which file is not read, and why."""
+    print(f"memfit: {word}{what}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -140,19 +140,19 @@ def open_own(path: Path | str) -> BinaryIO:
 
 
 def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
-    """Return the content of a file that ``open_own`` opens, or its beginning."""
+    """Return the content of what ``open_own`` opens, or its beginning."""
 
-    def read() -> bytes:
-        with open_own(path) as file:
-            return file.read(most_bytes)
+    def read(first: bool = True) -> bytes:
+        try:
+            with open_own(path) as file:
+                return file.read(most_bytes)
+        except OSError as error:
+            if error.errno != errno.ESTALE or not first:
+                raise
+        refresh(Path(path).parent)  # another host replaced it or took it away
+        return read(False)
 
     return outlast(read)
-
-
-@functools.cache
-def pass_over(what: str) -> None:
-    """Say on standard error, once, which file is not read, and why."""
-    print(f"memfit: passed over: {what}", file=sys.stderr, flush=True)
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -217,10 +217,7 @@ def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) 
 def read_masked(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return a JSON file's object as it may be shown, as ``read_json`` does."""
     value = read_json(path, shape)
-    if value is not None:
-        value.pop(_SECRETS, None)
-        value.pop(_MASKED, None)
-    return value
+    return value and {name: value[name] for name in value if name not in (_SECRETS, _MASKED)}
 
 
 def read_whole(path: Path) -> dict[str, Any] | None:

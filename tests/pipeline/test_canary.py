@@ -224,4 +224,4 @@ def test_ranks_that_copy_their_validation_data_die_and_those_that_map_it_pass(tm
         assert result.canary["phases"] == {"train": [0, 1], "validate": [0, 1], "checkpoint": [0]}
         Path("valid.npy").unlink()  # the long run writes it too
         long = memfit.run([sys.executable, str(FOUR), "--steps", "100"], overrides=settings[2:])
-        assert long.statuses["cmd_0001"].peak_bytes == pytest.approx(result.canary["host_peak_bytes"], rel=0.1)
+        assert long.statuses["cmd_0001"].peak_bytes == pytest.approx(result.canary["host_peak_bytes"], rel=0.25)
