@@ -77,11 +77,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-#: Files whose tests share what a session makes once.
+#: Files whose tests share what a session makes once; of clusters there are two, whose tests wait beside each other.
 _TOGETHER = {
+    "tests/slurm/test_runs.py": "runs",
     "tests/slurm/": "slurm",
-    "systems/tests/finance/test_stages.py": "finance",
-    "systems/tests/finance/test_verb.py": "finance",
+    ("systems/tests/finance/test_stages.py", "systems/tests/finance/test_verb.py"): "finance",
 }
 
 

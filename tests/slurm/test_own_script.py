@@ -31,7 +31,7 @@ def test_a_job_that_is_preempted_and_requeued_in_mid_training_ends_with_the_same
         where = ("--parsable", "-p", "spot", "-w", node, f"--chdir={here}", f"--output={here}/log")
         job = cluster.call("sbatch", *where, str(here / "train.sbatch")).strip()
 
-        def is_past(step: int, seconds: float = 120) -> None:
+        def is_past(step: int, seconds: float = 300) -> None:
             _until(seconds, f"checkpoint {step}", lambda: (here / f"out/step-{step}").exists())
 
         is_past(100)

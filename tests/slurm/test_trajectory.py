@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from memfit_workloads.trajectory.bench import Trial
 
-pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 SETTINGS = (
     "data.places=[RiLSA_example1]",
     "data.held_out=[]",

@@ -277,7 +277,7 @@ def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts, monkeypatch):
     SlurmBackend(run, SlurmOptions(nodes=2)).submit([Submission(job)])
     env = {**os.environ, "SLURM_JOB_ID": "7"}
     words = [sys.executable, "-m", "memfit.jobs", "shim", str(run.path), "--job", "job"]
-    done = subprocess.run(words, cwd=hosts.own, env=env, timeout=250, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=hosts.own, env=env, timeout=600, capture_output=True, text=True)
     found = read_json(run.job_dir("job") / "outcome.json")
     assert (done.returncode, found["state"]) == (0, "completed"), (found, done.stderr)
     assert sorted(hosts.hits()) == ["guest 0 in 0", "guest 0 in 1", "other 1 in 0", "other 1 in 1"]
