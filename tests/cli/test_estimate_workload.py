@@ -101,7 +101,10 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
             ["config.yaml", "--hf-config", "config.json"],
             "a config (config.yaml) and --hf-config config.json are both given",
         ),
-        (["config.yaml", "--batch", "8", "--no-foreach"], "beside a config --batch and --foreach have no effect"),
+        (
+            ["config.yaml", "--batch", "8", "--train", "foreach=false"],
+            "beside a config --batch and --train have no effect",
+        ),
         (["--hf-config", "config.json", "--set", "seed=1"], "beside --hf-config --set has no effect"),
         (["config.yaml", "--allocator", "expandable_segments:True,max_split_size_mb:64"], "max_split_size_mb:64"),
         (["config.yaml", "--formula"], "no stage of 'loading:BOTH' names a model"),
