@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +15,14 @@ from pydantic import Field, create_model
 from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._files import read_model_config
 from memfit.cli._settings import AcceptTight, Set, Text, join, settings_of, with_flags
-from memfit.cli._terminal import AsJson, answer, console
+from memfit.cli._terminal import AsJson, answer, heartbeat
 from memfit.config import DEFAULT, Settings, resolve
-from memfit.errors import DoesNotFitError, UsageError
+from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, Optimizer, Setup, split_batch
 from memfit.memory import Budget
 
-#: How often a trace says that it goes on.
-_TELL_SECONDS = 4.0
+_TELLS = "tracing two training steps on fake tensors, for at most {:.0f} s of CPU"
 #: The flags that go with a workload's config; the others describe a model's config.json.
 _OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
@@ -188,10 +183,10 @@ def estimate(
         from memfit.pipeline import estimate_workload
 
         settings = join(settings_of(flags), flags.set_)
-        with _tracing(flags.time_limit):
+        with heartbeat(_TELLS.format(flags.time_limit)):
             found = estimate_workload(config or "", overrides=settings, formula=flags.formula, **how)
     else:
-        found = _of_model(read_model_config(hf_config), flags, how)
+        found = _of_model(_read_model_config(hf_config), flags, how)
     found["notes"] += others
     from memfit.reports import print_estimate
 
@@ -236,10 +231,28 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
         "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    with _tracing(flags.time_limit):
+    with heartbeat(_TELLS.format(flags.time_limit)):
         found = ask(Question(model, setup, **more, **how))
     batch = found["setup"]["batch"]
     return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
+
+
+def _read_model_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json, given the file or its folder."""
+    file = path / "config.json" if path.is_dir() else path
+    rule, found = "--hf-config takes a model's config.json, or the folder that holds it.", None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        what = f"is no JSON: {error}" if file.stat().st_size else "is empty"
+    else:
+        what = f"holds a {type(found).__name__}"
+    if isinstance(found, dict):
+        return found
+    remedy = "download all of it from the model's page, or save it: model.config.save_pretrained(folder)"
+    raise ConfigError(f"{file} {what}.", rule=rule, remedy=remedy)
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
@@ -249,22 +262,3 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
     from memfit.planning import find_this_gpu
 
     return find_this_gpu(Budget.read())
-
-
-@contextmanager
-def _tracing(time_limit: float) -> Iterator[None]:
-    """Say how long the trace takes: anew each second on a terminal, elsewhere in a line from time to time."""
-    log, ended, begin = console(stderr=True), threading.Event(), time.monotonic()
-    text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s of CPU"
-    with log.status(text) as shown:
-
-        def tell() -> None:
-            while not ended.wait(1.0 if log.is_terminal else _TELL_SECONDS):
-                so_far = f"{text}; {time.monotonic() - begin:.0f} s so far"
-                shown.update(so_far) if log.is_terminal else log.say(so_far)
-
-        threading.Thread(target=tell, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()

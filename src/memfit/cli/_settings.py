@@ -84,12 +84,11 @@ class Flags(Output):
     accept_tight: AcceptTight = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
 
-    def overrides(self, **more: str | None) -> list[Override]:
-        """Return the flags as overrides of settings; ``more`` are settings that have a flag of the same name."""
+    def overrides(self) -> list[Override]:
+        """Return the flags as overrides of settings."""
         given = settings_of(self)
-        given |= {name: (f"--{name.replace('_', '-')}", text) for name, text in more.items() if text is not None}
         if self.memory and "{" in self.memory:
-            given["memory.job_of"] = (given.pop("memory.job")[0], json.dumps(self.memory))
+            given["memory.job_of"] = given.pop("memory.job")
         return join(given, self.set_)
 
 
@@ -100,7 +99,8 @@ def settings_of(flags: object) -> dict[str, tuple[str, Any]]:
         value = getattr(flags, name)
         for setting in hint.__metadata__[1:] if value is not None and value is not False else ():
             key, _, text = setting.partition("=")
-            found[key] = (f"--{name.replace('_', '-')}", text or value)
+            is_plain = not isinstance(value, list) and str(value)[:1] not in "[{\"'"  # the others would be read as YAML
+            found[key] = (f"--{name.replace('_', '-')}", text or (value if is_plain else json.dumps(value)))
     return found
 
 
