@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cli.conftest import check_refused
 from memfit import jobs
 
 MODULE = """
@@ -92,7 +93,6 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -112,9 +112,7 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
     ],
 )
 def test_what_does_not_go_together_is_refused_in_three_parts(memfit, workload, words, said):
-    done = memfit("estimate", *words)
-    assert (done.exit_code, done.out) == (2, "")
-    assert said in done.err and "\n  rule: " in done.err and "\n  do:   " in done.err
+    check_refused(memfit("estimate", *words), said)
 
 
 @pytest.mark.slow
