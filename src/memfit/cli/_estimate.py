@@ -22,7 +22,6 @@ from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, Optimizer, Setup, split_batch
 from memfit.memory import Budget
 
-_TELLS = "tracing two training steps on fake tensors, for at most {:.0f} s of CPU"
 #: The flags that go with a workload's config; the others describe a model's config.json.
 _OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
@@ -165,6 +164,8 @@ def estimate(
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
+    from memfit.reports import print_estimate
+
     if config is not None and config.suffix == ".py":
         raise UsageError(
             f"{config} is a Python script.",
@@ -179,17 +180,15 @@ def estimate(
         "allocator": flags.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None),
         "time_limit": flags.time_limit,
     }
-    if hf_config is None:
-        from memfit.pipeline import estimate_workload
+    with heartbeat(f"tracing two training steps on fake tensors, for at most {flags.time_limit:.0f} s of CPU"):
+        if hf_config is None:
+            from memfit.pipeline import estimate_workload
 
-        settings = join(settings_of(flags), flags.set_)
-        with heartbeat(_TELLS.format(flags.time_limit)):
+            settings = join(settings_of(flags), flags.set_)
             found = estimate_workload(config or "", overrides=settings, formula=flags.formula, **how)
-    else:
-        found = _of_model(_read_model_config(hf_config), flags, how)
+        else:
+            found = _of_model(_read_model_config(hf_config), flags, how)
     found["notes"] += others
-    from memfit.reports import print_estimate
-
     answer(found, flags.as_json, partial(print_estimate, found))
     fitting = (None, "fits", *(["tight"] if found.get("accept_tight", flags.accept_tight) else []))
     raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
@@ -231,8 +230,7 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
         "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    with heartbeat(_TELLS.format(flags.time_limit)):
-        found = ask(Question(model, setup, **more, **how))
+    found = ask(Question(model, setup, **more, **how))
     batch = found["setup"]["batch"]
     return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, Console, answer, bar, console
+from memfit.cli._terminal import AsJson, Console, answer, bar, console, heartbeat
 from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
@@ -160,11 +157,7 @@ def prune_(
         for one in found
     ]
     lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    answer(
-        {"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]},
-        as_json,
-        lines,
-    )
+    answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, as_json, lines)
 
 
 @panel.command("pack", short_help="Turn pickles into one store that all processes map.")
@@ -203,7 +196,7 @@ def pack_(
         "memfit: a pickle runs code when it is loaded: pack only files that you trust. They are loaded in a child "
         f"process{f' without {kept}' if kept else ''}."
     )
-    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, _bar_of(Path(scratch) / "progress"):
+    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, heartbeat("packing"):
         wanted = {"words": sources, "path": str(output), "ranks": ranks, "scratch": scratch}
         try:
             found = call_in_child("memfit.data:pack_source", wanted, env)
@@ -211,25 +204,6 @@ def pack_(
             remove_leftovers(output)
             raise
     answer(found, as_json, _packed(found, ranks))
-
-
-@contextmanager
-def _bar_of(file: Path) -> Iterator[None]:
-    """Show the progress that a child writes into a file as "done total"."""
-    ended = threading.Event()
-
-    def follow(progress: Callable[[int, int], None]) -> None:
-        while not ended.wait(0.2):
-            with suppress(OSError, ValueError):
-                done, total = map(int, file.read_text().split())
-                progress(done, total)
-
-    with bar("packing") as progress:
-        threading.Thread(target=follow, args=[progress], daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
 
 
 def _packed(found: dict[str, Any], ranks: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -95,15 +94,8 @@ def tune(
         remedy="write memfit tune config.yaml, or memfit tune --param lr=0.1,0.01 --objective loss -- COMMAND {lr}",
     )
     what: Any = source if source is not None else _of_command(command or (), flags)
-    start = partial(
-        search,
-        what,
-        overrides=join(settings_of(flags), flags.set_),
-        max_epochs=flags.max_epochs,
-        new=flags.new,
-        force=flags.force,
-    )
-    show_study(start, flags)
+    how: dict[str, Any] = {"max_epochs": flags.max_epochs, "new": flags.new, "force": flags.force}
+    show_study(partial(search, what, overrides=join(settings_of(flags), flags.set_), **how), flags)
 
 
 def _of_command(command: tuple[str, ...], flags: TuneFlags) -> dict[str, Any]:
@@ -122,10 +114,7 @@ def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
     """Show a study while it goes on, print what it found, and exit with its code."""
     result, log, _ = follow(start, flags)
     state = read(RunDir(result.path))
-    if flags.as_json:
-        typer.echo(json.dumps(summarize_study(state), indent=2, allow_nan=False))
-    else:
-        print_study(state, log)
-        if result.exit_code == StoppedError.exit_code:
-            log.say("\nstopped; the same command goes on")
+    answer(summarize_study(state), flags.as_json, partial(print_study, state))
+    if result.exit_code == StoppedError.exit_code:
+        log.say("\nstopped; the same command goes on")
     raise typer.Exit(result.exit_code)
