@@ -75,14 +75,6 @@ def test_a_reader_that_goes_leaves_the_command_as_it_is(tmp_path):
     assert (tmp_path / "ended").exists()
 
 
-@pytest.mark.slow
-def test_a_size_that_cannot_fit_gives_3_and_starts_nothing(memfit, tmp_path):
-    done = memfit("run", "--memory", "900TiB", "--", "touch", "ran")
-    assert done.exit_code == 3
-    assert "cmd_0001 needs 900.00 TiB of host memory (as declared)" in done.err
-    assert not (tmp_path / "ran").exists()
-
-
 def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):
     flags = [
         "--name",

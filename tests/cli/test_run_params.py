@@ -158,13 +158,3 @@ def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memf
     assert not any(" started" in line for line in lines)
     quiet = memfit("run", "-q", *SWEEP).out.partition("\nbudget ")  # the failed one runs again
     assert quiet[1] and quiet[0].count(" n=") == 1 and "cmd_0007 n=7 failed" in quiet[0]
-
-
-@pytest.mark.slow
-def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):
-    words = ("run", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
-    assert memfit(*words).exit_code == 4
-    (tmp_path / "go").touch()
-    again = memfit(*words)
-    assert again.exit_code == 0
-    assert "1 of 2 commands were done already; --new starts over" in again.out

@@ -223,11 +223,7 @@ class _Layers:
 
 
 def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
-    """Return what a settings file holds, checked against no model.
-
-    Args:
-        file: The file.
-        text: Its text, where it was read already.
+    """Return what a settings file holds, or its text where that was read already; it is checked against no model.
 
     Raises:
         ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
