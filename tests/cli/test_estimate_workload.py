@@ -103,9 +103,9 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
         ),
         (
             ["config.yaml", "--batch", "8", "--train", "foreach=false"],
-            "beside a config --batch and --train have no effect",
+            "--batch and --train beside a config",
         ),
-        (["--hf-config", "config.json", "--set", "seed=1"], "beside --hf-config --set has no effect"),
+        (["--hf-config", "config.json", "--set", "seed=1"], "--set beside --hf-config"),
         (["config.yaml", "--allocator", "expandable_segments:True,max_split_size_mb:64"], "max_split_size_mb:64"),
         (["config.yaml", "--formula"], "no stage of 'loading:BOTH' names a model"),
         (["config.yaml", "--set", "sed=1"], "sed"),

@@ -23,7 +23,7 @@ from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, Optimizer, Setup,
 from memfit.memory import Budget
 
 #: The flags that go with a workload's config; the others describe a model's config.json.
-_OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
+_OF_CONFIGS = ("gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,6 @@ def parse_lora(text: str) -> tuple[int, tuple[str, ...]]:
 
 @with_flags
 def estimate(
-    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A YAML config.", show_default=False)] = None,
     hf_config: Annotated[
         Path | None,
@@ -172,7 +171,7 @@ def estimate(
             rule="an estimate is made from a config, or from a model's config.json.",
             remedy=f"measure the script: memfit run -- python {config}",
         )
-    _check_source(context, config, hf_config)
+    _check_source(config, hf_config, flags)
     gpu, available, others = _this_gpu(flags.gpu)
     how: dict[str, Any] = {
         "gpu": gpu,
@@ -194,7 +193,7 @@ def estimate(
     raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
 
 
-def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
+def _check_source(config: Path | None, hf_config: Path | None, flags: Flags) -> None:
     """Refuse no model, two models, and flags without effect."""
     check_one_given(
         {f"a config ({config})": config, f"--hf-config {hf_config}": hf_config},
@@ -202,16 +201,12 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
         rule="it takes a config, whose workload names its step, or a model's config.json.",
         remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
     )
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    others = [one.opts[0] for one in context.command.params if one.name in given and one.name not in _OF_CONFIGS]
-    beside, useless = ("a config", others) if config else ("--hf-config", ["--set"] if "set_" in given else [])
-    if useless:
-        flags = " and ".join(useless)
+    useless = [one.name for one in fields(flags) if one.name not in _OF_CONFIGS] if config else ["set_"]
+    if given := [f"--{name.strip('_').replace('_', '-')}" for name in useless if getattr(flags, name)]:
         raise UsageError(
-            f"beside {beside} {flags} {'has' if len(useless) == 1 else 'have'} no effect.",
+            f"{' and '.join(given)} beside {'a config' if config else '--hf-config'}.",
             rule="a config's workload says how it trains, and --set changes that; flags describe a config.json.",
-            remedy=f"leave out {flags}" + ("; set the workload's own: --set params.NAME=VALUE" if config else ""),
+            remedy="leave that out" + ("; set the workload's own: --set params.NAME=VALUE" if config else ""),
         )
 
 
