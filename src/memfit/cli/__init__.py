@@ -59,6 +59,9 @@ _MEANT = {
     "map": "memfit run --param fold=1..5 -- COMMAND",
     **dict.fromkeys(("--jobs", "-j", "-n", "--n-jobs", "--parallel"), "--max-parallel"),
     **dict.fromkeys(("--param-file", "--grid"), "--param"),
+    **dict.fromkeys(("--quant", "--attention", "--target-len", "--selective-checkpointing"), "--train"),
+    **dict.fromkeys(("--master-weights", "--state-dtype", "--optimizer-in-backward", "--no-foreach"), "--train"),
+    **dict.fromkeys(("--loss-chunks", "--compile", "--load", "--no-clip"), "--train"),
     "--timeout": "-- timeout 1h python train.py; on Slurm: --set slurm.time=01:00:00",
 }
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -14,9 +12,6 @@ from typer import Option
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
-
-if TYPE_CHECKING:
-    from memfit.checks import Check
 
 
 def doctor(
@@ -42,6 +37,7 @@ def doctor(
     from memfit.config import DEFAULT
     from memfit.doctor import Setup, examine
     from memfit.pipeline import resolve_settings
+    from memfit.reports import print_checks
 
     settings = resolve_settings(values={"experiment": "doctor"})
     are_set = settings.origins["threads_per_job"] != DEFAULT
@@ -53,15 +49,12 @@ def doctor(
         batch_bytes=None if batch is None else parse_bytes(batch),
     )
     checks = examine(context.obj or (), setup)
-    answer([check.to_dict() for check in checks], as_json, partial(_print, checks, verbose=verbose))
+
+    def show(out: Console) -> None:
+        print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
+        num = Counter(check.verdict for check in checks)
+        out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")
+
+    answer([check.to_dict() for check in checks], as_json, show)
     bad = {"problem", "warning"} if strict else {"problem"}
     raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
-
-
-def _print(checks: Sequence[Check], out: Console, *, verbose: bool) -> None:
-    """Print problems and warnings with their remedies, and the counts; all checks if verbose."""
-    from memfit.reports import print_checks
-
-    print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
-    num = Counter(check.verdict for check in checks)
-    out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")

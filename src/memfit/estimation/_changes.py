@@ -55,8 +55,8 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
 
 def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return options as a workload's own settings (`memfit.pipeline.Probe`); nothing if it lacks one of them.
-    >>> in_words(["--batch 1"], {"--batch": "params.size={}"}), in_words(["--batch 1"], {})
-    (('--set params.size=1',), ())
+    >>> in_words(["--train load=any"], {"--train load": "params.load={}"}), in_words(["--batch 1"], {})
+    (('--set params.load=any',), ())
     """
     if settings is None:
         return tuple(options)
