@@ -1,5 +1,6 @@
 """Commands of memfit in this process, in a folder with the tiny workload."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -32,3 +33,10 @@ def config(tmp_path):
         return path
 
     return write
+
+
+def check_refused(done, what, remedy=""):
+    """A command ended with 2 and an error of three parts that names what is wrong and what to do."""
+    parts = re.search(r"(?ms)^memfit: (.+)\n  rule: (.+)\n  do:   ([^\n]+)\n\Z", done.err)
+    assert parts and (done.exit_code, done.out) == (2, ""), done
+    assert what in parts[1] and remedy in parts[3], done.err

@@ -17,7 +17,7 @@ def test_bash_completes_verbs_and_flags_after_one_install(tmp_path, monkeypatch)
     for words, wanted in (
         ("memfit re", "resume report"),
         ("memfit panel b", "build"),
-        ("memfit estimate --optimizer-i", "--optimizer-in-backward"),
+        ("memfit estimate --gradient-c", "--gradient-checkpointing"),
         ("memfit nosuch x", ""),
         ("memfit run -- python t", ""),
     ):

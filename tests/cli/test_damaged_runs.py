@@ -156,7 +156,7 @@ def test_a_cut_outcome_is_named_and_moved_away_the_command_still_counts_as_done(
     assert f"{outcome} is not a JSON object" in done.err
     outcome.rename(f"{outcome}.broken")
     again = memfit("resume", path).out
-    assert "1 of 2 commands were done already" in again and "completed 1, failed 1" in again
+    assert "1 of 2 commands were done already; --new starts over" in again and "completed 1, failed 1" in again
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "folder"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cli.conftest import check_refused
 from memfit import jobs
 
 MODULE = """
@@ -92,7 +93,6 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -101,17 +101,18 @@ def test_what_is_tight_ends_with_3_unless_a_flag_or_the_config_accepts_it(memfit
             ["config.yaml", "--hf-config", "config.json"],
             "a config (config.yaml) and --hf-config config.json are both given",
         ),
-        (["config.yaml", "--batch", "8", "--no-foreach"], "beside a config --batch and --foreach have no effect"),
-        (["--hf-config", "config.json", "--set", "seed=1"], "beside --hf-config --set has no effect"),
+        (
+            ["config.yaml", "--batch", "8", "--train", "foreach=false"],
+            "--batch and --train beside a config",
+        ),
+        (["--hf-config", "config.json", "--set", "seed=1"], "--set beside --hf-config"),
         (["config.yaml", "--allocator", "expandable_segments:True,max_split_size_mb:64"], "max_split_size_mb:64"),
         (["config.yaml", "--formula"], "no stage of 'loading:BOTH' names a model"),
         (["config.yaml", "--set", "sed=1"], "sed"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_three_parts(memfit, workload, words, said):
-    done = memfit("estimate", *words)
-    assert (done.exit_code, done.out) == (2, "")
-    assert said in done.err and "\n  rule: " in done.err and "\n  do:   " in done.err
+    check_refused(memfit("estimate", *words), said)
 
 
 @pytest.mark.slow

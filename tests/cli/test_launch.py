@@ -38,18 +38,6 @@ def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(memfit, tmp_
     assert memfit(*words, "--accept-tight").exit_code == memfit(*words, "--set", "memory.slack=0.25").exit_code == 0
 
 
-def test_a_plan_for_a_described_machine_refuses_what_it_lacks(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text(f"{JOB}resources: {{ranks: 4, memory: 2GiB}}\n")
-    (tmp_path / "machine.yaml").write_text("tasks_per_node: 4\nnode_memory: 8GiB\n")
-    refused = memfit("launch", "job.yaml", "--on", "machine.yaml")
-    assert refused.exit_code == 3 and "a needs 9.00 GiB of each node: 8.00 GiB (declared: 4 x" in refused.err
-    (tmp_path / "machine.yaml").write_text("tasks_per_node: 2\nnode_memory: 80GiB\n")
-    assert (
-        "4 ranks were asked for, and the machine has 1 x 2 tasks"
-        in memfit("launch", "job.yaml", "--on", "machine.yaml").err
-    )
-
-
 @pytest.mark.slow
 def test_a_run_that_was_measured_stands_for_the_memory(memfit, tmp_path):
     (tmp_path / "job.yaml").write_text(JOB)

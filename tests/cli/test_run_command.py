@@ -1,7 +1,6 @@
 """``memfit run -- command``: its output passed on as it comes, its exit code told."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,26 +50,6 @@ def test_quiet_says_nothing_of_a_success_but_the_summary(memfit):
     assert "cmd_0001 completed" in done.err
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["--limit", "10"], "--limit must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got 10."),
-        (["--limit", "2MiB"], '--limit must be 16MiB or more, so that a process can start in it, got "2MiB".'),
-        (["--limit", "lots"], "--limit must be a size of 1MiB or more"),
-        (["--name="], '--name: string should have at least 1 character, got "".'),
-        (["--runs-dir="], '--runs-dir must name a folder, got "".'),
-        (["--memory", "[1"], "--memory: it cannot be read as YAML"),
-        (["--set", "memory.limit=lots"], "memory.limit must be a size of 1MiB or more"),
-    ],
-)
-def test_a_bad_value_gives_2_and_names_the_flag_that_it_was_given_with(memfit, tmp_path, words, what):
-    done = memfit("run", *words, "--", "touch", "ran")
-    assert (done.exit_code, done.out) == (2, "")
-    assert done.err.startswith(f"memfit: {what}") and "CommandSettings" not in done.err
-    assert re.search(r"(?m)^  rule: .+\n  do:   .+", done.err)
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.slow
 def test_a_second_attempt_shows_its_own_output_only(memfit, tmp_path):
     text = "echo attempt; echo x >> ran; test $(wc -l < ran) = 2"
@@ -94,30 +73,6 @@ def test_a_reader_that_goes_leaves_the_command_as_it_is(tmp_path):
         err = process.stderr.read()
         assert process.wait(60) == 0, err
     assert (tmp_path / "ended").exists()
-
-
-@pytest.mark.slow
-def test_a_size_that_cannot_fit_gives_3_and_starts_nothing(memfit, tmp_path):
-    done = memfit("run", "--memory", "900TiB", "--", "touch", "ran")
-    assert done.exit_code == 3
-    assert "cmd_0001 needs 900.00 TiB of host memory (as declared)" in done.err
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        ([], "was given nothing to run"),
-        (["--"], "was given nothing to run"),
-        (["config.yaml", "--", "ls"], "a config (config.yaml) and a command are both given"),
-        (["--units", "1-2", "--", "ls"], "has no stages to choose (--units)"),
-        (["--", "nonesuch"], "there is no program 'nonesuch'"),
-    ],
-)
-def test_what_cannot_be_run_gives_2_and_an_error_in_three_parts(memfit, words, what):
-    done = memfit("run", *words)
-    assert (done.exit_code, done.out) == (2, "")
-    assert re.fullmatch(rf"memfit: .*{re.escape(what)}.*\n  rule: .+\n  do:   .+\n", done.err), done.err
 
 
 def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):

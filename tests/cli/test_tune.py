@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from cli.conftest import check_refused
 from memfit.rundir import RunDir
 from memfit.tuning import read_trial, read_trials
 
@@ -85,8 +86,4 @@ def test_flags_set_what_the_section_names_and_short_trials_come_first(memfit, tm
 )  # fmt: skip
 def test_bad_input_is_refused_in_three_parts(memfit, config, words, text):
     config()
-    done = memfit("tune", *words)
-    assert (done.exit_code, done.out) == (2, "")
-    assert text in done.err
-    assert "\n  rule: " in done.err
-    assert "\n  do:   " in done.err
+    check_refused(memfit("tune", *words), text)

@@ -177,11 +177,6 @@ def test_an_empty_section_is_a_section(tmp_path: Path) -> None:
     assert resolve(Run, file=file, env={}, overrides=["params.x=1"]).value.params == {"x": 1}
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "{}"])
-def test_an_empty_file_gives_the_defaults(tmp_path: Path, text: str) -> None:
-    assert resolve(Run, file=write(tmp_path, text), env={}).value == Run()
-
-
 def test_nothing_behind_the_equals_sign_is_the_empty_text_and_null_is_no_value() -> None:
     assert resolve(Run, env={}, overrides=["experiment="]).value.experiment == ""
     assert resolve(Run, env={"MEMFIT_EXPERIMENT": ""}).value.experiment == ""

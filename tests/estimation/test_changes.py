@@ -93,8 +93,8 @@ def test_changes_add_up_where_none_is_enough_and_those_that_save_nothing_stay_ou
     change, _ = find_change(Setup(batch=8), GPU, need, check)
     assert change.setup.batch * change.setup.num_microbatches == 8
     assert need(change.setup) <= GPU.total_bytes
-    assert "--no-foreach" not in change.options
-    assert not any(option.startswith("--loss-chunks") for option in change.options)
+    assert "--train foreach=false" not in change.options
+    assert not any(option.startswith("--train loss_chunks") for option in change.options)
 
 
 def test_nothing_is_promised_where_nothing_fits():
@@ -152,7 +152,7 @@ def test_where_no_batch_fits_the_smallest_is_answered():
 
 @pytest.mark.proves("S4-15")
 def test_changes_are_ordered_by_what_they_cost():
-    options = [change.options[0] for change in list_changes(Setup(batch=2, attention="eager"))]
-    order = ["--attention sdpa", "--no-foreach", "--loss-chunks 8", "--batch 1", "--selective-checkpointing"]
+    options = [change.options[0].removeprefix("--train ") for change in list_changes(Setup(batch=2, attention="eager"))]
+    order = ["attention=sdpa", "foreach=false", "loss_chunks=8", "--batch 1", "gradient_checkpointing=selective"]
     places = [options.index(option) for option in order]
     assert all(before < after for before, after in pairwise(places))

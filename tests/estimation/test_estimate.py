@@ -119,7 +119,7 @@ def test_an_estimate_names_the_versions_that_it_models(both):
 )
 def test_pure_bf16_is_told_what_it_rounds_away(setup, warned):
     notes = " ".join(estimate_formula(LLAMA, setup).notes)
-    assert ("--master-weights or --dtype bf16-amp" in notes) == warned
+    assert ("--train master_weights=true or --dtype bf16-amp" in notes) == warned
 
 
 @pytest.mark.slow

@@ -25,10 +25,10 @@ def test_a_setup_is_a_key_and_cannot_be_changed():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"optimizer_in_backward": True, "num_microbatches": 2}, "--optimizer-in-backward with --microbatches 2"),
+        ({"optimizer_in_backward": True, "num_microbatches": 2}, "optimizer_in_backward=true with --microbatches 2"),
         ({"strategy": "fsdp"}, "--strategy fsdp on one device"),
-        ({"master_weights": True, "dtype": "bf16-amp"}, "--master-weights with --dtype bf16-amp"),
-        ({"quantization": "nf4"}, "--quant nf4 without --lora"),
+        ({"master_weights": True, "dtype": "bf16-amp"}, "--train master_weights=true with --dtype bf16-amp"),
+        ({"quantization": "nf4"}, "--train quantization=nf4 without --lora"),
     ],
 )
 def test_a_setup_that_contradicts_itself_is_refused(given, said):

@@ -128,7 +128,7 @@ def test_loading_by_shards_is_proposed_where_the_whole_model_does_not_fit():
     setup = Setup(world_size=8, strategy="fsdp", seq_len=64, gradient_checkpointing="full", lora_rank=8)
     found = ask(Question(config, setup, "16GiB", formula=True))
     assert found["verdict"] == "may fit"
-    assert found["change"]["options"] == ["--load shards"]
+    assert found["change"]["options"] == ["--train load=shards"]
 
 
 @pytest.mark.usefixtures("traced")

@@ -24,26 +24,25 @@ __all__ = ["main"]
 
 #: What users' commands begin with.
 _PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
-_COMMAND = "[OPTIONS] [-- COMMAND...]"
-#: The verbs: where each is, what it is for, and its usage where typer does not know it.
+#: The verbs: the file of each, and what it is for.
 _VERBS = {
-    "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
-    "tune": ("_tune:tune", "Search settings: many short trainings under one budget.", _COMMAND),
-    "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
-    "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
-    "stop": ("_runs:stop", "Stop a run, or one job, at a checkpoint.", None),
-    "resume": ("_runs:resume", "Continue a run that was stopped or killed.", None),
-    "budget": ("_budget:budget", "Show how much memory jobs may use, and which limit says so.", None),
-    "report": ("_report:report", "Write a run as one HTML page with pictures.", None),
-    "launch": ("_launch:launch", "Print the file that starts a training on Slurm or in a container.", None),
-    "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
-    "doctor": ("_doctor:doctor", "Find what will go wrong on this machine, or with a command.", _COMMAND),
-    "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
-    "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
-    "panel": ("_panel:panel", "Build, check, extend and prune panels.", None),
+    "run": ("_run", "Run a workload, a function or a command under a budget."),
+    "tune": ("_tune", "Search settings: many short trainings under one budget."),
+    "watch": ("_runs", "Show a run that goes on, from any terminal."),
+    "ps": ("_runs", "List your live runs on this host and their jobs."),
+    "stop": ("_runs", "Stop a run, or one job, at a checkpoint."),
+    "resume": ("_runs", "Continue a run that was stopped or killed."),
+    "budget": ("_budget", "Show how much memory jobs may use, and which limit says so."),
+    "report": ("_report", "Write a run as one HTML page with pictures."),
+    "launch": ("_launch", "Print the file that starts a training on Slurm or in a container."),
+    "estimate": ("_estimate", "Say what device memory a training will take, and what fits."),
+    "doctor": ("_doctor", "Find what will go wrong on this machine, or with a command."),
+    "diagnose": ("_diagnose", "Say what killed a job, and what to do about it."),
+    "compare": ("_compare", "Say what differs between two runs, and which is better."),
+    "panel": ("_panel", "Build, check, extend and prune panels."),
 }
-
-
+#: Those that take a command behind --.
+_OF_COMMANDS = ("run", "tune", "doctor")
 #: What the help of a verb ends with.
 _EPILOGS = {
     "run": "\b\nSettings for --set or a config; docs/commands.md lists all:\n"
@@ -60,6 +59,9 @@ _MEANT = {
     "map": "memfit run --param fold=1..5 -- COMMAND",
     **dict.fromkeys(("--jobs", "-j", "-n", "--n-jobs", "--parallel"), "--max-parallel"),
     **dict.fromkeys(("--param-file", "--grid"), "--param"),
+    **dict.fromkeys(("--quant", "--attention", "--target-len", "--selective-checkpointing"), "--train"),
+    **dict.fromkeys(("--master-weights", "--state-dtype", "--optimizer-in-backward", "--no-foreach"), "--train"),
+    **dict.fromkeys(("--loss-chunks", "--compile", "--load", "--no-clip"), "--train"),
     "--timeout": "-- timeout 1h python train.py; on Slurm: --set slurm.time=01:00:00",
 }
 
@@ -72,7 +74,7 @@ class _Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List every verb with its line; only verbs of other packages are loaded for that."""
-        rows = [(name, text) for name, (_, text, _) in _VERBS.items()]
+        rows = [(name, text) for name, (_, text) in _VERBS.items()]
         rows += [
             (name, self.get_command(ctx, name).get_short_help_str(limit=120)) for name in sorted(_entry_points().names)
         ]
@@ -81,10 +83,9 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _VERBS:
-            _, text, usage = _VERBS[cmd_name]
-            verb = load_verb(cmd_name)
+            verb, text = load_verb(cmd_name), _VERBS[cmd_name][1]
         elif cmd_name in (found := _entry_points()).names:
-            verb, text, usage = found[cmd_name].load(), None, None
+            verb, text = found[cmd_name].load(), None
         elif ctx.resilient_parsing:  # a shell that completes a line
             return None
         else:
@@ -95,6 +96,7 @@ class _Verbs(TyperGroup):
             )
         if not isinstance(verb, typer.Typer):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
+            usage = "[OPTIONS] [-- COMMAND...]" if cmd_name in _OF_COMMANDS else None
             width, end = {"max_content_width": 100}, _EPILOGS.get(cmd_name)
             one.command(cmd_name, options_metavar=usage, short_help=text, epilog=end, context_settings=width)(verb)
             return typer.main.get_command(one)
@@ -105,8 +107,7 @@ class _Verbs(TyperGroup):
 
 def load_verb(name: str) -> Any:
     """Load the file of a verb of memfit's own; None if there is no such verb."""
-    home, _, function = _VERBS.get(name, ("", "", ""))[0].partition(":")
-    return getattr(importlib.import_module(f"memfit.cli.{home}"), function) if home else None
+    return getattr(importlib.import_module(f"memfit.cli.{_VERBS[name][0]}"), name) if name in _VERBS else None
 
 
 def _entry_points() -> EntryPoints:
@@ -163,7 +164,7 @@ def main() -> None:
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
     """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
-    if words[:1] not in (["run"], ["tune"], ["doctor"]) or "--" not in words:
+    if "--" not in words or words[0] not in _OF_COMMANDS:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
@@ -172,7 +173,7 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
 def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageError | None:
     """Return the error for a command that was written without the -- before it."""
     at = next((at for at, word in enumerate(words) if at and _PROGRAM.fullmatch(word)), None)
-    if command is not None or words[:1] not in (["run"], ["tune"], ["doctor"]) or at is None:
+    if command is not None or at is None or words[0] not in _OF_COMMANDS:
         return None
     return UsageError(
         f"{words[at]} begins a command, and there is no -- before it.",

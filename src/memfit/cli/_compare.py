@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from memfit.cli._settings import with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 
 
-@dataclass(frozen=True)
-class Flags:
-    """The flags of this verb."""
-
-    metric: Annotated[str | None, Option(help="Compare this number of the runs alone.", metavar="STAGE.NUMBER")] = None
-    differs: Annotated[
-        list[str] | None,
-        Option(help="Accept one more difference: a setting, code or data. Repeatable.", metavar="NAME"),
-    ] = None
-    as_json: AsJson = False
-
-
-@with_flags
 def compare(
     a: Annotated[str, typer.Argument(help="A run's folder, or an experiment.", metavar="A")],
     b: Annotated[str, typer.Argument(help="What it is compared with: a run or an experiment.", metavar="B")],
-    *,
-    flags: Flags,
+    metric: Annotated[str | None, Option(help="Compare this number of the runs alone.", metavar="STAGE.NUMBER")] = None,
+    differs: Annotated[
+        list[str] | None,
+        Option(help="Accept one more difference: a setting, code or data. Repeatable.", metavar="NAME"),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what differs between A and B, and what became of their numbers. B is the baseline.
 
@@ -46,12 +35,12 @@ def compare(
     from memfit.reports import compare_numbers, find_changes, find_run, print_before_after, print_changes
 
     run_a, run_b = find_run(a), find_run(b)
-    changes = find_changes(run_a, run_b, flags.differs or ())
-    numbers = compare_numbers(run_a, run_b, flags.metric)
+    changes = find_changes(run_a, run_b, differs or ())
+    numbers = compare_numbers(run_a, run_b, metric)
 
     def show(log: Console) -> None:
         print_changes(changes, log)
         print_before_after(numbers, log)
 
     paths = {"run_a": str(run_a.path), "run_b": str(run_b.path)}
-    answer({"a": a, "b": b} | changes.to_dict() | paths | numbers, flags.as_json, show)
+    answer({"a": a, "b": b} | changes.to_dict() | paths | numbers, as_json, show)

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
-from memfit.cli._settings import Text, with_flags
 from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
-if TYPE_CHECKING:
-    from memfit.checks import Check
-    from memfit.doctor import Setup
 
-
-@dataclass(frozen=True)
-class Flags:
-    """The flags of this verb."""
-
-    workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None
-    batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None
-    threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None
-    strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False
-    verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False
-    as_json: AsJson = False
-
-
-@with_flags
-def doctor(context: typer.Context, *, flags: Flags) -> None:
+def doctor(
+    context: typer.Context,
+    workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None,
+    batch: Annotated[str | None, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None,
+    strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Find problems of this machine, or of a command, without running the command.
 
     \b
@@ -47,35 +34,27 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
 
     Exit codes: 0 no problem, 2 a problem (with --strict also a warning), or bad usage.
     """
-    from memfit.doctor import examine
-
-    checks = examine(context.obj or (), _setup(flags))
-    answer([check.to_dict() for check in checks], flags.as_json, partial(_print, checks, verbose=flags.verbose))
-    bad = {"problem", "warning"} if flags.strict else {"problem"}
-    raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
-
-
-def _setup(flags: Flags) -> Setup:
-    """Return how the command is to run: by the flags, then by the settings of ``memfit run``."""
     from memfit.config import DEFAULT
-    from memfit.doctor import Setup
+    from memfit.doctor import Setup, examine
     from memfit.pipeline import resolve_settings
+    from memfit.reports import print_checks
 
     settings = resolve_settings(values={"experiment": "doctor"})
     are_set = settings.origins["threads_per_job"] != DEFAULT
-    return Setup(
-        threads=settings.value.threads_per_job if flags.threads is None and are_set else flags.threads,
+    setup = Setup(
+        threads=settings.value.threads_per_job if threads is None and are_set else threads,
         cuda_allocator=settings.value.memory.cuda_allocator,
         runs_dir=Path(settings.value.runs_dir),
-        num_workers=flags.workers,
-        batch_bytes=None if flags.batch is None else parse_bytes(flags.batch),
+        num_workers=workers,
+        batch_bytes=None if batch is None else parse_bytes(batch),
     )
+    checks = examine(context.obj or (), setup)
 
+    def show(out: Console) -> None:
+        print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
+        num = Counter(check.verdict for check in checks)
+        out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")
 
-def _print(checks: Sequence[Check], out: Console, *, verbose: bool) -> None:
-    """Print problems and warnings with their remedies, and the counts; all checks if verbose."""
-    from memfit.reports import print_checks
-
-    print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
-    num = Counter(check.verdict for check in checks)
-    out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")
+    answer([check.to_dict() for check in checks], as_json, show)
+    bad = {"problem", "warning"} if strict else {"problem"}
+    raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)

@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+import json
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from pydantic import Field, create_model
 from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._files import read_model_config
-from memfit.cli._settings import AcceptTight, Set, with_flags
-from memfit.cli._terminal import AsJson, answer, console
-from memfit.cli._training import Training
-from memfit.errors import DoesNotFitError, UsageError
-from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT
+from memfit.cli._settings import AcceptTight, Set, Text, join, settings_of, with_flags
+from memfit.cli._terminal import AsJson, answer, heartbeat
+from memfit.config import DEFAULT, Settings, resolve
+from memfit.errors import ConfigError, DoesNotFitError, UsageError
+from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, Optimizer, Setup, split_batch
 from memfit.memory import Budget
 
-#: How often a trace says that it goes on.
-_TELL_SECONDS = 4.0
 #: The flags that go with a workload's config; the others describe a model's config.json.
-_OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
+_OF_CONFIGS = ("gpu", "allocator", "formula", "time_limit", "accept_tight", "set_", "as_json")
 
 
 @dataclass(frozen=True)
-class Flags(Training):
-    """The flags of this verb."""
+class Flags:
+    """The flags of this verb. One that gives a field of ``Setup`` its value names it behind its option."""
 
+    batch: Annotated[Text, Option(help="Samples of a microbatch, or as many as fit; 1.", metavar="N|auto"), "batch"] = (
+        None
+    )
+    microbatches: Annotated[
+        Text, Option(help="Forward and backward passes an update; 1.", metavar="N"), "num_microbatches"
+    ] = None
+    global_batch: Annotated[int | None, Option(min=1, help="Samples an update, over all devices.", metavar="N")] = None
+    seq_len: Annotated[Text, Option(help="Tokens of a sample, padding included; 512.", metavar="N"), "seq_len"] = None
+    lengths: Annotated[
+        Path | None, Option(help="The data's lengths: the longest batch counts, cut at --seq-len.", metavar="FILE")
+    ] = None
+    dtype: Annotated[
+        Text,
+        Option(
+            "--dtype",
+            help="bf16, fp32, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32); bf16.",
+            metavar="DTYPE",
+        ),
+        "dtype",
+    ] = None
+    optimizer: Annotated[
+        Text, Option(help=f"{', '.join(get_args(Optimizer))}; adamw.", metavar="NAME"), "optimizer"
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool, Option("--gradient-checkpointing", help="Keep only the inputs of blocks."), "gradient_checkpointing=full"
+    ] = False
+    lora: Annotated[Text, Option(help="Adapters: rank, and modules.", metavar="RANK[:NAME,NAME]")] = None
+    world_size: Annotated[Text, Option(help="Devices; 1.", metavar="N"), "world_size"] = None
+    strategy: Annotated[Text, Option(help="ddp, zero1, zero2, zero3, fsdp.", metavar="NAME"), "strategy"] = None
+    train: Annotated[
+        list[str] | None,
+        Option(
+            help="Another field of the training: attention=eager. docs/estimate.md lists them.", metavar="KEY=VALUE"
+        ),
+    ] = None
     gpu: Annotated[
-        str | None,
+        Text,
         Option(help="Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", metavar="NAME|SIZE"),
     ] = None
     allocator: Annotated[
-        str | None,
+        Text,
         Option(help="Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,..."),
     ] = None
     formula: Annotated[bool, Option("--formula", help="Use a formula; do not trace the model.")] = False
@@ -51,15 +82,65 @@ class Flags(Training):
     set_: Set = None
     as_json: AsJson = False
 
-    @property
-    def allocator_text(self) -> str | None:
-        """The settings of torch's allocator: the flag, else the user's own variables."""
-        return self.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None)
+    def setup(self) -> Setup:
+        """Return the setup; its batch is 1 where the largest is asked for.
+
+        Raises:
+            UsageError: A field or value is not known, or two contradict each other.
+        """
+        given = settings_of(self)
+        given.pop("accept_tight", None)
+        if self.batch == "auto":
+            del given["batch"]
+        if self.lora is not None:
+            rank, targets = parse_lora(self.lora)
+            given |= {"lora_rank": ("--lora", rank), "lora_targets": ("--lora", json.dumps(targets))}
+        found = resolve(_model_of_setup(), env={}, overrides=join(given, self.train, "--train"))
+        setup = Setup(**dict(found.value))
+        if setup.world_size > 1 and found.origins["strategy"] == DEFAULT:
+            setup = replace(setup, strategy="ddp")
+        check_one_given(
+            {
+                "--microbatches": found.origins["num_microbatches"] != DEFAULT,
+                f"--global-batch {self.global_batch}": self.global_batch,
+            },
+            rule="samples an update = samples of a microbatch x microbatches x devices.",
+            remedy="leave one of them out",
+        )
+        if self.global_batch is not None and self.batch != "auto":
+            setup = replace(setup, num_microbatches=split_batch(self.global_batch, setup.batch, setup.world_size))
+        return setup
+
+
+def _model_of_setup() -> type[Settings]:
+    """Return a model of settings with the fields of ``Setup``, whose whole numbers begin at 1."""
+    hints = get_type_hints(Setup)
+    made: dict[str, Any] = {}
+    for one in fields(Setup):
+        least = 0 if one.name == "lora_rank" else 1
+        is_count = hints[one.name] in (int, int | None)
+        made[one.name] = (hints[one.name], Field(one.default, ge=least if is_count else None))
+    return create_model("Train", __base__=Settings, **made)
+
+
+def parse_lora(text: str) -> tuple[int, tuple[str, ...]]:
+    """Return a rank and the names behind it.
+
+    >>> parse_lora("16:q_proj,v_proj"), parse_lora("8")
+    ((16, ('q_proj', 'v_proj')), (8, ()))
+    """
+    rank, _, names = text.partition(":")
+    if not (rank.isascii() and rank.isdigit() and int(rank) > 0):
+        raise UsageError(
+            f"--lora {text} names no rank.",
+            rule="it is a whole number from 1, and the names of modules behind a colon.",
+            remedy="write for example --lora 16 or --lora 16:q_proj,v_proj",
+        )
+    return int(rank), tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 @with_flags
 def estimate(
-    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A YAML config.", show_default=False)] = None,
     hf_config: Annotated[
         Path | None,
@@ -82,37 +163,37 @@ def estimate(
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
+    from memfit.reports import print_estimate
+
     if config is not None and config.suffix == ".py":
         raise UsageError(
             f"{config} is a Python script.",
             rule="an estimate is made from a config, or from a model's config.json.",
             remedy=f"measure the script: memfit run -- python {config}",
         )
-    _check_source(context, config, hf_config)
+    _check_source(config, hf_config, flags)
     gpu, available, others = _this_gpu(flags.gpu)
     how: dict[str, Any] = {
         "gpu": gpu,
         "available_bytes": available,
-        "allocator": flags.allocator_text,
+        "allocator": flags.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None),
         "time_limit": flags.time_limit,
     }
-    if hf_config is None:
-        from memfit.pipeline import estimate_workload
+    with heartbeat(f"tracing two training steps on fake tensors, for at most {flags.time_limit:.0f} s of CPU"):
+        if hf_config is None:
+            from memfit.pipeline import estimate_workload
 
-        settings = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
-        with _tracing(flags.time_limit):
+            settings = join(settings_of(flags), flags.set_)
             found = estimate_workload(config or "", overrides=settings, formula=flags.formula, **how)
-    else:
-        found = _of_model(read_model_config(hf_config), flags, how)
+        else:
+            found = _of_model(_read_model_config(hf_config), flags, how)
     found["notes"] += others
-    from memfit.reports import print_estimate
-
     answer(found, flags.as_json, partial(print_estimate, found))
     fitting = (None, "fits", *(["tight"] if found.get("accept_tight", flags.accept_tight) else []))
     raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
 
 
-def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
+def _check_source(config: Path | None, hf_config: Path | None, flags: Flags) -> None:
     """Refuse no model, two models, and flags without effect."""
     check_one_given(
         {f"a config ({config})": config, f"--hf-config {hf_config}": hf_config},
@@ -120,16 +201,12 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
         rule="it takes a config, whose workload names its step, or a model's config.json.",
         remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
     )
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    others = [one.opts[0] for one in context.command.params if one.name in given and one.name not in _OF_CONFIGS]
-    beside, useless = ("a config", others) if config else ("--hf-config", ["--set"] if "set_" in given else [])
-    if useless:
-        flags = " and ".join(useless)
+    useless = [one.name for one in fields(flags) if one.name not in _OF_CONFIGS] if config else ["set_"]
+    if given := [f"--{name.strip('_').replace('_', '-')}" for name in useless if getattr(flags, name)]:
         raise UsageError(
-            f"beside {beside} {flags} {'has' if len(useless) == 1 else 'have'} no effect.",
+            f"{' and '.join(given)} beside {'a config' if config else '--hf-config'}.",
             rule="a config's workload says how it trains, and --set changes that; flags describe a config.json.",
-            remedy=f"leave out {flags}" + ("; set the workload's own: --set params.NAME=VALUE" if config else ""),
+            remedy="leave that out" + ("; set the workload's own: --set params.NAME=VALUE" if config else ""),
         )
 
 
@@ -139,19 +216,36 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
     from memfit.planning import Question, ask
 
     setup = flags.setup()
-    lengths = None if flags.lengths is None else read_lengths(flags.lengths)
-    if lengths is not None:
-        setup = replace(setup, seq_len=min(max(1, int(lengths.max())), flags.seq_len))
+    most, lengths = setup.seq_len, None
+    if flags.lengths is not None:
+        lengths = read_lengths(flags.lengths)
+        setup = replace(setup, seq_len=min(max(1, int(lengths.max())), most))
     more: dict[str, Any] = {
         "formula": flags.formula,
-        "largest_batch": flags.is_auto,
+        "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    with _tracing(flags.time_limit):
-        found = ask(Question(model, setup, **more, **how))
+    found = ask(Question(model, setup, **more, **how))
     batch = found["setup"]["batch"]
-    data = None if lengths is None else describe_batches(lengths, batch=batch, max_length=flags.seq_len)
-    return found | {"data": data}
+    return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
+
+
+def _read_model_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json, given the file or its folder."""
+    file = path / "config.json" if path.is_dir() else path
+    rule, found = "--hf-config takes a model's config.json, or the folder that holds it.", None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        what = f"is no JSON: {error}" if file.stat().st_size else "is empty"
+    else:
+        what = f"holds a {type(found).__name__}"
+    if isinstance(found, dict):
+        return found
+    remedy = "download all of it from the model's page, or save it: model.config.save_pretrained(folder)"
+    raise ConfigError(f"{file} {what}.", rule=rule, remedy=remedy)
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
@@ -161,22 +255,3 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
     from memfit.planning import find_this_gpu
 
     return find_this_gpu(Budget.read())
-
-
-@contextmanager
-def _tracing(time_limit: float) -> Iterator[None]:
-    """Say how long the trace takes: anew each second on a terminal, elsewhere in a line from time to time."""
-    log, ended, begin = console(stderr=True), threading.Event(), time.monotonic()
-    text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s of CPU"
-    with log.status(text) as shown:
-
-        def tell() -> None:
-            while not ended.wait(1.0 if log.is_terminal else _TELL_SECONDS):
-                so_far = f"{text}; {time.monotonic() - begin:.0f} s so far"
-                shown.update(so_far) if log.is_terminal else log.say(so_far)
-
-        threading.Thread(target=tell, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()

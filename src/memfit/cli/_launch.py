@@ -12,7 +12,7 @@ from typer import Option
 
 from memfit import slurm
 from memfit.amounts import Amount
-from memfit.cli._settings import AcceptTight, Set, with_flags
+from memfit.cli._settings import AcceptTight, Set, join, settings_of, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
@@ -63,10 +63,11 @@ def launch(
             rule="Slurm takes batch scripts only.",
             remedy="leave --format out",
         )
-    given = [*(flags.set_ or []), *(["accept_tight=true"] if flags.accept_tight else [])]
     measured = find_run(flags.measured) if flags.measured is not None else None
     machine = Machine.read(flags.on) if flags.on is not None else None
-    made = plan_launch(config, overrides=given, measured=measured, machine=machine, form=format_)
+    made = plan_launch(
+        config, overrides=join(settings_of(flags), flags.set_), measured=measured, machine=machine, form=format_
+    )
     notes = list(made.notes)
     if machine is not None:
         made.check_machine(machine, str(flags.on))

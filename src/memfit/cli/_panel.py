@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, answer, bar, console
+from memfit.cli._terminal import AsJson, Console, answer, bar, console, heartbeat
 from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
@@ -76,7 +74,7 @@ def build(
     lines = [f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}", *_columns(built)]
     lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
     lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
-    answer(_facts(built) | more, as_json, lambda log: log.say("\n".join(lines)))
+    answer(_facts(built) | more, as_json, lines)
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -90,7 +88,7 @@ def info(path: Where, as_json: AsJson = False) -> None:
     lines = [
         f"{found.path}: {_shape(found)}",
         f"  dates: {facts['first_date']} to {facts['last_date']}",
-        f"  assets: {_list(found.assets)}",
+        f"  assets: {list_some(found.assets, _NUM_NAMED)}",
         f"  rows: {found.num_rows}, {share:.1f} % of all cells",
         f"  first row after the first date: {facts['num_listed_later']} assets; last row before the last date: "
         f"{facts['num_delisted']} assets",
@@ -98,7 +96,7 @@ def info(path: Where, as_json: AsJson = False) -> None:
     ]
     lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
     lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
-    answer(facts, as_json, lambda log: log.say("\n".join(lines)))
+    answer(facts, as_json, lines)
 
 
 @panel.command(short_help="Read every byte of a panel and compare checksums.")
@@ -111,9 +109,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     with bar("verifying") as progress:
         found.verify(progress=progress)
     facts = {"path": str(found.path), "whole": True, "bytes": found.nbytes}
-    answer(
-        facts, as_json, lambda log: log.say(f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written")
-    )
+    answer(facts, as_json, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"])
 
 
 @panel.command(short_help="Write a version with later dates.")
@@ -135,7 +131,7 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
         f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}",
         f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}",
     ]
-    answer(_facts(new) | more, as_json, lambda log: log.say("\n".join(lines)))
+    answer(_facts(new) | more, as_json, lines)
 
 
 @panel.command("prune", short_help="Remove old panels from a cache folder.")
@@ -161,11 +157,7 @@ def prune_(
         for one in found
     ]
     lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    answer(
-        {"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]},
-        as_json,
-        lambda log: log.say("\n".join(lines)),
-    )
+    answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, as_json, lines)
 
 
 @panel.command("pack", short_help="Turn pickles into one store that all processes map.")
@@ -204,34 +196,14 @@ def pack_(
         "memfit: a pickle runs code when it is loaded: pack only files that you trust. They are loaded in a child "
         f"process{f' without {kept}' if kept else ''}."
     )
-    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, _bar_of(Path(scratch) / "progress"):
+    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, heartbeat("packing"):
         wanted = {"words": sources, "path": str(output), "ranks": ranks, "scratch": scratch}
         try:
             found = call_in_child("memfit.data:pack_source", wanted, env)
         except BaseException:
             remove_leftovers(output)
             raise
-    answer(found, as_json, lambda log: log.say("\n".join(_packed(found, ranks))))
-
-
-@contextmanager
-def _bar_of(file: Path) -> Iterator[None]:
-    """Show the progress that a child writes into a file as "done total"."""
-    ended = threading.Event()
-
-    def follow(progress: Callable[[int, int], None]) -> None:
-        while not ended.wait(0.2):
-            with suppress(OSError, ValueError):
-                done, total = map(int, file.read_text().split())
-                progress(done, total)
-
-    with bar("packing") as progress:
-        if progress is not None:
-            threading.Thread(target=follow, args=[progress], daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
+    answer(found, as_json, _packed(found, ranks))
 
 
 def _packed(found: dict[str, Any], ranks: int) -> list[str]:
@@ -291,31 +263,28 @@ def sizes(
     ]
     total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
     facts = {"num_rows": num_rows, "flag_ratio": flag, "columns": columns, "total": total}
-    answer(facts, as_json, lambda log: log.say("\n".join(_sizes(facts))))
+    answer(facts, as_json, partial(_print_sizes, facts))
 
 
-def _sizes(facts: dict[str, Any]) -> list[str]:
+def _print_sizes(facts: dict[str, Any], log: Console) -> None:
+    from memfit.reports import or_dash, plain_table
+
     total = facts["total"]
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
     rows = [*facts["columns"], {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}]
-    cells = [["column", "type", "on disk", "pandas", "panel", "ratio"]]
+    shown = plain_table("column", "type", "on disk", "pandas", "panel", "ratio", left=("column", "type"))
+    for column in shown.columns[:2]:  # on a narrow terminal names break, and sizes are whole
+        column.no_wrap, column.overflow = False, "fold"
     for row in rows:
-        sizes = ["-" if row[name] is None else format_bytes(row[name]) for name in _SIZES]
-        cells.append(
-            [row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{' !' if row.get('flagged') else ''}"]
-        )
-    widths = [max(len(row[at]) for row in cells) for at in range(6)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if at < 2 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-    flagged = [column for column in facts["columns"] if column["flagged"]]
-    take = f"{format_count(len(flagged), 'column')} {'takes' if len(flagged) == 1 else 'take'}"
-    lines += [f"! {take} at least {facts['flag_ratio']:g} times the disk:"] if flagged else []
-    return lines + [f"  {column['name']}: {column['remedy']}" for column in flagged]
+        sizes = [or_dash(row[name], format_bytes) for name in _SIZES]
+        flag = " !" if row.get("flagged") else ""
+        shown.add_row(row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{flag}")
+    log.print(shown)
+    if flagged := [column for column in facts["columns"] if column["flagged"]]:
+        take = f"{format_count(len(flagged), 'column')} {'takes' if len(flagged) == 1 else 'take'}"
+        log.say(f"! {take} at least {facts['flag_ratio']:g} times the disk:")
+    for column in flagged:
+        log.say(f"  {column['name']}: {column['remedy']}")
 
 
 def _open(path: Path) -> Panel:
@@ -355,9 +324,8 @@ def _shape(found: Panel) -> str:
 
 
 def _columns(found: Panel) -> list[str]:
-    return [f"  features: {_list(found.feature_names)}", f"  targets: {_list(found.target_names) or 'none'}"]
-
-
-def _list(names: tuple[str, ...]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more
+    names = (found.feature_names, found.target_names)
+    return [
+        f"  {what}: {list_some(one, _NUM_NAMED) or 'none'}"
+        for what, one in zip(("features", "targets"), names, strict=True)
+    ]

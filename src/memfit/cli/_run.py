@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer import Option
@@ -30,9 +30,6 @@ from memfit.pipeline import run as run_anything
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import Reader, RunDir
 
-if TYPE_CHECKING:
-    from memfit.pipeline import RunPlan
-
 R = TypeVar("R")
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
@@ -46,14 +43,20 @@ class RunFlags(Flags):
 
     until: Annotated[Text, Option(help="Run up to this stage.", metavar="STAGE")] = None
     from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
-    skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
-    units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
+    skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE"), "skip"] = (
+        None
+    )
+    units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE"), "units"] = None
     on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
     out: Annotated[Path | None, Option(help="Keep the plan, for --planned.", metavar="JSON")] = None
-    planned: Annotated[Text, Option(help="A kept plan: say what is not as in it.", metavar="JSON")] = None
+    planned: Annotated[Text, Option(help="A kept plan: say what is not as in it.", metavar="JSON"), "planned"] = None
     check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
-    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop.")] = False
-    canary_args: Annotated[Text, Option(help="What a canary adds to the command.", metavar="'WORDS'")] = None
+    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop."), "canary=true"] = (
+        False
+    )
+    canary_args: Annotated[
+        Text, Option(help="What a canary adds to the command.", metavar="'WORDS'"), "canary_args"
+    ] = None
 
 
 @with_flags
@@ -94,16 +97,11 @@ def run(
         _check_no_stages(flags)
     what: str | Sequence[str] = command or source or ""
     combinations = expand(None, flags.param) if flags.param else ()
-    chosen: dict[str, Any] = {"until": flags.until, "anew": flags.from_, "check_files": flags.check_files}
-    given = flags.overrides(
-        units=flags.units and json.dumps(flags.units),
-        skip=json.dumps(flags.skip) if flags.skip else None,
-        planned=json.dumps(flags.planned) if flags.planned else None,
-        canary="true" if flags.canary else None,
-        canary_args=json.dumps(flags.canary_args) if flags.canary_args else None,
-    )
-    how: dict[str, Any] = {"overrides": given, "choice": Choice(**chosen, combinations=tuple(combinations))}
-    how["new"] = flags.new
+    how: dict[str, Any] = {
+        "overrides": flags.overrides(),
+        "choice": Choice(flags.until, flags.from_, check_files=flags.check_files, combinations=tuple(combinations)),
+        "new": flags.new,
+    }
     if not flags.plan and (flags.on or flags.out):
         raise UsageError(
             f"{'--on' if flags.on else '--out'} was given without --plan.",
@@ -112,36 +110,66 @@ def run(
         )
     if flags.plan:
         from memfit.pipeline import plan_run
+        from memfit.reports import print_run_plan
 
         but = _CHOOSING | {"new", "on", "out"} | ({"param"} if command else set())
-        _close_plan(plan_run(what, start=_start_of(context, but=but), on=flags.on, **how), flags)
-    show = _show_command if command and not combinations else show_run
+        plan = plan_run(what, start=_start_of(context, but=but), on=flags.on, **how)
+        if flags.out is not None:
+            write_json(flags.out, plan.to_dict())
+        answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
+        raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
+    echo = _Echo(to_stderr=flags.as_json) if command and not combinations else None
     is_told = len(combinations) > 1 and not flags.quiet
     if command and is_told and (hint := explain_cores(command, len(combinations), cwd=Path.cwd(), env=os.environ)):
         console(stderr=True).say(hint, "yellow")
-    show(partial(run_anything, what, force=flags.force, **how), flags)
+    show_run(partial(run_anything, what, force=flags.force, **how), flags, echo)
 
 
-def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
-    """Show a run while it goes on, print its summary, and exit with its code."""
-    result, log, reader = follow(start, output)
-    _close(result, log, reader, output, exit_code=result.exit_code)
+def show_run(start: Callable[..., RunResult], output: Output, echo: _Echo | None = None) -> NoReturn:
+    """Show a run while it goes on, print its summary, and exit with its code: of a single command, that one's own."""
+    result, log, reader = follow(start, output, echo)
+    code = result.exit_code if echo is None else _tell_end(result, log, quiet=output.quiet)
+    reader = reader or Reader(RunDir(result.path))
+    reader.read()
+    if output.as_json:
+        more = {"canary": result.canary} if result.canary else {}
+        typer.echo(json.dumps(summarize(reader.state()) | more, indent=2, allow_nan=False))
+    else:
+        print_summary(reader.state(), log, verbose=output.verbose)
+        for line in result.canary["text"] if result.canary else ():
+            log.say(line)
+        if result.exit_code == StoppedError.exit_code:
+            log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
+    raise typer.Exit(code)
 
 
-def follow(start: Callable[..., R], output: Output) -> tuple[R, Console, Reader | None]:
+def follow(start: Callable[..., R], output: Output, echo: _Echo | None = None) -> tuple[R, Console, Reader | None]:
     """Show a run while it goes on; return its result, the console, and what followed the run."""
-    log = console(stderr=output.as_json)
+    log = console(stderr=output.as_json or echo is not None)
+    if echo is not None:
+        log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:
-        with heartbeat("loading the code", quiet=output.quiet) as loaded:
+        with heartbeat("loading the code", quiet=output.quiet or echo is not None) as loaded:
 
             def view(run: RunDir) -> Callable[[], None]:
                 loaded()
-                return live.show(run)
+                tick = live.show(run)
+                if echo is None:
+                    return tick
+                echo.begin(run.job_dir(_JOB))
+
+                def both() -> None:
+                    tick()
+                    echo.pass_on()
+
+                return both
 
             return start(view=view), log, live.reader
     finally:
+        if echo is not None:
+            echo.pass_on()
         live.close()
 
 
@@ -169,32 +197,6 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
     return shlex.join(mask(words))
 
 
-def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
-    """Pass on what a single command prints, and exit with its code; with ``--json`` it prints to standard error."""
-    log = console(stderr=True)
-    log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
-    survive_hangup()
-    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
-    echo = _Echo(to_stderr=output.as_json)
-
-    def view(run_dir: RunDir) -> Callable[[], None]:
-        tick = live.show(run_dir)
-        echo.begin(run_dir.job_dir(_JOB))
-
-        def both() -> None:
-            tick()
-            echo.pass_on()
-
-        return both
-
-    try:
-        result = start(view=view)
-    finally:
-        echo.pass_on()
-        live.close()
-    _close(result, log, live.reader, output, exit_code=_tell_end(result, log, quiet=output.quiet))
-
-
 def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
     """Print how a single command ended; return the code that a shell gives: 128 + n for signal n."""
     status = result.statuses.get(_JOB)
@@ -209,34 +211,8 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
     return code if code > 0 else 128 - code
 
 
-def _close_plan(plan: RunPlan, flags: RunFlags) -> NoReturn:
-    """Print and keep the plan, and exit: with 3 when a job does not fit even alone."""
-    from memfit.reports import print_run_plan
-
-    if flags.out is not None:
-        write_json(flags.out, plan.to_dict())
-    answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
-    raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
-
-
-def _close(result: RunResult, log: Console, reader: Reader | None, output: Output, *, exit_code: int) -> NoReturn:
-    """Print the summary of a run, and exit; ``reader`` has followed it so far."""
-    reader = reader or Reader(RunDir(result.path))
-    reader.read()
-    if output.as_json:
-        more = {"canary": result.canary} if result.canary else {}
-        typer.echo(json.dumps(summarize(reader.state()) | more, indent=2, allow_nan=False))
-    else:
-        print_summary(reader.state(), log, verbose=output.verbose)
-        for line in result.canary["text"] if result.canary else ():
-            log.say(line)
-        if result.exit_code == StoppedError.exit_code:
-            log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
-    raise typer.Exit(exit_code)
-
-
 class _Echo:
-    """Passes on what a job writes to its logs."""
+    """Passes on what a single command writes to its logs; with ``--json`` all of it to standard error."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._to_stderr = {"out.log": to_stderr, "err.log": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -19,7 +19,9 @@ Set = Annotated[
     list[str] | None,
     Option("--set", help="Change a setting: memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
-AcceptTight = Annotated[bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory.")]
+AcceptTight = Annotated[
+    bool, Option("--accept-tight", help="Also accept less than 5 % left of the memory."), "accept_tight=true"
+]
 
 
 @dataclass(frozen=True)
@@ -82,33 +84,44 @@ class Flags(Output):
     accept_tight: AcceptTight = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
 
-    def overrides(self, **more: str | None) -> list[Override]:
-        """Return the flags as overrides of settings; ``more`` are settings that have a flag of the same name.
-
-        Raises:
-            ConfigError: If a setting is given by its flag and with ``--set``.
-        """
-        hints = get_type_hints(Flags, include_extras=True)
-        flags = {
-            flag: (hint.__metadata__[1], getattr(self, flag)) for flag, hint in hints.items() if hint.__metadata__[1:]
-        }
-        flags |= {name: (name, text) for name, text in more.items()}
-        flags["accept_tight"] = ("accept_tight", "true" if self.accept_tight else None)
+    def overrides(self) -> list[Override]:
+        """Return the flags as overrides of settings."""
+        given = settings_of(self)
         if self.memory and "{" in self.memory:
-            flags["memory"] = ("memory.job_of", json.dumps(self.memory))
-        given = {
-            name: (f"--{flag.replace('_', '-')}", text) for flag, (name, text) in flags.items() if text is not None
-        }
-        for text in self.set_ or []:
-            name = text.partition("=")[0].strip()
-            if name in given:
-                flag, value = given[name]
-                raise ConfigError(
-                    f"{name} is given twice: {flag} {value} and --set {text}.",
-                    rule="a setting has one value on the command line.",
-                    remedy=f"leave out --set {text}",
-                )
-        return [*((flag, f"{name}={value}") for name, (flag, value) in given.items()), *(self.set_ or [])]
+            given["memory.job_of"] = given.pop("memory.job")
+        return join(given, self.set_)
+
+
+def settings_of(flags: object) -> dict[str, tuple[str, Any]]:
+    """Return the settings that flags give, each with its flag and value."""
+    found = {}
+    for name, hint in get_type_hints(type(flags), include_extras=True).items():
+        value = getattr(flags, name)
+        for setting in hint.__metadata__[1:] if value is not None and value is not False else ():
+            key, _, text = setting.partition("=")
+            is_plain = not isinstance(value, list) and str(value)[:1] not in "[{\"'"  # the others would be read as YAML
+            found[key] = (f"--{name.replace('_', '-')}", text or (value if is_plain else json.dumps(value)))
+    return found
+
+
+def join(given: Mapping[str, tuple[str, Any]], texts: Sequence[str] | None, option: str = "--set") -> list[Override]:
+    """Return what flags give, and then the texts of a repeatable option, as overrides.
+
+    Raises:
+        ConfigError: If a setting is given by its flag and with the option.
+    """
+    found: list[Override] = [(flag, f"{name}={value}") for name, (flag, value) in given.items()]
+    for text in texts or ():
+        name = text.partition("=")[0].strip()
+        if name in given:
+            flag, value = given[name]
+            raise ConfigError(
+                f"{name} is given twice: {flag} {value} and {option} {text}.",
+                rule="a setting has one value on the command line.",
+                remedy=f"leave out {option} {text}",
+            )
+        found.append(text if option == "--set" else (f"{option} {name}", text))
+    return found
 
 
 def with_flags(verb: Callable[..., None]) -> Callable[..., None]:

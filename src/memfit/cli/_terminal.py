@@ -56,25 +56,24 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def answer(found: Any, as_json: bool, show: Callable[[Console], object]) -> None:
-    """Print what was found as JSON, where NaN and infinity are null, or show it to people."""
+def answer(found: Any, as_json: bool, show: Callable[[Console], object] | Sequence[str]) -> None:
+    """Print what was found as JSON, where NaN and infinity are null; or show it to people, or show these lines."""
     if as_json:
         typer.echo(json.dumps(finite(found), indent=2, default=str))
-    else:
+    elif callable(show):
         show(console())
+    else:
+        console().say("\n".join(show))
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, nothing elsewhere; called with what is done and the total."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     log = console(stderr=True)
-    if not log.is_terminal:
-        yield None
-        return
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=log, transient=True) as bars:
+    with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 

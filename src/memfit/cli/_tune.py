@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from typer import Option
 
 from memfit.checks import check_one_given
 from memfit.cli._run import follow
-from memfit.cli._settings import Output, Set, Text, with_flags
+from memfit.cli._settings import Output, Set, Text, join, settings_of, with_flags
 from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
 from memfit.reports import find_run, print_study, summarize_study
@@ -26,11 +25,15 @@ from memfit.tuning import tune as search
 class TuneFlags(Output):
     """The flags of this verb."""
 
-    n_trials: Annotated[int | None, Option(help="How many trials. More than before goes on.", metavar="N")] = None
+    n_trials: Annotated[
+        int | None, Option(help="How many trials. More than before goes on.", metavar="N"), "tune.n_trials"
+    ] = None
     max_epochs: Annotated[
         int | None, Option(help="Epochs of each trial: sets what tune.epochs names.", metavar="N", min=1)
     ] = None
-    study_name: Annotated[Text, Option(help="The study's name, a folder below the runs.", metavar="NAME")] = None
+    study_name: Annotated[
+        Text, Option(help="The study's name, a folder below the runs.", metavar="NAME"), "experiment"
+    ] = None
     param: Annotated[
         list[str] | None,
         Option(help="For a command: lr=1e-5..1e-3:log, layers=2..4 or batch=32,64. Repeatable.", metavar="NAME=VALUES"),
@@ -39,21 +42,11 @@ class TuneFlags(Output):
         Text, Option(help="For a command: the number to improve, from its last line or reports.", metavar="NAME")
     ] = None
     minimize: Annotated[bool, Option("--minimize", help="For a command: less is better.")] = False
-    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
+    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
     set_: Set = None
     new: Annotated[bool, Option("--new", help="Start a new study; do not continue the newest.")] = False
     force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
     status: Annotated[Text, Option(help="Show a study, running or ended; start nothing.", metavar="STUDY")] = None
-
-    def overrides(self) -> list[Any]:
-        """Return the flags that set a setting, as overrides."""
-        given = {
-            ("--n-trials", "tune.n_trials"): self.n_trials,
-            ("--study-name", "experiment"): self.study_name,
-            ("--limit", "memory.limit"): self.limit,
-        }
-        found = [(flag, f"{name}={json.dumps(value)}") for (flag, name), value in given.items() if value is not None]
-        return [*found, *(self.set_ or [])]
 
 
 @with_flags
@@ -101,15 +94,8 @@ def tune(
         remedy="write memfit tune config.yaml, or memfit tune --param lr=0.1,0.01 --objective loss -- COMMAND {lr}",
     )
     what: Any = source if source is not None else _of_command(command or (), flags)
-    start = partial(
-        search,
-        what,
-        overrides=flags.overrides(),
-        max_epochs=flags.max_epochs,
-        new=flags.new,
-        force=flags.force,
-    )
-    show_study(start, flags)
+    how: dict[str, Any] = {"max_epochs": flags.max_epochs, "new": flags.new, "force": flags.force}
+    show_study(partial(search, what, overrides=join(settings_of(flags), flags.set_), **how), flags)
 
 
 def _of_command(command: tuple[str, ...], flags: TuneFlags) -> dict[str, Any]:
@@ -128,10 +114,7 @@ def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
     """Show a study while it goes on, print what it found, and exit with its code."""
     result, log, _ = follow(start, flags)
     state = read(RunDir(result.path))
-    if flags.as_json:
-        typer.echo(json.dumps(summarize_study(state), indent=2, allow_nan=False))
-    else:
-        print_study(state, log)
-        if result.exit_code == StoppedError.exit_code:
-            log.say("\nstopped; the same command goes on")
+    answer(summarize_study(state), flags.as_json, partial(print_study, state))
+    if result.exit_code == StoppedError.exit_code:
+        log.say("\nstopped; the same command goes on")
     raise typer.Exit(result.exit_code)

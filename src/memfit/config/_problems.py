@@ -155,9 +155,7 @@ def example_of(field: Any, given: object) -> str:
     if "_parse_size" in repr(annotation):  # also within a union
         return suggest_size(given)
     default = getattr(field, "default", None)
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default) if isinstance(default, int | str) else ""
+    return json.dumps(default).strip('"') if isinstance(default, int | float | str) else ""
 
 
 def subject_of(name: str, origin: str) -> tuple[str, str]:
@@ -170,7 +168,8 @@ def _correction(name: str, origin: str, example: str) -> str:
     """Return where and how to give a setting another value."""
     value, give = example or "...", "give for example" if example else "give"
     if origin.startswith("--"):
-        return f"{give} {OVERRIDE} {name}={value}" if origin == OVERRIDE else f"{give} {origin} {value}"
+        sign = f" {name}=" if origin == OVERRIDE else " ="[" " in origin]  # --set seed=0, --seed 0, --train seed=0
+        return f"{give} {origin}{sign}{value}"
     if origin.startswith(VARIABLE):
         found = origin.removeprefix(VARIABLE)
         return f"{give} {variable(name)}={value}, or take it away: unset {found}"

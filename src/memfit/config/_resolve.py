@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -115,7 +117,7 @@ def resolve(
         raise TypeError("give a file or values, not both")
     layers = _Layers()
     if file is not None:
-        content, lines = read_lines(file)
+        content, lines = _read(file)
         layers.put((), content, lambda path: f"{file}:{lines[path]}")
     if values is not None:
         layers.read_values(values)
@@ -186,8 +188,8 @@ class _Layers:
         if equals and all(path):
             self._put_text(path, text, origin)
         else:
-            rule = "an override is a dotted name, =, and a value"
-            self._refuse(f"{OVERRIDE} {show(override)} is not name=value", rule, f"write for example {OVERRIDE} seed=1")
+            flag, rule = origin.partition(" ")[0], "an override is a dotted name, =, and a value"
+            self._refuse(f"{flag} {show(override)} is not name=value", rule, f"write {flag} NAME=VALUE")
 
     def _spelled(self, parts: Sequence[str], model: type[BaseModel]) -> Keys:
         """Return a variable's lower-case parts in the letters of the model, or of the keys already given."""
@@ -221,20 +223,16 @@ class _Layers:
 
 
 def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
-    """Return what a settings file holds, checked against no model.
-
-    Args:
-        file: The file.
-        text: Its text, where it was read already.
+    """Return what a settings file holds, or its text where that was read already; it is checked against no model.
 
     Raises:
         ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
     """
-    return read_lines(file, text)[0]
+    return _read(file, text)[0]
 
 
-def read_lines(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[Keys, int]]:
-    """Return the same, and the line of each key by its path."""
+def _read(file: Path, text: str | None = None) -> tuple[dict[str, Any], dict[Keys, int]]:
+    """Return what a settings file holds, and the line of each key by its path."""
     from memfit.config import _yaml
 
     try:
@@ -265,9 +263,7 @@ def _text(file: Path) -> str:
         raise ConfigError(
             f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
             rule="a settings file is a readable file of UTF-8 text.",
-            remedy="name a YAML file that you may read"
-            if isinstance(error, OSError)
-            else "name such a YAML file; iconv -t UTF-8 converts a text",
+            remedy="name such a YAML file; iconv -t UTF-8 converts a text",
         ) from None
 
 
@@ -309,10 +305,7 @@ def _validated(model: type[M], tree: dict[str, Any]) -> M:
         for path, details in found.items():
             is_text = details["type"] in _WANTS_TEXT and type(details["input"]) is int
             if path and (is_text or (details["type"] in _WANTS_KEYS and details["input"] is None)):
-                above = mended
-                for part in path[:-1]:
-                    above = above[part]
-                above[path[-1]] = str(details["input"]) if is_text else {}
+                reduce(getitem, path[:-1], mended)[path[-1]] = str(details["input"]) if is_text else {}
         if mended == tree:
             raise
         return model.model_validate_json(json.dumps(mended), strict=True, extra=extra)

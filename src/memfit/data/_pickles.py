@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import numpy as np
 from filelock import Timeout
 
 from memfit.data._packed import PackedDataset, source_of, write_packed
-from memfit.data._publish import Progress, locked, panel_lock
+from memfit.data._publish import locked, panel_lock
 from memfit.errors import DataError
 from memfit.files import open_own
 from memfit.memory import parse_rollup
@@ -46,13 +45,12 @@ def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) ->
 
     ``words`` are files and patterns, or one ``module:function`` whose result is iterated. A pickle holds a list of
     items, or one item; one file at a time is in memory. ``ranks`` processes are measured with the list and with the
-    store. ``scratch`` is the caller's folder for the progress ("done total") and the measured sample. Raises
-    `DataError`, and leaves nothing behind."""
+    store. ``scratch`` is the caller's folder for the measured sample. Raises `DataError`, and leaves nothing behind."""
     folder = Path(path).absolute()
     target = words[0] if len(words) == 1 and _is_target(words[0]) else ""
     files = [] if target else find_pickles(words)
     facts: list[dict[str, Any]] = []
-    items = _Items(_of_target(target) if target else _of_files(files, facts, _writer_of(Path(scratch) / "progress")))
+    items = _Items(_of_target(target) if target else _of_files(files, facts))
     found = {"path": str(folder), "num_files": len(files), "source_bytes": sum(file.stat().st_size for file in files)}
     with locked(folder):
         if folder.exists() and files and _made_of(folder, files):
@@ -117,23 +115,20 @@ def _of_target(target: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{target}, item {number}", item) for number, item in enumerate(given))
 
 
-def _of_files(files: Sequence[Path], facts: list[dict[str, Any]], say: Progress) -> Iterator[tuple[str, Any]]:
+def _of_files(files: Sequence[Path], facts: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the items of pickles, each with its place; adds each file's facts when all of it was read."""
-    done, total = 0, sum(file.stat().st_size for file in files)
     for file in files:
         with _opened(file) as opened:
             about = _facts(file, opened)
             opened.seek(0)
             number, size = 0, about["bytes"]
             while opened.tell() < size:
-                say(done + opened.tell(), total)
                 found = _load(file, opened)
                 for item in found if type(found) is list else [found]:
                     yield f"{file}, item {number}", item
                     number += 1
                 found = item = None  # else it stays until the next one is loaded
         facts.append(about)
-        say(done := done + size, total)
 
 
 def _opened(file: Path) -> BufferedReader:
@@ -178,18 +173,6 @@ def _load(file: Path, opened: BufferedReader) -> Any:
             rule="a file holds whole pickles, and the classes that they name can be imported in this folder.",
             remedy="name pickles alone, and give the command where the modules of their classes are found",
         ) from error
-
-
-def _writer_of(file: Path) -> Progress:
-    due = 0.0
-
-    def say(done: int, total: int) -> None:
-        nonlocal due
-        if time.monotonic() >= due:
-            due = time.monotonic() + 0.2
-            file.write_text(f"{done} {total}")
-
-    return say
 
 
 @dataclass

@@ -15,15 +15,15 @@ _WORTH = 0.005
 _MOST_ADDED = 16
 #: How many changes are estimated at most.
 _MOST_CHECKS = 5
-#: Options of ``memfit estimate`` that differ from the name of their field in `Setup`.
+#: The options of ``memfit estimate`` for the fields of `Setup` that are set most; ``--train KEY=VALUE`` sets any field.
 _OPTIONS = {
-    "num_microbatches": "microbatches",
-    "clip_grad_norm": "clip",
-    "compiled": "compile",
-    "lora_rank": "lora",
-    "quantization": "quant",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("batch", "seq_len", "dtype", "optimizer", "world_size", "strategy")
+    },
+    "lora_rank": "--lora",
+    "num_microbatches": "--microbatches",
 }
-_CHECKPOINTING = {"full": "gradient-checkpointing", "selective": "selective-checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,24 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
         was, will = getattr(before, field.name), getattr(after, field.name)
         if was == will:
             continue
-        name = _OPTIONS.get(field.name, field.name.replace("_", "-"))
-        if field.name == "gradient_checkpointing":
-            changed += [f"--no-{_CHECKPOINTING[was]}"] if was in _CHECKPOINTING else []
-            changed += [f"--{_CHECKPOINTING[will]}"] if will in _CHECKPOINTING else []
-        elif isinstance(will, bool):
-            changed.append(f"--{'' if will else 'no-'}{name}")
+        if (field.name, was, will) == ("gradient_checkpointing", "none", "full"):
+            changed.append("--gradient-checkpointing")
+        elif field.name in _OPTIONS:
+            changed.append(f"{_OPTIONS[field.name]} {will}")
         else:
-            changed.append(f"--{name} {will or 'none'}")
+            changed.append(f"--train {field.name}={'null' if will is None else str(will).lower()}")
     return tuple(changed)
 
 
 def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return options as a workload's own settings (`memfit.pipeline.Probe`); nothing if it lacks one of them.
-    >>> in_words(["--batch 1"], {"--batch": "params.size={}"}), in_words(["--batch 1"], {})
-    (('--set params.size=1',), ())
+    >>> in_words(["--train load=any"], {"--train load": "params.load={}"}), in_words(["--batch 1"], {})
+    (('--set params.load=any',), ())
     """
     if settings is None:
         return tuple(options)
-    given = [(one, *one.split()[:1], *one.split()[-1:]) for one in options if one.strip()]
-    found = [settings.get(one, settings.get(first, "")).format(last) for one, first, last in given]
+    given = [(one, *one.replace("=", " ").rpartition(" ")[::2]) for one in options]
+    found = [settings.get(one, settings.get(key, "")).format(value) for one, key, value in given]
     return tuple(f"--set {one}" for one in found) if all(found) else ()
 
 

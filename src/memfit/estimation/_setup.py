@@ -94,7 +94,7 @@ class Setup:
         faults = (
             (
                 self.optimizer_in_backward and self.num_microbatches > 1,
-                f"--optimizer-in-backward with --microbatches {self.num_microbatches}.",
+                f"--train optimizer_in_backward=true with --microbatches {self.num_microbatches}.",
                 "each gradient is dropped at once, so that microbatches cannot be summed.",
                 "leave one of them out",
             ),
@@ -106,13 +106,13 @@ class Setup:
             ),
             (
                 self.master_weights and self.dtype not in ("bf16", "fp16"),
-                f"--master-weights with --dtype {self.dtype}.",
+                f"--train master_weights=true with --dtype {self.dtype}.",
                 "only 16-bit weights have an fp32 copy; with -amp the weights are fp32.",
-                "--dtype bf16, or leave --master-weights out",
+                "--dtype bf16, or leave master_weights out",
             ),
             (
                 self.quantization != "none" and not self.lora_rank and self.optimizer != "none",
-                f"--quant {self.quantization} without --lora.",
+                f"--train quantization={self.quantization} without --lora.",
                 "quantised weights are frozen: only adapters beside them are trained.",
                 "--lora 16, or --optimizer none for inference",
             ),
@@ -140,14 +140,14 @@ def list_assumptions(setup: Setup) -> tuple[str, ...]:
     if setup.dtype == "bf16" and full and not setup.master_weights and not partitions:
         found.append(
             "pure bf16 loses every update smaller than about 1/256 of its weight; "
-            "use --master-weights or --dtype bf16-amp"
+            "use --train master_weights=true or --dtype bf16-amp"
         )
     if setup.optimizer.startswith("paged"):
         found.append("paged: moments of 100,000 numbers or more take free room alone, and leave it for tensors")
     if setup.is_sharded and setup.load == "any":
         found.append(
             "load: the value loads shards, the bound loads the whole model on each device first; "
-            "use --load shards or --load whole"
+            "use --train load=shards or --train load=whole"
         )
     elif setup.quantization != "none":
         found.append(
