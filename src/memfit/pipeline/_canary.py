@@ -21,7 +21,7 @@ from memfit.pipeline._config import RunConfig
 from memfit.pipeline._order import Order
 from memfit.pipeline._supervise import RunResult, Watcher
 from memfit.rundir import CANARY_VARIABLE, RunDir
-from memfit.units import GIB, MIB, format_bytes, format_count, format_duration, list_some, round_up_size, write_size
+from memfit.units import format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
@@ -206,8 +206,8 @@ class Canary(Watcher):
             "host_peak_bytes": host,
             "device_peak_bytes": device,
             "phase_peak_bytes": {name: peak.private_bytes for name, peak in peaks},
-            "memory": _size(host * more) if host else None,
-            "gpu_memory": _size(device * more) if device else None,
+            "memory": write_size(math.ceil(host * more), ("GiB", "MiB")) if host else None,
+            "gpu_memory": write_size(math.ceil(device * more), ("GiB", "MiB")) if device else None,
             "slurm_mem": write_size(round_up_size(host * more)) if host else None,
         }
 
@@ -234,15 +234,6 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
         (after[0] - before[0]) / (after[1] - before[1]) for before, after in pairwise(steps) if after[1] > before[1]
     ]
     return median(took) if took else None
-
-
-def _size(count: float) -> str:
-    """Return a size for a flag, rounded up.
-
-    >>> _size(1900 * MIB), _size(500)
-    ('1.9GiB', '1MiB')
-    """
-    return f"{math.ceil(count * 10 / GIB) / 10:g}GiB" if count >= GIB else f"{math.ceil(count / MIB)}MiB"
 
 
 def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:

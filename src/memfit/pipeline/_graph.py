@@ -54,11 +54,11 @@ class Graph:
         self.stages = {stage.name: stage for stage in order.stages}
         self.asked, self.anew = order.chosen()
         self.error: UsageError | None = None
-        self._results: Results | None = None
+        self.looked_at: Results | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._is_looking, self._why_given_up = True, ""
+        self._is_looking, self.why_given_up = True, ""  # why no more units start
         self.units: dict[str, list[Unit]] = {}
         self._waiting: dict[str, list[Unit]] = {}
         self._step = Step([], [])
@@ -68,7 +68,7 @@ class Graph:
 
     def look(self, results: Results) -> Graph:
         """Look at what a run has, before anything runs; return this graph."""
-        self._results = results
+        self.looked_at = results
         self._begin()
         self._advance()
         self._is_looking = False
@@ -97,7 +97,7 @@ class Graph:
 
     def give_up(self, why: str) -> None:
         """Let no more units start."""
-        self._why_given_up = why
+        self.why_given_up = why
         for unit in [one for units in self._waiting.values() for one in units]:
             self._set(unit, "cancelled", why)
         self._waiting = {name: [] for name in self._waiting}
@@ -127,23 +127,12 @@ class Graph:
 
     @property
     def run(self) -> RunDir:
-        assert self._results is not None
-        return self._results.run
+        return self.results.run
 
     @property
     def results(self) -> Results:
-        assert self._results is not None
-        return self._results
-
-    @property
-    def has_looked(self) -> bool:
-        """Whether it knows what is there."""
-        return self._results is not None
-
-    @property
-    def why_given_up(self) -> str:
-        """Why no more units start; empty if they do."""
-        return self._why_given_up
+        assert self.looked_at is not None
+        return self.looked_at
 
     @property
     def all_units(self) -> list[Unit]:
@@ -169,7 +158,7 @@ class Graph:
 
     def _units(self, name: str) -> list[Unit] | None:
         """Return a stage's units in this run, or None while their list is not known."""
-        if name not in self.units and self._why_given_up:
+        if name not in self.units and self.why_given_up:
             return None
         if name not in self.units:
             stage = self.stages[name]

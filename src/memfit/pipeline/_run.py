@@ -94,7 +94,7 @@ def run(
             order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
         run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
-        if not graph.has_looked or graph.run != run_dir:
+        if graph.looked_at is None or graph.run != run_dir:
             graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 

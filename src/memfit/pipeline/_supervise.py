@@ -35,15 +35,7 @@ from memfit.jobs import (
     take_stop,
 )
 from memfit.masking import mask
-from memfit.memory import (
-    HOST,
-    Budget,
-    Claims,
-    Footprint,
-    Sizes,
-    is_lost,
-    lock_file,
-)
+from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import most_at_once, place_of, read_budget
 from memfit.pipeline._results import Unit
