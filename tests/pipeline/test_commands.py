@@ -1,7 +1,6 @@
 """``run_commands`` and ``resume`` with real commands: what runs, how often, where it is kept, what goes on."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -156,15 +155,6 @@ def test_the_users_own_number_of_processes_of_joblib_counts_and_else_that_of_thr
     assert lines("ran") == ["2", "5"]
 
 
-@pytest.mark.slow
-@here
-def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
-    first = run_sh("echo {a} >> ran", "a=1..2")
-    second = run_sh("echo {a} >> ran", "a=1..2")
-    assert second.path != first.path
-    assert lines("ran") == ["1", "1", "2", "2"]
-
-
 @pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.proves("S0-50")
@@ -191,13 +181,6 @@ def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_
     monkeypatch.chdir(tmp_path / "below")
     others.append(run_sh("echo {a}; false", "a=1", settings=[f"runs_dir={tmp_path / 'runs'}"]))
     assert len({first.path, *(other.path for other in others)}) == 4
-
-
-@here
-def test_new_starts_over_and_leaves_the_unfinished_run():
-    first = run_sh("echo {a} >> ran; false", "a=1")
-    second = run_sh("echo {a} >> ran; false", "a=1", new=True)
-    assert first.path != second.path and lines("ran") == ["1", "1"]
 
 
 @here
@@ -233,24 +216,6 @@ def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is
         choice = Choice(combinations=({"a": "1"},))
         plan = plan_run(["echo", "{a}"], overrides=[*limits, *more, "experiment=other"], choice=choice)
         assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
-
-
-@pytest.mark.slow
-@here
-def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("python3.11", "my tool!", "..."):
-        (programs / name).write_text("#!/bin/sh\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    names = [
-        ([str(programs / "python3.11"), "-u", "a/b.c/train_it.py", "--x"], "train_it"),
-        (["programs/my tool!"], "my-tool"),
-        (["programs/..."], "command"),
-    ]
-    for command, name in names:
-        assert run_commands(command, env={"PATH": str(programs)}).path.parent.name == name
 
 
 @pytest.mark.slow

@@ -110,18 +110,6 @@ def test_the_table_holds_the_folds_of_all_commands_and_how_they_are_admitted_mak
 
 
 @here
-def test_a_command_that_ends_by_an_error_says_so_in_its_events(tiny):
-    def fail():
-        raise DataError("no room is left.", rule="a view needs room.", remedy="make some")
-
-    with pytest.raises(DataError):
-        memfit.run(tiny(), view=lambda run: fail)
-    [run_dir] = RunDir.all(Path("runs"), "tiny")
-    assert [e["state"] for e in run_dir.events() if e["kind"] == "run"] == ["started", "failed"]
-    assert read_json(run_dir.path / "outcome.json") == {"state": "failed", "cause": "no room is left."}
-
-
-@here
 def test_the_resolved_config_is_itself_a_valid_input(tiny):
     begun, env = Choice(until="prepare"), {**os.environ, "MEMFIT_SEED": "9"}
     first = memfit.run(tiny(), overrides=["params.num_epochs=1"], env=env, choice=begun)
