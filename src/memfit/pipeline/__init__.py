@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._contract import Workload as Workload
     from memfit.pipeline._describe import StageSpec as StageSpec
     from memfit.pipeline._describe import describe as describe
+    from memfit.pipeline._describe import setting_of as setting_of
     from memfit.pipeline._graph import Graph as Graph
     from memfit.pipeline._grid import Choice as Choice
     from memfit.pipeline._grid import check_placeholders as check_placeholders

@@ -149,7 +149,7 @@ class Canary(Watcher):
         lacking = [] if ended or self._is_covered(job_id) else missing
         found: dict[str, Any] = {
             "passed": not broke and not lacking,
-            "exit_code": DoesNotFitError.exit_code if lacking else 0,
+            "exit_code": self._code_of(broke) if broke else DoesNotFitError.exit_code if lacking else 0,
             "ended_itself": ended,
             "seconds": (status.ended or time.time()) - status.started if status and status.started else 0.0,
             "phases": {
@@ -163,8 +163,6 @@ class Canary(Watcher):
             "seconds_per_step": _pace(self._steps[job_id]),
             **self._request(status),
         }
-        if broke:
-            found["exit_code"] = self._code_of(broke)
         found["text"] = _text_of(found, self.settings)
         state = "completed" if found["passed"] else "failed"
         write_json(self.run.path / "canary.json", found)

@@ -120,13 +120,9 @@ def plan_launch(
 
 def _layout(order: Order) -> Layout:
     """Return nodes, ranks and GPUs of a node as the config asks for them, of its largest stage."""
-    nodes, memory, gpus = order.settings.slurm.nodes, order.settings.memory, [0]
-    for stage in order.stages:
-        own, is_main, ranks = order.topology(stage.name), order.is_main(stage), order.ranks_of(stage)
-        has_gpu = bool(own.gpu_memory or (memory.gpu_job if is_main else None))
-        gpus.append(own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * has_gpu)
+    nodes, gpus = order.settings.slurm.nodes, max(order.gpus_of(stage)[0] for stage in order.stages)
     ranks = max(map(order.ranks_of, order.stages))
-    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(max(gpus) / nodes))
+    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
 
 
 def _read_run(order: Order, run: RunDir | None) -> _Measured:

@@ -259,20 +259,18 @@ def write_order(order: Order, run: RunDir) -> None:
 def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     """Return the job that makes a unit's result, and make its folder."""
     settings, stage = order.settings, unit.stage
-    own, memory, is_main = order.topology(stage.name), settings.memory, order.is_main(stage)
-    ranks = order.ranks_of(unit.stage)
+    memory, ranks, (num_devices, device_bytes) = settings.memory, order.ranks_of(stage), order.gpus_of(stage)
     folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
     declared, _ = order.declared(stage)
-    device_bytes = own.gpu_memory or (memory.gpu_job if is_main else None)
     facts: dict[str, Any] = {
         "footprint": Footprint.declared(declared) if declared else None,
         "threads": max(settings.threads_per_job, ranks),
         "tight_malloc": memory.tight_malloc,
         "cuda_allocator": memory.cuda_allocator,
         "device_bytes": device_bytes,
-        "num_devices": own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * (device_bytes is not None),
+        "num_devices": num_devices,
         "ranks": ranks,
-        "stage": own.like or stage.name,
+        "stage": order.topology(stage.name).like or stage.name,
         "unit": unit.value,
     }
     env = {CANARY_VARIABLE: str(run.path / "canary")} if settings.canary else {}

@@ -21,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.files import fits, read_json, read_own
 from memfit.jobs import ENDED, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.pipeline import Graph, Index, Order, Results, Supervisor, Unit, UnitSource, make_job
+from memfit.pipeline import Graph, Index, Order, Results, Supervisor, Unit, UnitSource, make_job, setting_of
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
@@ -75,7 +75,7 @@ class Sweep:
         self._taken_over: set[str] = set()  # trials whose jobs still run, and which have not begun here
         self._next_look = 0.0
         self.error: MemfitError | None = None
-        self.epochs = None if settings.epochs is None else int(_setting(base, settings.epochs))
+        self.epochs = None if settings.epochs is None else int(setting_of(base.params, settings.epochs, "tune"))
         self.trials = {trial.number: trial for trial in read_trials(self.run)}
         canaries = [number for number in CANARY_EPOCHS if self.epochs is not None and number <= self.epochs]
         self.canaries = {f"canary_{number}": number for number in canaries}
@@ -421,25 +421,12 @@ def _why_bad(canary: Trial) -> str:
     return "" if num in (0, canary.epochs) else f"reported {num} of {canary.epochs} epochs"
 
 
-def _setting(order: Order, dotted: str) -> Any:
-    value: Any = {"params": order.params}
-    for part in dotted.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise ConfigError(
-                f"tune names the setting '{dotted}', which is not there.",
-                rule="a searched setting is one of the workload, as params.NAME.",
-                remedy="correct its name in the section tune",
-            )
-        value = value[part]
-    return value
-
-
 def check_names(order: Order, settings: TuneSettings) -> None:
     """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
     for name in (*(one.name for one in settings.space), settings.epochs):
         if name is not None:
-            _setting(order, name)
-    if settings.epochs is not None and not isinstance(epochs := _setting(order, settings.epochs), int):
+            setting_of(order.params, name, "tune")
+    if settings.epochs is not None and not isinstance(epochs := setting_of(order.params, settings.epochs, "tune"), int):
         raise ConfigError(
             f"tune.epochs names {settings.epochs}, which is {epochs!r}.",
             rule="epochs is the setting that says how many epochs a trial trains: a whole number.",
