@@ -225,6 +225,8 @@ READ = [
     ({"one": "import two\nfrom three import ALL\ndef stage(): return ALL[0]()", "three": "ALL = []",
       "two": "from three import ALL\ndef kept(): return 1\nALL += [kept]"}, "two", "return 1", "return 2", True),
     ({"one": "if __name__ == '__main__':\n  print(1)\ndef other(): return 2\ndef stage(): return 0"}, "one", "return 2", "3", False),
+    ({"one": "import two\ndef other(): return 1\ndef stage(): return other() + two.f()", "two": "import one\ndef f(): return one"},
+     "one", "1", "2", True),  # whole, as two names it
     # what a name stands for
     ({"one": "from math import sin as f\ndef stage(): return f(0)"}, "one", "sin", "cos", True),
     ({"one": "from two import f\ndef stage(): return f(0)", "two": "from math import sin as f"}, "two", "sin", "cos", True),

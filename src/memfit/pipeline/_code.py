@@ -48,10 +48,15 @@ def code_of(
     models = {(one.__module__, one.__qualname__): one for one in _models(params)} if params else {}
     reader = _Reader(target.partition(":")[0], models)
     values = reader.read(function, *models.values())
-    if reader.makes_models():
+    asked = set[str]().union(*(one.asked for statements in reader.counted.values() for one in statements))
+    if any(name in asked for _, name in models):  # code makes them itself, with defaults that no setting holds
         reader = _Reader(target.partition(":")[0], {})
         values = reader.read(function, *models.values())
-    texts = {name: "\n".join(one.text for one in statements) for name, statements in reader.counted.items()}
+    texts = {
+        name: "\n".join(one.text for one in statements)
+        for name, statements in reader.counted.items()
+        if ":" not in name or name.partition(":")[0] not in reader.counted  # else it is a part of what counts whole
+    }
     passed = sorted(place for module, *place in reader.passed if module not in texts)
     texts |= {"imported names": repr(passed)} if passed else {}
     found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -98,16 +103,11 @@ def _is_own(name: str, path: Path, package: str) -> bool:
 def _models(params: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Yield the models of the params, and of their sections."""
     yield from (base for base in params.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
-    for info in params.model_fields.values():
-        for model in _in_annotation(info.annotation):
-            yield from _models(model)
-
-
-def _in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for one in get_args(annotation):
-        yield from _in_annotation(one)
+    annotations = [info.annotation for info in params.model_fields.values()]
+    for one in annotations:  # it grows as it is read
+        annotations += get_args(one)
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            yield from _models(one)
 
 
 class _Reader:
@@ -126,11 +126,6 @@ class _Reader:
         """Count what an import of the target does, and what values use; return these as `form`."""
         self._import(self._home)
         return [self.form(one) for one in values]
-
-    def makes_models(self) -> bool:
-        """Return True if code that counts makes one of the params' models itself, or asks it for an attribute."""
-        asked = set[str]().union(*(one.asked for statements in self.counted.values() for one in statements))
-        return any(name in asked for _, name in self._models)
 
     def form(self, value: Any) -> Any:
         """Return a value as plain JSON, the same in every process; code in it becomes its name, and is followed."""
@@ -191,20 +186,17 @@ class _Reader:
 
     def _count(self, name: str, chain: tuple[str, ...] = ()) -> None:
         """Count what a dotted name in a module stands for: a definition of the target's, or another module whole."""
-        module = self._load(name)
-        if module is None or (name, chain) in self._seen:
+        module, chain = self._found(name, chain)
+        if module is None or (module.name, chain) in self._seen:
             return
-        self._seen.add((name, chain))
-        if chain and self._load(f"{name}.{chain[0]}") is not None:
-            self._count(f"{name}.{chain[0]}", chain[1:])
-            return
-        self._import(name)
+        self._seen.add((module.name, chain))
+        self._import(module.name)
         for bound in chain[:1] if chain else module.imports:
             for target, inner in module.imports.get(bound, []):
-                self.passed.add((name, target, inner))
+                self.passed.add((module.name, target, inner))
                 self._count(target, (*inner, *chain[1:]))
         if not chain or chain[0] in module.definitions or chain[0] not in module.imports:
-            self._take(module, chain[0] if chain and name == self._home else "")
+            self._take(module, chain[0] if chain and module.name == self._home else "")
 
     def _take(self, module: _Module, name: str) -> None:
         """Count a definition of a module, or the whole of it, and all that it names."""
@@ -243,11 +235,10 @@ class _Reader:
         if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             return any(self._acts(module, one) for one in ast.iter_child_nodes(node) if isinstance(one, _BLOCKS))
         if isinstance(node, _DEFINITIONS):
-            body = node.body if isinstance(node, ast.ClassDef) else []
+            bases, body = (node.bases, node.body) if isinstance(node, ast.ClassDef) else ([], [])
+            is_hooked = any(self._is_hook(module, one) for base in bases for one in _chains(base))
             is_decorated = any(self._is_of_user(module, one) for one in node.decorator_list)
-            return (
-                is_decorated or self._is_hooked(module.name, node.name) or any(self._acts(module, one) for one in body)
-            )
+            return is_hooked or is_decorated or any(self._acts(module, one) for one in body)
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             return any(isinstance(one, ast.Subscript | ast.Attribute) for each in targets for one in ast.walk(each))
@@ -259,16 +250,30 @@ class _Reader:
             node = node.func if isinstance(node, ast.Call) else node.value
         name = getattr(node, "id", "")
         places = module.imports.get(name, [])
-        is_own = any(self._load(target) or self._load(".".join((target, *inner))) for target, inner in places)
-        return is_own or (name in module.definitions and not places)
+        return any(self._found(*place)[0] for place in places) or (name in module.definitions and not places)
 
-    def _is_hooked(self, module: str, name: str) -> bool:
-        """Return True if code of the user's runs when a class is made: of its metaclass, or of a base."""
-        made = getattr(sys.modules.get(module), name, None)
-        if not isinstance(made, type):
+    def _is_hook(self, module: _Module, chain: tuple[str, ...], seen: frozenset[_Place] = frozenset()) -> bool:
+        """Return True if a name leads to a class of the user's whose code runs when another derives from it."""
+        if not chain or (module.name, chain) in seen:
             return False
-        hooks = [type(made), *(one for one in made.__mro__[1:] if "__init_subclass__" in vars(one))]
-        return any(self._load(one.__module__) is not None for one in hooks)
+        seen |= {(module.name, chain)}
+        for target, inner in module.imports.get(chain[0], []):
+            found, rest = self._found(target, (*inner, *chain[1:]))
+            if found is not None and self._is_hook(found, rest, seen):
+                return True
+        nodes = [one.node for one in module.definitions.get(chain[0], []) if isinstance(one.node, ast.ClassDef)]
+        return any(
+            "__init_subclass__" in [getattr(one, "name", "") for one in node.body]
+            or any(self._is_of_user(module, one.value) for one in node.keywords if one.arg == "metaclass")
+            or any(self._is_hook(module, one, seen) for base in node.bases for one in _chains(base))
+            for node in nodes
+        )
+
+    def _found(self, name: str, chain: tuple[str, ...]) -> tuple[_Module | None, tuple[str, ...]]:
+        """Return the module that a dotted name in a module leads to, and what is left of the name."""
+        while chain and self._load(f"{name}.{chain[0]}") is not None:
+            name, chain = f"{name}.{chain[0]}", chain[1:]
+        return self._load(name), chain
 
     def _without_fields(self, module: str, statement: _Statement) -> _Statement:
         """Return a model of settings without the fields whose values the key holds."""

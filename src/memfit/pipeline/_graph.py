@@ -48,13 +48,14 @@ class Graph:
     first stage that was refused while the run went on.
     """
 
+    results: Results  # once it has looked
+
     def __init__(self, order: Order, *, prefix: str = "") -> None:
         self.choice, self._prefix = order.choice, prefix
         self.waits_for, self._gates = order.waits_for, order.gates
         self.stages = {stage.name: stage for stage in order.stages}
         self.asked, self.anew = order.chosen()
         self.error: UsageError | None = None
-        self.looked_at: Results | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -68,7 +69,7 @@ class Graph:
 
     def look(self, results: Results) -> Graph:
         """Look at what a run has, before anything runs; return this graph."""
-        self.looked_at = results
+        self.results = results
         self._begin()
         self._advance()
         self._is_looking = False
@@ -128,11 +129,6 @@ class Graph:
     @property
     def run(self) -> RunDir:
         return self.results.run
-
-    @property
-    def results(self) -> Results:
-        assert self.looked_at is not None
-        return self.looked_at
 
     @property
     def all_units(self) -> list[Unit]:

@@ -93,7 +93,8 @@ def plan_launch(
     grace, grace_why = _grace(settings, told)
     time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
-    gpus = layout.gpus_per_node or 0
+    gpus, allocator = layout.gpus_per_node or 0, settings.memory.cuda_allocator
+    own_threads = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}  # else `memfit run` sets them
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
@@ -109,7 +110,7 @@ def plan_launch(
         time_why,
         grace,
         grace_why,
-        _variables(settings, is_split),
+        own_threads | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | own.env,
         settings.slurm.options,
         settings.slurm.extra,
         () if measured is not None else _notes(planned),
@@ -247,13 +248,6 @@ def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
     total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
     epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
     return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
-
-
-def _variables(settings: RunConfig, is_split: bool) -> dict[str, str]:
-    """Return the variables of the training; under ``memfit run CONFIG``, memfit sets the others."""
-    own = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}
-    allocator = settings.memory.cuda_allocator
-    return own | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | settings.launch.env
 
 
 def _run_words(

@@ -94,7 +94,7 @@ def run(
             order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
         run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
-        if graph.looked_at is None or graph.run != run_dir:
+        if state == "started":  # else it has looked at the run that goes on
             graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 

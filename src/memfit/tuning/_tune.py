@@ -35,6 +35,7 @@ from memfit.pipeline import (
 )
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
+from memfit.tuning._feasible import params_of
 from memfit.tuning._record import Trial, folder_of, read_trials
 from memfit.tuning._settings import TuneSettings
 from memfit.tuning._sweep import Sweep, check_names
@@ -285,8 +286,6 @@ def _write_study(order: Order, settings: TuneSettings, run: RunDir) -> Mapping[s
 
 def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
     """Return what the ended trials took, as forecasts for the others."""
-    from memfit.tuning._feasible import params_of
-
     return [
         (stage, params_of(trial.params), Footprint(private_bytes=peak, method="measured"))
         for trial in sweep.trials.values()
