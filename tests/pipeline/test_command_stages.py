@@ -179,7 +179,7 @@ def test_a_bad_result_file_fails_its_job_alone_and_the_run_goes_on():
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ("0", "has each='fold in list.folds', and that is 0"),
+        ("10000000000", "has each='fold in list.folds', and that is 10000000000"),
         ('["a_b"]', "stages fold_a and fold both have a job named fold_a_b"),
     ],
 )

@@ -1,7 +1,6 @@
 """``run_commands`` and ``resume`` with real commands: what runs, how often, where it is kept, what goes on."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +13,10 @@ import pytest
 import memfit.pipeline
 from jobs.contract import wait_until
 from memfit.config import read_file
-from memfit.errors import ConfigError, DoesNotFitError, UsageError
+from memfit.errors import DoesNotFitError, UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.memory import is_locked
-from memfit.pipeline import Choice, plan_run, resume, run_commands
+from memfit.pipeline import resume, run_commands
 from memfit.rundir import RunDir
 
 real, here = pytest.mark.slow, pytest.mark.usefixtures("here")  # with processes, and with none but the commands
@@ -73,14 +72,6 @@ def test_settings_count_flag_before_environment_before_default_and_their_origins
     assert (settings["on_failure"], origins["on_failure"]) == ("continue", "default")
     [budget] = [event for event in RunDir(result.path).events() if event["kind"] == "budget"]
     assert any(one["name"] == "cap" and one["limit_bytes"] == 4 << 30 for one in budget["limits"])
-
-
-@here
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(ConfigError, match="MEMFIT_RETRYS"):
-        run_sh("true", env={"MEMFIT_RETRYS": "1"})
-    with pytest.raises(ConfigError, match="max_paralel"):
-        run_sh("true", settings=["max_paralel=1"])
 
 
 @pytest.mark.slow
@@ -156,15 +147,6 @@ def test_the_users_own_number_of_processes_of_joblib_counts_and_else_that_of_thr
     assert lines("ran") == ["2", "5"]
 
 
-@pytest.mark.slow
-@here
-def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
-    first = run_sh("echo {a} >> ran", "a=1..2")
-    second = run_sh("echo {a} >> ran", "a=1..2")
-    assert second.path != first.path
-    assert lines("ran") == ["1", "1", "2", "2"]
-
-
 @pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.proves("S0-50")
@@ -194,13 +176,6 @@ def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_
 
 
 @here
-def test_new_starts_over_and_leaves_the_unfinished_run():
-    first = run_sh("echo {a} >> ran; false", "a=1")
-    second = run_sh("echo {a} >> ran; false", "a=1", new=True)
-    assert first.path != second.path and lines("ran") == ["1", "1"]
-
-
-@here
 def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
     with pytest.raises(UsageError, match="there is no program 'nonesuch'"):
         run_commands(["nonesuch"])
@@ -219,38 +194,6 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     forced = run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True)
     [admitted] = [event["text"] for event in RunDir(forced.path).events() if event["kind"] == "admit"]
     assert forced.exit_code == 0 and "not checked against the budget (--force)" in admitted
-
-
-@pytest.mark.slow
-@real
-def test_a_declared_peak_that_is_tight_is_refused_by_run_and_plan_unless_that_is_accepted():
-    limits = ["memory.limit=100MiB", "memory.reserve=0", "memory.job=97MiB"]
-    with pytest.raises(DoesNotFitError, match="cmd_0001 is tight, as declared: 97"):
-        run_sh("echo {a} >> ran", "a=1", settings=limits)
-    assert not Path("ran").exists()
-    assert run_sh("echo {a} >> ran", "a=1", settings=[*limits, "accept_tight=true"]).exit_code == 0
-    for more, is_tight in (([], True), (["accept_tight=true"], False)):
-        choice = Choice(combinations=({"a": "1"},))
-        plan = plan_run(["echo", "{a}"], overrides=[*limits, *more, "experiment=other"], choice=choice)
-        assert (plan.fits, bool(plan.stages[0].tight)) == (not is_tight, is_tight)
-
-
-@pytest.mark.slow
-@here
-def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("python3.11", "my tool!", "..."):
-        (programs / name).write_text("#!/bin/sh\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    names = [
-        ([str(programs / "python3.11"), "-u", "a/b.c/train_it.py", "--x"], "train_it"),
-        (["programs/my tool!"], "my-tool"),
-        (["programs/..."], "command"),
-    ]
-    for command, name in names:
-        assert run_commands(command, env={"PATH": str(programs)}).path.parent.name == name
 
 
 @pytest.mark.slow

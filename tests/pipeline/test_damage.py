@@ -121,14 +121,6 @@ def test_a_host_reads_a_result_of_another_host_once_and_again_when_its_file_chan
 
 
 @pytest.mark.slow
-def test_without_a_record_the_file_is_read(first):
-    made_elsewhere(first, "stage_prepare")
-    damage(first.path / "checkpoints/stage_prepare/rows.txt", keep_time=True)
-    forget(first, "fold_1", "stage_join")
-    assert run()[2] == ["prepare", "fold_1", "join"]
-
-
-@pytest.mark.slow
 def test_a_damaged_result_of_an_earlier_run_is_not_taken_over(first):
     damage(first.path / "checkpoints/stage_prepare/rows.txt")
     second, result, ran = run(folds=[1, 2, 3])
@@ -221,12 +213,3 @@ def test_a_result_with_integers_that_no_table_holds_is_a_result():
     for name, number in (("1", "9" * 400), ("2", "1152921504606846977")):
         Path(name).write_text(f'{{"n": {number}}}')
     assert run({"count": {"each": "n in params.folds", "run": "cp {n} {dir}/result.json"}})[1].exit_code == 0
-
-
-def test_a_result_that_lists_too_many_units_is_refused_by_its_number():
-    stages = {
-        "prepare": {"run": "echo '{\"folds\": 10000000000}' > {dir}/result.json"},
-        "fold": {"each": "fold in prepare.folds", "run": "true"},
-    }
-    with pytest.raises(memfit.errors.ConfigError, match="10000000000"):
-        run(stages)

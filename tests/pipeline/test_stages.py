@@ -342,6 +342,8 @@ def test_a_stage_that_reads_no_setting_is_refused(tmp_path, monkeypatch):
             "stage 'gate' holds 'fold' and waits for 'mean', which needs all units of it",
         ),
         ({"a": {}, "b": {"holds": "a"}}, "stage 'b' holds 'a', which has no units"),
+        ({"a": {"run": "echo {params.rate}"}}, r"stage 'a' names the setting 'params\.rate', which is not there"),
+        ({"a": {"run": None}}, r"stages\.a has no command"),
     ],
 )
 def test_stages_that_cannot_work_are_refused_in_words(stages, message, tmp_path, monkeypatch):

@@ -41,8 +41,19 @@ def test_a_disk_that_is_full_or_away_ends_a_run_in_words_and_keeps_what_is_done(
     assert (again.path, again.state, again.statuses["cmd_0001"].attempt) == (run.path, "completed", 1)
 
 
-def test_an_error_of_its_own_ends_a_run_with_an_outcome_that_names_it():
-    with pytest.raises(ZeroDivisionError):
-        run_commands(["true"], view=lambda run: 1 / 0)
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (DataError("no room is left.", rule="a view needs room.", remedy="make some"), "no room is left."),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_error_ends_a_run_with_an_event_and_an_outcome_that_names_it(error, cause):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        run_commands(["true"], view=lambda run: fail)
     [run] = RunDir.all(Path("runs"), "true")
-    assert read_json(run.path / "outcome.json") == {"state": "failed", "cause": "ZeroDivisionError: division by zero"}
+    assert [one["state"] for one in run.events() if one["kind"] == "run"] == ["started", "failed"]
+    assert read_json(run.path / "outcome.json") == {"state": "failed", "cause": cause}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._contract import Workload as Workload
     from memfit.pipeline._describe import StageSpec as StageSpec
     from memfit.pipeline._describe import describe as describe
+    from memfit.pipeline._describe import setting_of as setting_of
     from memfit.pipeline._graph import Graph as Graph
     from memfit.pipeline._grid import Choice as Choice
     from memfit.pipeline._grid import check_placeholders as check_placeholders
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._grid import parse_param as parse_param
     from memfit.pipeline._launch import plan_launch as plan_launch
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
+    from memfit.pipeline._manifest import replacing as replacing
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm
     from memfit.pipeline._order import order_of_config as order_of_config

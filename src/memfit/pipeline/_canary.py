@@ -7,24 +7,22 @@ import shlex
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import dropwhile, pairwise
 from statistics import median
 from typing import Any
 
 from memfit.errors import DoesNotFitError, JobFailedError, PeerFailedError, UsageError
-from memfit.files import write_json
-from memfit.jobs import ENDED, Job, JobStatus, StopRequest, read_status
+from memfit.files import fits, write_json
+from memfit.jobs import ENDED, JobStatus, StopRequest, read_status
 from memfit.memory import Footprint
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._order import Order
-from memfit.pipeline._results import Unit
-from memfit.pipeline._supervise import RunResult
-from memfit.rundir import CANARY_VARIABLE, FolderTail, RunDir
-from memfit.units import GIB, MIB, format_bytes, format_count, format_duration, list_some, round_up_size, write_size
+from memfit.pipeline._supervise import RunResult, Watcher
+from memfit.rundir import CANARY_VARIABLE, RunDir
+from memfit.units import format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
-_LOOK_SECONDS = 0.5
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
 _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
@@ -48,30 +46,23 @@ def as_canary(order: Order) -> Order:
     return replace(order, settings=settings.model_copy(update=own), stages=stages, facts=facts)
 
 
-@dataclass
-class Canary:
+class Canary(Watcher):
     """Follows a canary's jobs by the phases that their ranks mark, stops them once all were seen, and judges."""
 
-    run: RunDir
-    settings: RunConfig
-    stop: StopRequest
-    #: By job: how often each rank has entered its phases; its last one, the newest at the end; times, steps of rank 0.
-    _seen: dict[str, dict[int, Counter[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Counter)))
-    _last: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    _steps: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    #: The first rank that was lost of a job, and not since it was asked to stop.
-    _lost: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _peak: int = 0
-    _look_at: float = 0.0
-    _changed_at: float = 0.0
-    _has_asked: bool = False
-
-    def __post_init__(self) -> None:
-        self._events = FolderTail(self.run.events_dir)
-        self._folder = self.run.path / "canary"
-        self._folder.mkdir(exist_ok=True)
+    def __init__(self, run: RunDir, settings: RunConfig, stop: StopRequest) -> None:
+        super().__init__(run)
+        self.settings, self.stop = settings, stop
+        #: By job: how often each rank has entered its phases, its last one with the newest at the end, steps of rank 0.
+        self._seen: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+        self._last: dict[str, dict[int, str]] = defaultdict(dict)
+        self._steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        #: The first rank that was lost of a job, and not since it was asked to stop.
+        self._lost: dict[str, Mapping[str, Any]] = {}
+        self._peak, self._changed_at, self._has_asked = 0, 0.0, False
         # Who runs to the end has been covered, whatever it marks, unless the user named the phases.
-        self._is_strict = "canary_phases" in self.settings.model_fields_set
+        self._is_strict = "canary_phases" in settings.model_fields_set
+        self._folder = run.path / "canary"
+        self._folder.mkdir(exist_ok=True)
 
     @property
     def headline(self) -> str:
@@ -80,28 +71,14 @@ class Canary:
         end = "" if self._is_strict else ", or for its end"
         return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds){end}"
 
-    def making(self, make: Callable[[Unit], Job]) -> Callable[[Unit], Job]:
-        """Return what makes the same jobs, which know that they belong to a canary."""
-
-        def made(unit: Unit) -> Job:
-            job = make(unit)
-            return replace(job, env={**job.env, CANARY_VARIABLE: str(self._folder)})
-
-        return made
-
     def why_no_more(self) -> str:
-        """Return why no other job may start; empty if one may."""
-        self._look_at = 0.0
-        self.look()
+        self.look(now=True)
         return "the canary has seen what it needs" if self._has_asked else ""
 
-    def look(self) -> None:
-        """Ask the jobs to stop when all phases were seen, or when the time is over."""
+    def take(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take in new events; ask the jobs to stop when all phases were seen, or when the time is over."""
         now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + _LOOK_SECONDS
-        if self._read():
+        if self._note(events):
             self._changed_at = now
         for job_id in [path.name for path in (self.run.path / "jobs").iterdir()]:
             status = read_status(self.run, job_id)
@@ -116,14 +93,11 @@ class Canary:
                 self._has_asked = True
                 self.stop.ask()
 
-    def _read(self) -> bool:
-        """Take in new events; return whether a rank entered a phase, or made a step."""
-        is_new = False
-        for event in self._events.read():
-            job_id, rank, kind = event.get("job"), event.get("rank", 0), event.get("kind")
-            if not isinstance(job_id, str) or not isinstance(rank, int):
-                continue
-            is_new |= kind in ("step", "phase", "checkpoint")
+    def _note(self, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Take in events; return whether a rank entered a phase, or made a step."""
+        told = [one for one in events if fits(one, {"job": str, "kind": str, "rank": (int, type(None))})]
+        for event in told:
+            job_id, rank, kind = event["job"], event.get("rank") or 0, event["kind"]
             if kind == "step" and not rank and isinstance(event.get("step"), int):
                 self._steps[job_id].append((float(event["time"]), event["step"]))
             elif kind == "rank_lost" and not event.get("asked") and isinstance(event.get("code"), int):
@@ -134,7 +108,7 @@ class Canary:
                 self._seen[job_id][rank][str(event.get("phase"))] += 1
                 self._last[job_id].pop(rank, None)
                 self._last[job_id][rank] = str(event.get("phase"))
-        return is_new
+        return any(one["kind"] in ("step", "phase", "checkpoint") for one in told)
 
     def _missing(self, job_id: str) -> list[str]:
         """Return the phases that not all ranks have reached; of a checkpoint, one rank is enough."""
@@ -161,7 +135,7 @@ class Canary:
 
     def close(self, result: RunResult) -> RunResult:
         """Judge, and write ``canary.json``; a run that its user stopped stays as it is."""
-        self._read()
+        self._note(self._events.read())
         shutil.rmtree(self._folder, ignore_errors=True)
         statuses = {job: self._with_lost(one) for job, one in result.statuses.items() if one.started is not None}
         broke = next((one for one in statuses.values() if _is_broken(one)), None)
@@ -175,7 +149,7 @@ class Canary:
         lacking = [] if ended or self._is_covered(job_id) else missing
         found: dict[str, Any] = {
             "passed": not broke and not lacking,
-            "exit_code": DoesNotFitError.exit_code if lacking else 0,
+            "exit_code": self._code_of(broke) if broke else DoesNotFitError.exit_code if lacking else 0,
             "ended_itself": ended,
             "seconds": (status.ended or time.time()) - status.started if status and status.started else 0.0,
             "phases": {
@@ -189,15 +163,10 @@ class Canary:
             "seconds_per_step": _pace(self._steps[job_id]),
             **self._request(status),
         }
-        if broke:
-            found["exit_code"] = self._code_of(broke)
         found["text"] = _text_of(found, self.settings)
         state = "completed" if found["passed"] else "failed"
         write_json(self.run.path / "canary.json", found)
-        jobs = {one: {"state": status.state, "cause": status.cause} for one, status in result.statuses.items()}
-        outcome = {"state": state, "exit_code": found["exit_code"], "jobs": jobs, "why": found["text"][0]}
-        write_json(self.run.path / "outcome.json", outcome)
-        return replace(result, state=state, exit_code=found["exit_code"], canary=found)
+        return replace(result, state=state, exit_code=found["exit_code"], why=found["text"][0], canary=found)
 
     def _with_lost(self, status: JobStatus) -> JobStatus:
         """Return the status of a job that lost a rank just before it was asked to stop as that of one that failed."""
@@ -235,8 +204,8 @@ class Canary:
             "host_peak_bytes": host,
             "device_peak_bytes": device,
             "phase_peak_bytes": {name: peak.private_bytes for name, peak in peaks},
-            "memory": _size(host * more) if host else None,
-            "gpu_memory": _size(device * more) if device else None,
+            "memory": write_size(math.ceil(host * more), ("GiB", "MiB")) if host else None,
+            "gpu_memory": write_size(math.ceil(device * more), ("GiB", "MiB")) if device else None,
             "slurm_mem": write_size(round_up_size(host * more)) if host else None,
         }
 
@@ -263,15 +232,6 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
         (after[0] - before[0]) / (after[1] - before[1]) for before, after in pairwise(steps) if after[1] > before[1]
     ]
     return median(took) if took else None
-
-
-def _size(count: float) -> str:
-    """Return a size for a flag, rounded up.
-
-    >>> _size(1900 * MIB), _size(500)
-    ('1.9GiB', '1MiB')
-    """
-    return f"{math.ceil(count * 10 / GIB) / 10:g}GiB" if count >= GIB else f"{math.ceil(count / MIB)}MiB"
 
 
 def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:

@@ -1,6 +1,8 @@
-"""Find the code that a stage depends on: what it uses of the target's module by name, and other modules whole.
+"""Find the code that a stage depends on.
 
-Files are parsed and not imported. Comments, docstrings, installed packages and memfit itself do not count.
+These are the names that its function reaches in the target's file, and other own modules whole, with those that they
+import. A file that does something when it is imported counts whole, for all stages. Files are parsed and not imported.
+Comments, docstrings, installed packages and memfit itself do not count.
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import copyreg
+import functools
 import hashlib
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,23 +24,16 @@ from pydantic import BaseModel
 
 from memfit.errors import UsageError
 from memfit.pipeline._manifest import digest, fingerprint_files
-from memfit.pipeline._statements import (
-    ACTING,
-    STATEMENTS,
-    STORING,
-    Module,
-    Place,
-    Statement,
-    chains,
-    file_of,
-    read_module,
-    run_by_import,
-)
 from memfit.units import list_some
 
-_Passed = tuple[str, str, tuple[str, ...]]  # a module, and what it imports: the module and the name in it
-_Found = tuple["Module | None", tuple[str, ...], frozenset[_Passed]]
+_Place = tuple[str, tuple[str, ...]]  # a module, and a name in it with its attributes; no names for the module itself
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+_NAMING = (*_IMPORTS, ast.Pass, getattr(ast, "TypeAlias", ast.Pass))
+_BLOCKS = (ast.stmt, ast.ExceptHandler)
+#: Tests of what an import of a module does not run.
+_NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
 
 
 def code_of(
@@ -43,17 +41,25 @@ def code_of(
 ) -> tuple[dict[str, str], set[str]]:
     """Return what a function depends on, as digests by name, and the modules that were read.
 
-    A name is that of a definition in the target's module (``module:name``), or of another module (``module``), which
-    counts whole. The values that a function is bound to count, and so does a module whose import does more than define.
-    Of the params only methods and constants count: the key of a stage holds the values of the settings.
+    A name is that of a definition in the target's module (``module:name``), or of a module that counts whole
+    (``module``). The values that a function is bound to count. Of the params only methods and constants count: the key
+    of a stage holds the values of the settings.
     """
     models = {(one.__module__, one.__qualname__): one for one in _models(params)} if params else {}
     reader = _Reader(target.partition(":")[0], models)
     values = reader.read(function, *models.values())
-    if reader.makes_models():
+    asked = set[str]().union(*(one.asked for statements in reader.counted.values() for one in statements))
+    if any(name in asked for _, name in models):  # code makes them itself, with defaults that no setting holds
         reader = _Reader(target.partition(":")[0], {})
         values = reader.read(function, *models.values())
-    found = reader.digests()
+    texts = {
+        name: "\n".join(one.text for one in statements)
+        for name, statements in reader.counted.items()
+        if ":" not in name or name.partition(":")[0] not in reader.counted  # else it is a part of what counts whole
+    }
+    passed = sorted(place for module, *place in reader.passed if module not in texts)
+    texts |= {"imported names": repr(passed)} if passed else {}
+    found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     if any(not isinstance(one, str) for one in values):
         found["bound values"] = digest(values)
     return dict(sorted(found.items())), {name for name, one in reader.modules.items() if one is not None}
@@ -97,50 +103,29 @@ def _is_own(name: str, path: Path, package: str) -> bool:
 def _models(params: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Yield the models of the params, and of their sections."""
     yield from (base for base in params.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
-    for info in params.model_fields.values():
-        for model in _in_annotation(info.annotation):
-            yield from _models(model)
-
-
-def _in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for one in get_args(annotation):
-        yield from _in_annotation(one)
+    annotations = [info.annotation for info in params.model_fields.values()]
+    for one in annotations:  # it grows as it is read
+        annotations += get_args(one)
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            yield from _models(one)
 
 
 class _Reader:
     """Follows names from the target's module through the user's files."""
 
     def __init__(self, home: str, models: Mapping[tuple[str, str], type[BaseModel]]) -> None:
-        self.modules: dict[str, Module | None] = {}
+        self.modules: dict[str, _Module | None] = {}
+        self.counted: dict[str, list[_Statement]] = {}
+        self.passed: set[tuple[str, str, tuple[str, ...]]] = set()  # a module, and the places that it imports and uses
         self._home, self._models = home, models
-        self._counted: dict[str, list[Statement]] = {}
-        self._passed: set[_Passed] = set()
-        self._used: set[Place] = set()
         self._imported: set[str] = set()
+        self._seen: set[_Place] = set()
         self._open: list[Any] = []
 
     def read(self, *values: Any) -> list[Any]:
-        """Count what an import of the target runs, and what values use; return these as `form`."""
+        """Count what an import of the target does, and what values use; return these as `form`."""
         self._import(self._home)
-        found = [self.form(one) for one in values]
-        if any(one.finds_by_text for statements in self._counted.values() for one in statements):
-            for name in (seen := list(self.modules)):
-                self.use(name, ())
-                seen += [one for one in self.modules.keys() - set(seen) if self.modules[one] is not None]
-        return found
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each thing that counts, and of the places from which the target imports names."""
-        texts = {name: "\n".join(one.text for one in statements) for name, statements in self._counted.items()}
-        passed = sorted(place for module, *place in self._passed if module not in self._counted)
-        texts |= {"imported names": repr(passed)} if passed else {}
-        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-
-    def makes_models(self) -> bool:
-        names = {name for _, name in self._models}
-        return any(names & one.asked for statements in self._counted.values() for one in statements)
+        return [self.form(one) for one in values]
 
     def form(self, value: Any) -> Any:
         """Return a value as plain JSON, the same in every process; code in it becomes its name, and is followed."""
@@ -151,7 +136,7 @@ class _Reader:
         self._open.append(value)
         try:
             if isinstance(value, types.ModuleType):
-                self.use(value.__name__, ())
+                self._count(value.__name__)
                 return value.__name__
             if isinstance(value, types.FunctionType | type):
                 return self._code(value)
@@ -171,7 +156,7 @@ class _Reader:
             places.add((str(value.__globals__.get("__name__")), value.__code__.co_qualname))
         for module, name in places:
             top, own = name.partition(".")[0], self._load(module)
-            self.use(module, (top,) if own and top in own.definitions else ())  # a lambda has no name of its own
+            self._count(module, (top,) if own and top in own.definitions else ())  # a lambda has no name of its own
         held = []
         for cell in getattr(value, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # a name without a value yet
@@ -194,82 +179,103 @@ class _Reader:
             ) from error
         if isinstance(parts, str):  # the name of a global
             module = getattr(value, "__module__", None) or type(value).__module__
-            self.use(module, (parts.partition(".")[0],))
+            self._count(module, (parts.partition(".")[0],))
             return f"{module}:{parts}"
         iterators = [[*one] if one is not None else None for one in parts[3:5]]
         return ["object", *map(self.form, [*parts[:3], *iterators])]
 
-    def use(self, name: str, chain: tuple[str, ...]) -> None:
-        """Count what a dotted name in a module stands for; without a name, all of the module and of what it imports."""
-        if (name, chain) in self._used:
+    def _count(self, name: str, chain: tuple[str, ...] = ()) -> None:
+        """Count what a dotted name in a module stands for: a definition of the target's, or another module whole."""
+        module, chain = self._found(name, chain)
+        if module is None or (module.name, chain) in self._seen:
             return
-        self._used.add((name, chain))
-        for module, rest, passed in self._find(name, chain):
-            self._passed |= passed
-            if module is None:
-                continue
-            self._import(module.name)
-            if rest and rest[0] in module.definitions:
-                self._take(module, rest[0])
-            else:  # the module itself, or what it makes when it is asked
-                for one in module.definitions or [STATEMENTS]:
-                    self._take(module, one)
-                for places in module.imports.values():
-                    for target, names in places:
-                        self.use(target, names)
+        self._seen.add((module.name, chain))
+        self._import(module.name)
+        for bound in chain[:1] if chain else module.imports:
+            for target, inner in module.imports.get(bound, []):
+                self.passed.add((module.name, target, inner))
+                self._count(target, (*inner, *chain[1:]))
+        if not chain or chain[0] in module.definitions or chain[0] not in module.imports:
+            self._take(module, chain[0] if chain and module.name == self._home else "")
 
-    def _find(self, name: str, chain: tuple[str, ...], passed: frozenset[_Passed] = frozenset()) -> Iterator[_Found]:
-        """Yield the modules that may define a dotted name (None: not the user's), what is left of it, and the way."""
-        module = self._load(name)
-        places = [*module.imports.get(chain[0], [])] if module is not None and chain else []
-        if chain and self._load(f"{name}.{chain[0]}") is not None:
-            places.append((f"{name}.{chain[0]}", ()))
-        for target, inner in places:
-            if (step := (name, target, inner)) not in passed:  # else two modules import it from each other
-                yield from self._find(target, (*inner, *chain[1:]), passed | {step})
-        if not places or (module is not None and chain[0] in module.definitions):
-            yield module, chain, passed
+    def _take(self, module: _Module, name: str) -> None:
+        """Count a definition of a module, or the whole of it, and all that it names."""
+        is_part = name in module.definitions and module.name not in self.counted
+        if (key := f"{module.name}:{name}" if is_part else module.name) in self.counted:
+            return
+        statements = module.definitions[name] if is_part else module.statements
+        self.counted[key] = [self._without_fields(module.name, one) for one in statements]
+        for one in self.counted[key]:
+            for target, inner in (place for places in one.imports.values() for place in places):
+                self._import(".".join((target, *inner)))
+            for used in one.names:
+                for target, inner in one.imports.get(used[0], []):
+                    self._count(target, (*inner, *used[1:]))
+                if used[0] in module.definitions or used[0] in module.imports:
+                    self._count(module.name, used)
 
     def _import(self, name: str) -> None:
-        """Count what an import of a module runs, also of its parents and of what it imports."""
+        """Count the modules whole of which an import does something; also its parents and what it imports."""
         if name in self._imported:
             return
         self._imported.add(name)
         if parent := name.rpartition(".")[0]:
             self._import(parent)
         if (module := self._load(name)) is not None:
-            for key, places in module.imports.items():
+            for bound, places in module.imports.items():
                 for target, inner in places:
                     self._import(".".join((target, *inner)))
-                    if key.startswith("*"):
-                        self.use(target, ())
-            if (place := (self._home, name)) not in ACTING:  # the same for all stages
-                ACTING[place] = [
-                    one
-                    for one, statements in module.definitions.items()
-                    if one == STATEMENTS or any(self._keeps(name, each) for each in statements)
-                ]
-            for one in ACTING[place]:
-                self._take(module, one)
+                    if bound.startswith("*"):  # names that nobody lists
+                        self._count(target)
+            if any(self._acts(module, one.node) for one in module.statements):
+                self._count(name)
 
-    def _take(self, module: Module, name: str) -> None:
-        """Count a definition of the target's module, or the whole of another one, and all that it names."""
-        is_home = module.name == self._home
-        key = f"{module.name}:{name}" if is_home else module.name
-        if key in self._counted:
-            return
-        statements = module.definitions.get(name, []) if is_home else module.statements
-        self._counted[key] = statements = [self._without_fields(module.name, one) for one in statements]
-        for one in statements:
-            for target, inner in (place for places in one.imports.values() for place in places):
-                self._import(".".join((target, *inner)))
-            for chain in one.names:
-                for target, inner in one.imports.get(chain[0], []):
-                    self.use(target, (*inner, *chain[1:]))
-                if chain[0] in module.definitions or chain[0] in module.imports:
-                    self.use(module.name, chain)
+    def _acts(self, module: _Module, node: ast.AST) -> bool:
+        """Return True if an import that runs a statement does something: more than import, define or name a value."""
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            return any(self._acts(module, one) for one in ast.iter_child_nodes(node) if isinstance(one, _BLOCKS))
+        if isinstance(node, _DEFINITIONS):
+            bases, body = (node.bases, node.body) if isinstance(node, ast.ClassDef) else ([], [])
+            is_hooked = any(self._is_hook(module, one) for base in bases for one in _chains(base))
+            is_decorated = any(self._is_of_user(module, one) for one in node.decorator_list)
+            return is_hooked or is_decorated or any(self._acts(module, one) for one in body)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            return any(isinstance(one, ast.Subscript | ast.Attribute) for each in targets for one in ast.walk(each))
+        return not isinstance(node, _NAMING)
 
-    def _without_fields(self, module: str, statement: Statement) -> Statement:
+    def _is_of_user(self, module: _Module, node: ast.AST | None) -> bool:
+        """Return True if an expression begins with a name that the user's code defines."""
+        while isinstance(node, ast.Call | ast.Attribute):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        name = getattr(node, "id", "")
+        places = module.imports.get(name, [])
+        return any(self._found(*place)[0] for place in places) or (name in module.definitions and not places)
+
+    def _is_hook(self, module: _Module, chain: tuple[str, ...], seen: frozenset[_Place] = frozenset()) -> bool:
+        """Return True if a name leads to a class of the user's whose code runs when another derives from it."""
+        if not chain or (module.name, chain) in seen:
+            return False
+        seen |= {(module.name, chain)}
+        for target, inner in module.imports.get(chain[0], []):
+            found, rest = self._found(target, (*inner, *chain[1:]))
+            if found is not None and self._is_hook(found, rest, seen):
+                return True
+        nodes = [one.node for one in module.definitions.get(chain[0], []) if isinstance(one.node, ast.ClassDef)]
+        return any(
+            "__init_subclass__" in [getattr(one, "name", "") for one in node.body]
+            or any(self._is_of_user(module, one.value) for one in node.keywords if one.arg == "metaclass")
+            or any(self._is_hook(module, one, seen) for base in node.bases for one in _chains(base))
+            for node in nodes
+        )
+
+    def _found(self, name: str, chain: tuple[str, ...]) -> tuple[_Module | None, tuple[str, ...]]:
+        """Return the module that a dotted name in a module leads to, and what is left of the name."""
+        while chain and self._load(f"{name}.{chain[0]}") is not None:
+            name, chain = f"{name}.{chain[0]}", chain[1:]
+        return self._load(name), chain
+
+    def _without_fields(self, module: str, statement: _Statement) -> _Statement:
         """Return a model of settings without the fields whose values the key holds."""
         node = statement.node
         if not isinstance(node, ast.ClassDef) or (model := self._models.get((module, node.name))) is None:
@@ -277,50 +283,142 @@ class _Reader:
         known = {name for name, one in model.model_fields.items() if not one.exclude}
         body = [one for one in node.body if getattr(getattr(one, "target", None), "id", "") not in known]
         parts = {name: getattr(node, name) for name in node._fields} | {"body": body}
-        return Statement(ast.ClassDef(**parts), statement.package)
+        return _Statement(ast.ClassDef(**parts), statement.package)
 
-    def _load(self, name: str) -> Module | None:
+    def _load(self, name: str) -> _Module | None:
         """Read a module of the user's; None for any other."""
         if name not in self.modules:
-            path = file_of(name)
+            path = _file_of(name)
             is_own = path is not None and _is_own(name, path, self._home.partition(".")[0])
-            self.modules[name] = (
-                read_module(name, path, path.stat().st_mtime_ns) if path is not None and is_own else None
-            )
+            self.modules[name] = _read(name, path, path.stat().st_mtime_ns) if path is not None and is_own else None
         return self.modules[name]
 
-    def _keeps(self, module: str, statement: Statement) -> bool:
-        """Return True if a definition may keep code of the user's where no name leads to it, when an import runs it."""
-        for one in run_by_import(statement.node):
-            decorators = [getattr(each, "func", each) for each in getattr(one, "decorator_list", [])]
-            called = [*decorators, *([one.func] if isinstance(one, ast.Call) else [])]
-            word = getattr(one, "attr", getattr(one, "id", ""))
-            is_put = isinstance(one, ast.Subscript | ast.Attribute) and isinstance(one.ctx, ast.Store)
-            if is_put or isinstance(one, ast.AugAssign) or word in STORING or "register" in word:
-                return True
-            if any(self._stores(module, part, set()) for part in called):
-                return True
-            for found, each in (each for part in decorators for each in self._defined(module, part)):
-                if any(other is not each and other.is_code for _, other in self._defined(found, each.node)):
-                    return True
-            for found, each in (each for part in getattr(one, "bases", []) for each in self._defined(module, part)):
-                if each.is_hook or any(list(self._defined(found, part)) for part in getattr(each.node, "bases", [])):
-                    return True
-        return False
 
-    def _stores(self, module: str, called: ast.AST, seen: set[Statement]) -> bool:
-        """Return True if a call stores something: what is called, or what that calls. Of an object nobody knows."""
-        for found, one in self._defined(module, called):
-            if one.stores if one.is_code else not seen:
-                return True
-            if one not in seen:
-                seen.add(one)
-                if any(self._stores(found, each, seen) for each in one.calls):
-                    return True
-        return False
+class _Statement:
+    """A statement at the top of a module of a package, and what can be read in it."""
 
-    def _defined(self, module: str, node: ast.AST) -> Iterator[tuple[str, Statement]]:
-        """Yield the statements of the user's that define what a tree names, each with its module."""
-        for found, rest, _ in (one for chain in chains(node) for one in self._find(module, chain)):
-            if found is not None and rest:
-                yield from ((found.name, one) for one in found.definitions.get(rest[0], []))
+    def __init__(self, node: ast.stmt, package: Sequence[str]) -> None:
+        self.node, self.package = node, package
+
+    @functools.cached_property
+    def text(self) -> str:
+        return ast.dump(self.node)
+
+    @functools.cached_property
+    def names(self) -> frozenset[tuple[str, ...]]:
+        return frozenset(_chains(self.node))
+
+    @functools.cached_property
+    def asked(self) -> set[str]:
+        """The names that are called or have attributes read, and those that are imported under another name."""
+        found = set()
+        for one in ast.walk(self.node):
+            if isinstance(one, ast.Call | ast.Attribute):
+                owner = one.func if isinstance(one, ast.Call) else one.value
+                found.add(getattr(owner, "id", getattr(owner, "attr", "")))
+            elif isinstance(one, ast.alias) and one.asname:
+                found.add(one.name)
+        return found
+
+    @functools.cached_property
+    def imports(self) -> dict[str, list[_Place]]:
+        """The places of each name that an import in it defines; a module of a star is named ``*module``."""
+        found: dict[str, list[_Place]] = {}
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Import):
+                for one in node.names:  # a dotted name is no name, and is loaded too
+                    for name in [one.asname] if one.asname else {one.name, one.name.partition(".")[0]}:
+                        found.setdefault(name, []).append((one.name if one.asname else name, ()))
+            elif isinstance(node, ast.ImportFrom):
+                above = self.package[: len(self.package) + 1 - node.level] if node.level else ()
+                base = ".".join([*above, *filter(None, [node.module])])
+                for one in node.names:
+                    name, inner = (f"*{base}", ()) if one.name == "*" else (one.asname or one.name, (one.name,))
+                    found.setdefault(name, []).append((base, inner))
+        return found
+
+
+@dataclass
+class _Module:
+    """A module's source: its statements, those that define each name, and the places of each imported name."""
+
+    name: str
+    statements: list[_Statement]
+    definitions: dict[str, list[_Statement]]
+    imports: dict[str, list[_Place]]
+
+
+@functools.cache
+def _read(name: str, path: Path, changed: int) -> _Module:
+    """Read a module's source, as of its last change."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    tree = _Undocumented().visit(ast.parse(path.read_bytes(), str(path)))
+    module = _Module(name, [_Statement(node, package) for node in _statements(tree.body)], {}, {})
+    for one in module.statements:
+        for target in _targets(one.node):
+            module.definitions.setdefault(target, []).append(one)
+        for bound, places in one.imports.items() if not isinstance(one.node, _DEFINITIONS) else ():
+            module.imports.setdefault(bound, []).extend(places)
+    return module
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Takes docstrings and other lone constants out of a tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module that an import runs."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in _NOT_RUN:
+            yield from _statements(node.orelse)
+        elif not isinstance(node, ast.Pass):
+            yield node
+
+
+def _targets(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines; of a lone import none, and those of one in a block."""
+    if isinstance(node, (*_DEFINITIONS, *_IMPORTS)):
+        return {node.name} if isinstance(node, _DEFINITIONS) else set()
+    found = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        elif isinstance(one, _DEFINITIONS):
+            found.add(one.name)
+        elif isinstance(one, ast.alias):
+            found.add(one.asname or one.name.partition(".")[0])
+    return found
+
+
+def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
+    """Yield the names that a tree reads, each with its attributes."""
+    names, inner = [], node
+    while isinstance(inner, ast.Attribute):
+        names.append(inner.attr)
+        inner = inner.value
+    if isinstance(inner, ast.Name):
+        yield (inner.id, *reversed(names))
+    for child in ast.iter_child_nodes(inner):
+        yield from _chains(child)
+
+
+@functools.cache
+def _file_of(name: str) -> Path | None:
+    """Return the source file of a module, without importing it."""
+    loaded = sys.modules.get(name)
+    file = getattr(loaded, "__file__", None) if loaded else getattr(_spec_of(name), "origin", None)
+    return Path(file) if file and file.endswith(".py") else None
+
+
+@functools.cache
+def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    parent, places = name.rpartition(".")[0], None
+    if parent and (places := getattr(_spec_of(parent), "submodule_search_locations", None)) is None:
+        return None
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, places)
+    except (ImportError, ValueError):
+        return None

@@ -49,6 +49,8 @@ def _name_of(command: Sequence[str]) -> str:
     ('train', 'a.b')
     >>> [_name_of(words) for words in (["python", "-c", "x"], ["bash", "go.sh", "1"], ["python", "train_{fold}.py"])]
     ['python', 'go', 'train_-fold']
+    >>> _name_of(["programs/my tool!"]), _name_of(["programs/..."])
+    ('my-tool', 'command')
     """
     name = Path(command[0]).name
     if _INTERPRETER.fullmatch(name):

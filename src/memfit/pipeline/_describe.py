@@ -175,7 +175,8 @@ def _spec(
     stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
 ) -> StageSpec:
     probe = stage.probe or Probe()
-    is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
+    who, is_ordered = f"stage '{stage.name}'", stage.in_order
+    is_ordered = setting_of(params, is_ordered, who) if isinstance(is_ordered, str) else is_ordered
     found = StageSpec(stage.name, stage.needs, stage.after, stage.each, stage.holds, bool(is_ordered), stage.phases)
     found = replace(found, has_probe=probe.step is not None, has_model=probe.model is not None)
     if callable(stage.run):
@@ -225,7 +226,9 @@ def _of_command(stage: Stage, found: StageSpec, names: Sequence[str], params: Ma
         shell=shell,
         needs=list(dict.fromkeys([*stage.needs, *(one for one in used if one in names and one != stage.name)])),
         settings={
-            one.removeprefix("params."): _setting(params, one, stage) for one in used if one.startswith("params.")
+            one.removeprefix("params."): setting_of(params, one, f"stage '{stage.name}'")
+            for one in used
+            if one.startswith("params.")
         },
         seed="seed" in used,
         code=code_of_command(split, Path.cwd()),
@@ -244,13 +247,16 @@ def _check_several(stage: StageSpec, stages: Mapping[str, StageSpec]) -> None:
             )
 
 
-def _setting(params: Mapping[str, Any], dotted: str, stage: Stage) -> Any:
-    """Return a setting by its dotted name, which begins with ``params.``."""
+def setting_of(params: Mapping[str, Any], dotted: str, who: str) -> Any:
+    """Return a setting by its dotted name, which begins with ``params.``; ``who`` names it."""
     found: Any = {"params": params}
     for name in dotted.split("."):
         if not isinstance(found, Mapping) or name not in found:
-            what, remedy = f"names the setting '{dotted}', which is not there", f"correct it, or --set {dotted}=VALUE"
-            raise _bad(stage.name, what, "a setting is params.NAME", remedy)
+            raise ConfigError(
+                f"{who} names the setting '{dotted}', which is not there.",
+                rule="a setting is one of the workload, as params.NAME.",
+                remedy=f"correct its name, or --set {dotted}=VALUE",
+            )
         found = found[name]
     return found
 

@@ -48,17 +48,18 @@ class Graph:
     first stage that was refused while the run went on.
     """
 
+    results: Results  # once it has looked
+
     def __init__(self, order: Order, *, prefix: str = "") -> None:
         self.choice, self._prefix = order.choice, prefix
         self.waits_for, self._gates = order.waits_for, order.gates
         self.stages = {stage.name: stage for stage in order.stages}
         self.asked, self.anew = order.chosen()
         self.error: UsageError | None = None
-        self._results: Results | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._is_looking, self._why_given_up = True, ""
+        self._is_looking, self.why_given_up = True, ""  # why no more units start
         self.units: dict[str, list[Unit]] = {}
         self._waiting: dict[str, list[Unit]] = {}
         self._step = Step([], [])
@@ -68,7 +69,7 @@ class Graph:
 
     def look(self, results: Results) -> Graph:
         """Look at what a run has, before anything runs; return this graph."""
-        self._results = results
+        self.results = results
         self._begin()
         self._advance()
         self._is_looking = False
@@ -97,7 +98,7 @@ class Graph:
 
     def give_up(self, why: str) -> None:
         """Let no more units start."""
-        self._why_given_up = why
+        self.why_given_up = why
         for unit in [one for units in self._waiting.values() for one in units]:
             self._set(unit, "cancelled", why)
         self._waiting = {name: [] for name in self._waiting}
@@ -127,23 +128,7 @@ class Graph:
 
     @property
     def run(self) -> RunDir:
-        assert self._results is not None
-        return self._results.run
-
-    @property
-    def results(self) -> Results:
-        assert self._results is not None
-        return self._results
-
-    @property
-    def has_looked(self) -> bool:
-        """Whether it knows what is there."""
-        return self._results is not None
-
-    @property
-    def why_given_up(self) -> str:
-        """Why no more units start; empty if they do."""
-        return self._why_given_up
+        return self.results.run
 
     @property
     def all_units(self) -> list[Unit]:
@@ -169,7 +154,7 @@ class Graph:
 
     def _units(self, name: str) -> list[Unit] | None:
         """Return a stage's units in this run, or None while their list is not known."""
-        if name not in self.units and self._why_given_up:
+        if name not in self.units and self.why_given_up:
             return None
         if name not in self.units:
             stage = self.stages[name]

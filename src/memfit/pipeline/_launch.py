@@ -93,7 +93,8 @@ def plan_launch(
     grace, grace_why = _grace(settings, told)
     time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
-    gpus = layout.gpus_per_node or 0
+    gpus, allocator = layout.gpus_per_node or 0, settings.memory.cuda_allocator
+    own_threads = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}  # else `memfit run` sets them
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
@@ -109,7 +110,7 @@ def plan_launch(
         time_why,
         grace,
         grace_why,
-        _variables(settings, is_split),
+        own_threads | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | own.env,
         settings.slurm.options,
         settings.slurm.extra,
         () if measured is not None else _notes(planned),
@@ -120,13 +121,9 @@ def plan_launch(
 
 def _layout(order: Order) -> Layout:
     """Return nodes, ranks and GPUs of a node as the config asks for them, of its largest stage."""
-    nodes, memory, gpus = order.settings.slurm.nodes, order.settings.memory, [0]
-    for stage in order.stages:
-        own, is_main, ranks = order.topology(stage.name), order.is_main(stage), order.ranks_of(stage)
-        has_gpu = bool(own.gpu_memory or (memory.gpu_job if is_main else None))
-        gpus.append(own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * has_gpu)
+    nodes, gpus = order.settings.slurm.nodes, max(order.gpus_of(stage)[0] for stage in order.stages)
     ranks = max(map(order.ranks_of, order.stages))
-    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(max(gpus) / nodes))
+    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
 
 
 def _read_run(order: Order, run: RunDir | None) -> _Measured:
@@ -251,13 +248,6 @@ def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
     total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
     epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
     return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
-
-
-def _variables(settings: RunConfig, is_split: bool) -> dict[str, str]:
-    """Return the variables of the training; under ``memfit run CONFIG``, memfit sets the others."""
-    own = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}
-    allocator = settings.memory.cuda_allocator
-    return own | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | settings.launch.env
 
 
 def _run_words(

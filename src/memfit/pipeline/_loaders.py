@@ -83,16 +83,16 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
             sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
             loaders.append({"workers": workers, "batch": batch, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
-    facts: dict[str, Any] = {
+    return {
         "workers": loaders[0]["workers"],
         "batch": loaders[0]["batch"],
         "samples": samples[0],
         "valid": samples[1],
+        "drops": bool(getattr(made[0], "drop_last", False)),
+        "num_tasks": num_tasks,
+        "settings": loader_settings(made[0]) | loader_settings(made[1], "validation"),
+        "loaders": loaders,
     }
-    facts["drops"] = bool(getattr(made[0], "drop_last", False))
-    facts["num_tasks"] = num_tasks
-    facts["settings"] = loader_settings(made[0]) | loader_settings(made[1], "validation")
-    return facts | {"loaders": loaders}
 
 
 def _num_samples(loader: Any) -> int:

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,27 @@ def _write(path: Path, manifest: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(manifest, indent=2) + "\n", mode=0o600 if is_secret else 0o666)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside a file or folder; what is made there takes its place at the end of the block."""
+    aside = path.with_name(f".{path.name}.tmp")
+    _remove(aside)
+    try:
+        yield aside
+        if aside.is_dir():
+            _remove(path)
+        os.replace(aside, path)
+    finally:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_result(manifest: Path) -> None:
     """Remove a unit's manifest, and its folder with all checkpoints."""
     (manifest.with_suffix("") / ".key").unlink(missing_ok=True)  # first: nothing goes on from what a kill leaves
@@ -133,11 +155,9 @@ def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
 def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     """Take over a result of another run: its files as hard links, or copies across file systems; its manifest last."""
     remove_result(target)
-    aside = target.with_suffix(".taken")
-    shutil.rmtree(aside, ignore_errors=True)
     if source.with_suffix("").is_dir():
-        shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
-        aside.rename(target.with_suffix(""))
+        with replacing(target.with_suffix("")) as aside:
+            shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
     made = dict(found) | {"reused_from": found["reused_from"] or str(source)}
     _write(target, made)
     return made
@@ -175,23 +195,19 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
     if _is_a(value, "pyarrow", "Table"):
         from pyarrow import feather
 
-        path = folder / f"{name}{ENDINGS['table']}"
-        aside = path.with_name(f".{path.name}.tmp")
-        feather.write_feather(value, str(aside), compression="uncompressed")  # so that it can be mapped
-        return aside.replace(path)
+        with replacing(path := folder / f"{name}{ENDINGS['table']}") as aside:
+            feather.write_feather(value, str(aside), compression="uncompressed")  # so that it can be mapped
+        return path
     if _is_a(value, "numpy", "ndarray"):
         value = {_ONLY: value}
     if isinstance(value, Mapping) and value and all(_is_a(one, "numpy", "ndarray") for one in value.values()):
         import numpy as np
 
-        path = folder / f"{name}{ENDINGS['arrays']}"
-        aside = path.with_name(f".{path.name}.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        for key, array in value.items():
-            np.save(aside / f"{key}.npy", array, allow_pickle=False)
-        shutil.rmtree(path, ignore_errors=True)
-        return aside.rename(path)
+        with replacing(path := folder / f"{name}{ENDINGS['arrays']}") as aside:
+            aside.mkdir()
+            for key, array in value.items():
+                np.save(aside / f"{key}.npy", array, allow_pickle=False)
+        return path
     if isinstance(value, Mapping | Sequence):
         return _save_json(folder, name, "json", value)
     raise UsageError(
@@ -217,16 +233,9 @@ def _save_path(folder: Path, path: Path) -> Path:
     """Take a file or folder as an output: in place if it lies in the folder, else as a copy."""
     if path.resolve().is_relative_to(folder.resolve()):
         return folder / path.resolve().relative_to(folder.resolve())
-    target = folder / path.name
-    aside = folder / f".{path.name}.tmp"
-    if path.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(path, aside)
-        shutil.rmtree(target, ignore_errors=True)
-    else:
-        shutil.copy2(path, aside)
-    os.replace(aside, target)
-    return target
+    with replacing(folder / path.name) as aside:
+        (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
+    return folder / path.name
 
 
 def find_output(folder: Path, name: str) -> Path | None:

@@ -122,6 +122,12 @@ class Order:
         is_one = bool(self.settings.target) and self.ranks_of(stage) == 1  # a function of one process
         return given[-1] if given and self.settings.backend == "slurm" and not is_one else 1
 
+    def gpus_of(self, stage: StageSpec) -> tuple[int, int | None]:
+        """Return how many GPUs each job of a stage gets, and the memory that it asks for on each."""
+        own, memory, is_main = self.topology(stage.name), self.settings.memory, self.is_main(stage)
+        size = own.gpu_memory or (memory.gpu_job if is_main else None)
+        return own.num_gpus or (memory.num_gpus if is_main else 0) or self.ranks_of(stage) * (size is not None), size
+
     def declared(self, stage: StageSpec) -> tuple[int | None, str]:
         """Return what one job of a stage takes on a node by the settings, and which of them says so."""
         own, each = self.topology(stage.name), self.resources_of(stage)

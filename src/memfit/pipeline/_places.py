@@ -17,7 +17,7 @@ from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
-from memfit.pipeline._config import Resources, RunConfig
+from memfit.pipeline._config import RunConfig, StageSettings
 from memfit.rundir import EventWriter, RunDir
 from memfit.units import format_count
 
@@ -86,7 +86,8 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterat
     """Make the backend that queues jobs with Slurm."""
     own = _slurm_of_stages(settings)
     for name in ("", *settings.stages):
-        ranks, nodes = _resources_of(settings, name).ranks, own.get(name, settings.slurm).nodes
+        stage = settings.stages.get(name, StageSettings())
+        ranks, nodes = (stage.resources or settings.resources).ranks, own.get(name, settings.slurm).nodes
         if settings.target and nodes > 1 and ranks == 1 and (not name or name in own):
             raise UsageError(
                 "a stage that is a function was given several nodes of Slurm.",
@@ -178,12 +179,6 @@ def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> 
                 rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
                 remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
             )
-
-
-def _resources_of(settings: RunConfig, stage: str) -> Resources:
-    """Return what the jobs of a stage have, or those of stages that say nothing."""
-    own = settings.stages.get(stage)
-    return (own.resources if own else None) or settings.resources
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:

@@ -192,11 +192,10 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         return StagePlan(**facts)
     measure = []
     footprint, origin, seconds, num_tasks = _size(order, stage, runs, left)
-    if (footprint is None or WITH_OTHER in origin) and order.kind != "commands":
-        measure.append(f"{start} --until {name}" + (" --units 1" if stage.each or stage.units else ""))
-    elif footprint is None or WITH_OTHER in origin:
-        measure.append(f"{start} -- {shlex.join(_command(left[0]))}")
-    if stage.has_probe and (order.topology(name).gpu_memory or order.settings.memory.gpu_job):
+    if footprint is None or WITH_OTHER in origin:
+        one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
+        measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
+    if stage.has_probe and order.gpus_of(stage)[1]:
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, (footprint, num_tasks, origin), model)
@@ -216,8 +215,8 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         rows = [replace(row, fits=False) for row in rows]
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
-    known: dict[str, Any] = {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
-    return StagePlan(**facts, **known, advice=advice, model=model, forecast=forecast, tight=tight)
+    facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows, "advice": advice}
+    return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
 
 
 class Node(NamedTuple):
@@ -245,7 +244,7 @@ def _forecast(
         return None
     layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
-    lacking: list[str] = []
+    lacking: dict[str, str] = {}
     step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
     settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
     own: list[Line] = []
@@ -264,19 +263,18 @@ def _forecast(
         )
     else:
         name = f"--set stages.{stage.name}.loaders=module:function, which returns (train, valid)"
-        lacking.append("loaders and data")
-        notes.append(f"not counted by part: {lacking[-1]}; name what makes them: {name}")
+        lacking["loaders and data"] = f"name what makes them: {name}"
     if model is None:
         name = "the stage names its model: Probe(model=function), docs/stages.md"
         name = name if stage.command is None else "measure it, or declare a rank: --set resources.memory=8GiB"
-        lacking.append("weights, gradients, optimizer, activations, checkpoints")
-        notes.append(f"not counted by part: {lacking[-1]}; {name}")
+        lacking["weights, gradients, optimizer, activations, checkpoints"] = name
+    notes += [f"not counted by part: {part}; {remedy}" for part, remedy in lacking.items()]
     ledger = Ledger(layout, (*own, *step))
     if footprint is not None:
         whole = ledger.completed(footprint, num_tasks, origin)
         # Lines are of the settings of now: a job of others only shows that they are too low.
         is_whole = WITH_OTHER not in origin or ledger.peak <= whole.peak
-        ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
+        ledger, lacking = (whole, {}) if is_whole else (ledger, lacking)
     if not ledger.lines:
         return None
     limit, shm = node.budget.lendable_bytes, node.budget.shm

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from memfit.files import fits, read_json, write_json
 from memfit.jobs import read_status
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._results import made_for
-from memfit.rundir import FolderTail, RunDir
+from memfit.pipeline._supervise import Watcher
+from memfit.rundir import RunDir
 from memfit.units import format_bytes, list_some
 
-_LOOK_SECONDS = 0.5
 _VALUE = (int, bool, type(None))
 _MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
 _FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "made_for": ({str: (dict, str)}, type(None))}
@@ -40,7 +39,7 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
     return forecasts
 
 
-class Planned:
+class Planned(Watcher):
     """Follows a run's jobs, and says for each stage whether its first one is as planned.
 
     It says so after the first epoch or at the end, and once more where a job that was as planned did not end so.
@@ -54,19 +53,16 @@ class Planned:
         ranks: Mapping[str, int],
         say: Callable[..., None],
     ) -> None:
+        super().__init__(graph.run)
         self._graph, self._forecasts, self._ranks, self._say = graph, forecasts, ranks, say
-        self._events, self._look_at = FolderTail(graph.run.events_dir), 0.0
         self._said: dict[str, Mapping[str, Any]] = {}
         self._used: dict[str, Mapping[str, Any]] = {}
         self._phases: defaultdict[str, list[str]] = defaultdict(list)
 
-    def look(self, *, now: bool = False) -> None:
-        """Take in new events, twice a second."""
-        if now or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            for event in self._events.read():
-                if fits(event.get("job"), str) and not event.get("rank"):  # rank 0 tells of the job
-                    self._take(event["job"], event)
+    def take(self, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if fits(event.get("job"), str) and not event.get("rank"):  # rank 0 tells of the job
+                self._take(event["job"], event)
 
     def _take(self, job: str, event: Mapping[str, Any]) -> None:
         kind, state = event.get("kind"), str(event.get("state"))
@@ -102,7 +98,7 @@ class Planned:
         words += [_told(name, _show(planned[name]), _show(used[name])) for name in others]
         most, worst = max(phases.values(), default=0), max(phases, key=lambda name: phases[name], default="")
         same = [f"{name} {_show(planned[name])}" for name in both if planned[name] and name not in others]
-        taken = read_status(self._graph.run, job).peak_bytes
+        taken = read_status(self.run, job).peak_bytes
         if forecast.get("uncounted") or not (taken and most):
             left.append("memory")
         else:

@@ -122,11 +122,6 @@ def _panels(context: Context) -> list[Any]:
     ]
 
 
-def _data_text(context: Context) -> str:
-    found = [repr(panel) for panel in _panels(context)] or [f"the output of {name}" for name in context.needs]
-    return f"{', '.join(found) or 'no other stage'}, for {context.dir.name}"
-
-
 def _footprint(loader: Any) -> Any:
     """Return the forecast memory of a loader in the training's process; None for a loader of another kind."""
     from memfit.data import loader_footprint
@@ -260,7 +255,9 @@ def estimate_in_child(
 def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
     """Return what the longest batch, the panels and the loader of a stage take, as parts of an estimate."""
     footprint, size = _footprint(loader), format_bytes(longest.num_bytes)
-    panel_bytes, read = sum(panel.nbytes for panel in _panels(context)), _data_text(context)
+    panels = _panels(context)
+    panel_bytes, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
+    read = f"{', '.join(map(repr, panels) if panels else named) or 'no other stage'}, for {context.dir.name}"
     batches = f"a batch {size} for each that is ready"
     if footprint is not None:
         batches = f"the loader {format_bytes(footprint.private_bytes)} in the training's process"

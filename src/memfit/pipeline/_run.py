@@ -8,14 +8,14 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, write_atomic, write_json
-from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status, thread_env
+from memfit.jobs import Job, JobStatus, Parent, StopRequest, call_in_child, raise_error_of, read_status, thread_env
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
 from memfit.pipeline._canary import Canary, as_canary
@@ -26,8 +26,8 @@ from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_o
 from memfit.pipeline._planned import Planned, read_planned
 from memfit.pipeline._results import Index, Results, Unit
 from memfit.pipeline._source import UnitSource
-from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
-from memfit.rundir import RunDir
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, Watcher, supervised
+from memfit.rundir import CANARY_VARIABLE, EventWriter, RunDir
 
 _TAKE_UP_SECONDS = 60.0
 _OVER = ("completed", "stopped")
@@ -94,7 +94,7 @@ def run(
             order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
         run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
-        if not graph.has_looked or graph.run != run_dir:
+        if state == "started":  # else it has looked at the run that goes on
             graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 
@@ -209,8 +209,18 @@ def _go_on(
     order: Order, graph: Graph, state: str, *, force: bool, view: View | None, parent: Parent | None
 ) -> RunResult:
     settings, run = order.settings, graph.run
+
+    def watch(stop: StopRequest, events: EventWriter) -> Iterator[Watcher]:
+        if settings.canary:
+            canary = Canary(run, settings, stop)
+            events.write("canary", text=canary.headline)
+            yield canary
+        if settings.planned is not None:
+            ranks = {name: order.ranks_of(stage) for name, stage in order.by_name.items()}
+            yield Planned(graph, read_planned(settings.planned, run), ranks, events.write)
+
     facts = {"state": state, "fingerprint": order.fingerprint}
-    with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
+    with supervised(run, settings, force=force, view=view, facts=facts, parent=parent, watch=watch) as supervisor:
         supervisor.adopt(graph.goes_on_with)
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
@@ -220,17 +230,7 @@ def _go_on(
                     if os.environ.get(one, text) != text]:  # fmt: skip
             text = f"{', '.join(lost)} becomes {threads}: threads_per_job, from {order.origins['threads_per_job']}"
             supervisor.events.write("plan", level="line", text=text)
-        made: Callable[[Unit], Job] = functools.partial(make_job, order, run)
-        canary = Canary(run, settings, supervisor.stop) if settings.canary else None
-        if canary is not None:
-            supervisor.events.write("canary", text=canary.headline)
-            made, supervisor.why_no_more = canary.making(made), canary.why_no_more
-            supervisor.tick = _both(supervisor.tick, canary.look)
-        planned = None
-        if settings.planned is not None:
-            ranks = {name: order.ranks_of(stage) for name, stage in order.by_name.items()}
-            planned = Planned(graph, read_planned(settings.planned, run), ranks, supervisor.events.write)
-            supervisor.tick = _both(supervisor.tick, planned.look)
+        made = functools.partial(make_job, order, run)
         source = UnitSource(graph, made, say=supervisor.events.write, is_commands=order.kind == "commands")
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -239,17 +239,7 @@ def _go_on(
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
         statuses = supervisor.schedule(source, known)
         source.close()
-        if planned is not None:
-            planned.look(now=True)
-        return _settle(order, supervisor, graph, statuses, canary)
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
+        return _settle(order, supervisor, graph, statuses)
 
 
 def write_order(order: Order, run: RunDir) -> None:
@@ -269,22 +259,21 @@ def write_order(order: Order, run: RunDir) -> None:
 def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
     """Return the job that makes a unit's result, and make its folder."""
     settings, stage = order.settings, unit.stage
-    own, memory, is_main = order.topology(stage.name), settings.memory, order.is_main(stage)
-    ranks = order.ranks_of(unit.stage)
+    memory, ranks, (num_devices, device_bytes) = settings.memory, order.ranks_of(stage), order.gpus_of(stage)
     folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
     declared, _ = order.declared(stage)
-    device_bytes = own.gpu_memory or (memory.gpu_job if is_main else None)
     facts: dict[str, Any] = {
         "footprint": Footprint.declared(declared) if declared else None,
         "threads": max(settings.threads_per_job, ranks),
         "tight_malloc": memory.tight_malloc,
         "cuda_allocator": memory.cuda_allocator,
         "device_bytes": device_bytes,
-        "num_devices": own.num_gpus or (memory.num_gpus if is_main else 0) or ranks * (device_bytes is not None),
+        "num_devices": num_devices,
         "ranks": ranks,
-        "stage": own.like or stage.name,
+        "stage": order.topology(stage.name).like or stage.name,
         "unit": unit.value,
     }
+    env = {CANARY_VARIABLE: str(run.path / "canary")} if settings.canary else {}
     if stage.command is None:
         return Job(
             unit.job_id,
@@ -293,7 +282,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
             uses=tuple(one for one in stage.code if " " not in one),  # not the values that a function is bound to
             phases=tuple(stage.phases),
             mapped_bytes=sum(mapped_bytes(one.manifest(run)) for units in unit.inputs.values() for one in units),
-            env=order.env,
+            env={**order.env, **env},
             keeps_group=unit.label is None,  # the page cache that it filled stays charged to it
             **facts,
         )
@@ -310,7 +299,9 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
         words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
         for name, units in unit.inputs.items():
             words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
-    return Job(unit.job_id, command=fill(stage.command, words, shell=stage.shell), cwd=str(Path.cwd()), **facts)
+    return Job(
+        unit.job_id, command=fill(stage.command, words, shell=stage.shell), cwd=str(Path.cwd()), env=env, **facts
+    )
 
 
 def stage_order(order: Order, run: RunDir, unit: Unit) -> dict[str, Any]:
@@ -349,9 +340,7 @@ def _known(order: Order, graph: Graph) -> Known:
 # The end
 
 
-def _settle(
-    order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus], canary: Canary | None
-) -> RunResult:
+def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus]) -> RunResult:
     run, units, found = supervisor.run, graph.all_units, {}
     for unit in [unit for unit in units if unit.state != "passed"]:
         status = statuses.get(unit.job_id)
@@ -364,10 +353,8 @@ def _settle(
         found[unit.job_id] = status
     results = {unit.job_id: unit.result for unit in units if unit.result and unit.state != "stopped"}
     stopped = next((unit.made for unit in units if unit.state == "stopped"), None)
-    result = supervisor.settle(found, stopped, results)
-    if canary is not None:
-        result = canary.close(result)
-        supervisor.state = result.state
+    result = supervisor.settle(found, results, stopped=stopped)
+    if order.settings.canary:
         return result
     if tables := _tables(order, graph, found):  # not in this process, whose pyarrow may be in use
         parent = supervisor.parent

@@ -178,16 +178,11 @@ class UnitSource:
         """Tell the graph how units ended, and take what follows."""
         self._is_stale = False
         for job_id in ended:
-            if (unit := self._running.pop(job_id, None)) is not None:
-                self._release(unit)
+            unit = self._running.pop(job_id, None)  # another graph may make its key now
+            if unit is not None and self._index.making.get(key := (unit.stage.name, unit.key)) == job_id:
+                del self._index.making[key]
         self._take(self.graph.advance(ended))
         self._say_changes()
-
-    def _release(self, unit: Unit) -> None:
-        """Let another graph make a unit's key."""
-        key = unit.stage.name, unit.key
-        if self._index.making.get(key) == unit.job_id:
-            del self._index.making[key]
 
     def _undo(self, unit: Unit, state: str = "waiting", why: str = "") -> None:
         self.graph.undo(unit, state, why)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,26 +35,19 @@ from memfit.jobs import (
     take_stop,
 )
 from memfit.masking import mask
-from memfit.memory import (
-    HOST,
-    Budget,
-    Claims,
-    Footprint,
-    Sizes,
-    is_lost,
-    lock_file,
-)
+from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import most_at_once, place_of, read_budget
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir
+from memfit.rundir import EventWriter, FolderTail, RunDir
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
-_LOOK_SECONDS = 10.0  # how often a supervisor asks whether it still has its lock
+_LOCK_SECONDS = 10.0  # how often a supervisor asks whether it still has its lock
+_LOOK_SECONDS = 0.5  # how often a watcher takes in new events
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -83,6 +76,7 @@ class RunResult:
         exit_code: The exit code for the process.
         statuses: The jobs' last statuses, by job id.
         metrics: What the stages returned, by job id.
+        why: Why a stage stopped the run, or what a canary found; empty for another run.
         canary: The verdict of a canary, as in its ``canary.json``; None for another run.
     """
 
@@ -91,7 +85,33 @@ class RunResult:
     exit_code: int
     statuses: Mapping[str, JobStatus]
     metrics: Mapping[str, Mapping[str, Any]]
+    why: str = ""
     canary: Mapping[str, Any] | None = None
+
+
+class Watcher:
+    """Follows a run's events while its jobs run, and has a word in how it ends."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run, self._events, self._look_at = run, FolderTail(run.events_dir), 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """Take in new events, twice a second."""
+        if now or time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self.take(self._events.read())
+
+    def take(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the events that came since the last call."""
+
+    def why_no_more(self) -> str:
+        """Return why no other job may start; empty if one may."""
+        return ""
+
+    def close(self, result: RunResult) -> RunResult:
+        """Return how the run ended, once all its jobs have."""
+        self.look(now=True)
+        return result
 
 
 @dataclass
@@ -107,7 +127,7 @@ class Supervisor:
     claims: Claims
     tick: Callable[[], None]
     parent: Parent | None = None
-    why_no_more: Callable[[], str] = str
+    watchers: Sequence[Watcher] = ()
     state: str = "failed"
     _adopted: set[str] = field(default_factory=set)
     _budget: Budget | None = field(default=None)
@@ -148,12 +168,12 @@ class Supervisor:
         scheduler = Scheduler(graph, self.backend, admission, say=say)
         if not graph.is_done:
             (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
-        return scheduler.run(
-            stop=self.stop,
-            on_tick=self.tick,
-            still_running=self._adopted,
-            stopped=lambda job_id: graph.given_up(job_id) or take_stop(self.run, job_id) or self.why_no_more(),
-        )
+
+        def stopped(job_id: str) -> str:
+            why = graph.given_up(job_id) or take_stop(self.run, job_id)
+            return why or next(filter(None, (one.why_no_more() for one in self.watchers)), "")
+
+        return scheduler.run(stop=self.stop, on_tick=self.tick, still_running=self._adopted, stopped=stopped)
 
     def adopt(self, goes_on_with: Callable[[str], bool]) -> None:
         """Take over running jobs of an earlier supervisor for which ``goes_on_with`` is true, and stop the others.
@@ -212,25 +232,38 @@ class Supervisor:
             self._num_parallel = decided.num_parallel
             self.events.write("plan", text=decided.explain(), num_parallel=decided.num_parallel)
 
+    @property
+    def interrupted(self) -> tuple[str, int]:
+        """The state and the exit code of a run that was stopped before its end."""
+        return ("cancelled", 130) if self.stop.level > 1 else ("preempted", 75)
+
     def settle(
         self,
         statuses: Mapping[str, JobStatus],
-        stopped: Mapping[str, Any] | None,
         metrics: Mapping[str, Mapping[str, Any]],
+        *,
+        end: tuple[str, int] | None = None,
+        stopped: Mapping[str, Any] | None = None,
     ) -> RunResult:
-        """Write how the run ended; ``stopped`` is the manifest of the stage that stopped it, if one did."""
-        states, more = {status.state for status in statuses.values()}, {}
-        if states - {"completed", "preempted", "cancelled", "pending"}:
-            self.state, exit_code = "failed", 4
-        elif stopped is not None:
-            self.state, exit_code, more = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
-        elif states == {"completed"}:
-            self.state, exit_code = "completed", 0
-        else:
-            self.state, exit_code = ("cancelled", 130) if self.stop.level > 1 else ("preempted", 75)
+        """Write how the run ended: with the state and exit code ``end``, or by its jobs where that is None.
+
+        ``stopped`` is the manifest of the stage that stopped it, if one did.
+        """
+        states, why = {status.state for status in statuses.values()}, ""
+        if end is None and states - {"completed", "preempted", "cancelled", "pending"}:
+            end = "failed", 4
+        elif end is None and stopped is not None:
+            end, why = ("stopped", int(stopped["exit_code"])), stopped["why"]
+        elif end is None:
+            end = ("completed", 0) if states == {"completed"} else self.interrupted
+        result = RunResult(self.run.path, *end, statuses, metrics, why)
+        for one in self.watchers:
+            result = one.close(result)
+        self.state = result.state
         jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
-        write_json(self.run.path / "outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | more)
-        return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
+        outcome = {"state": result.state, "exit_code": result.exit_code, "jobs": jobs}
+        write_json(self.run.path / "outcome.json", outcome | ({"why": result.why} if result.why else {}))
+        return result
 
 
 @contextmanager
@@ -242,8 +275,9 @@ def supervised(
     view: View | None,
     facts: Mapping[str, Any],
     parent: Parent | None = None,
+    watch: Callable[[StopRequest, EventWriter], Iterable[Watcher]] = lambda stop, events: (),
 ) -> Iterator[Supervisor]:
-    """Supervise a run until the end of the block; its first event holds ``facts``."""
+    """Supervise a run until the end of the block; its first event holds ``facts``, and ``watch`` makes its watchers."""
     lock = _RunLock(run.path)
     for folder in run.path.glob("*/*/"):
         refresh(folder)  # the last supervisor may have been on another host
@@ -253,9 +287,15 @@ def supervised(
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
             backend, claims = stack.enter_context(place_of(run, settings, events, parent))
-            show = view(run) if view else lambda: None
-            tick = lock.keeping(show)
-            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent)
+            show, watchers = view(run) if view else (lambda: None), [*watch(stop, events)]
+
+            def tick() -> None:
+                show()
+                lock.look()
+                for one in watchers:
+                    one.look()
+
+            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent, watchers)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
             if (tracking := start_trackers(settings.track, run, events)) is not None:
@@ -311,19 +351,14 @@ class _RunLock:
             )
         self._descriptor = descriptor
 
-    def keeping(self, show: Callable[[], None]) -> Callable[[], None]:
-        """Return what does the same as ``show`` and, on NFS, looks after the lock now and then."""
-
-        def tick() -> None:
-            show()
-            if time.monotonic() >= self._look_at:
-                self._look_at = time.monotonic() + _LOOK_SECONDS
-                if is_lost(self._descriptor):
-                    outlast(lambda: sync_folder(self._run_path))
-                    self.close()
-                    self._take()
-
-        return tick if self._on_nfs else show
+    def look(self) -> None:
+        """Look after the lock now and then, on NFS."""
+        if self._on_nfs and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOCK_SECONDS
+            if is_lost(self._descriptor):
+                outlast(lambda: sync_folder(self._run_path))
+                self.close()
+                self._take()
 
     def close(self) -> None:
         with suppress(OSError):  # likewise

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import feather
 
+from memfit.pipeline._manifest import replacing
+
 
 class _NoPandas:
     def find_spec(self, name: str, *_: object) -> None:
@@ -40,9 +42,8 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
             values = [row["result"].get(name) for row in rows]
             numbers = [float(value) if _is_number(value) else None for value in values]
             columns.setdefault(name, pa.array(numbers, pa.float64()))
-        aside = path.with_suffix(".tmp")
-        feather.write_feather(pa.table(columns), str(aside), compression="zstd")
-        aside.replace(path)
+        with replacing(path) as aside:
+            feather.write_feather(pa.table(columns), str(aside), compression="zstd")
 
 
 def _is_number(value: Any) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MissingExtraError
+from memfit.pipeline import replacing
 from memfit.tuning._record import Trial
 from memfit.tuning._settings import TuneSettings
 
@@ -116,16 +116,10 @@ def _told(settings: TuneSettings, trials: Iterable[Trial]) -> list[Any]:
 def export(settings: TuneSettings, trials: Iterable[Trial], name: str, path: Path) -> Path:
     """Write a study as a new journal file of Optuna's, which optuna-dashboard opens; replace the file that is there."""
     optuna = load_optuna()
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what of it is experimental
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(aside)))
-            study = optuna.create_study(storage=storage, study_name=name, direction=settings.direction)
-            study.add_trials(_told(settings, (trial for trial in trials if trial.is_over)))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what of it is experimental
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(aside)))
+        study = optuna.create_study(storage=storage, study_name=name, direction=settings.direction)
+        study.add_trials(_told(settings, (trial for trial in trials if trial.is_over)))
     return path

@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitError
 from memfit.files import fits, read_json, read_own
-from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
+from memfit.jobs import ENDED, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.pipeline import Graph, Index, Order, Results, Unit, UnitSource, make_job
+from memfit.pipeline import Graph, Index, Order, Results, Supervisor, Unit, UnitSource, make_job, setting_of
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
@@ -56,32 +56,30 @@ class Sweep:
 
     def __init__(
         self,
-        run: RunDir,
+        supervisor: Supervisor,
         settings: TuneSettings,
         base: Order,
         order_of: Callable[[Mapping[str, Any]], Order],
-        *,
         limits: Mapping[str, int | None],
-        say: Callable[..., None],
+        on_completed: Callable[[Trial], None],
     ) -> None:
-        self.run, self.settings, self.base, self._order_of = run, settings, base, order_of
-        self._limits, self._say = limits, say
-        self._index = Index([run])
-        self._reports = Reports(run, settings.report or settings.number)
+        self.run, self._backend, self._say = supervisor.run, supervisor.backend, supervisor.events.write
+        self.settings, self.base, self._order_of = settings, base, order_of
+        self._limits, self._on_completed = limits, on_completed
+        self._index = Index([self.run])
+        self._reports = Reports(self.run, settings.report or settings.number)
         self._pool = ThreadPoolExecutor(1, "draw")
         self._drawing: dict[int, Future[tuple[Trial, Order | None]]] = {}
         self._active: dict[str, Active] = {}
         self._left: set[str] = set()  # trials that were stopped: a later start goes on with them
         self._taken_over: set[str] = set()  # trials whose jobs still run, and which have not begun here
         self._next_look = 0.0
-        self.backend: Backend | None = None
         self.error: MemfitError | None = None
-        self.on_completed: Callable[[Trial], None] = lambda trial: None
-        self.epochs = None if settings.epochs is None else int(_setting(base, settings.epochs))
-        self.trials = {trial.number: trial for trial in read_trials(run)}
+        self.epochs = None if settings.epochs is None else int(setting_of(base.params, settings.epochs, "tune"))
+        self.trials = {trial.number: trial for trial in read_trials(self.run)}
         canaries = [number for number in CANARY_EPOCHS if self.epochs is not None and number <= self.epochs]
         self.canaries = {f"canary_{number}": number for number in canaries}
-        found = [read_trial(run, name) for name in self.canaries]
+        found = [read_trial(self.run, name) for name in self.canaries]
         self._ended_canaries = {one.name: one for one in found if one is not None and not _why_bad(one)}
 
     # The scheduler's side
@@ -256,11 +254,10 @@ class Sweep:
             return
         active.pruned = _PRUNED.format(pruned)
         running = active.source.give_up(f"{active.trial.name} is pruned: {active.pruned}")
-        assert self.backend is not None
-        statuses = self.backend.poll()
+        statuses = self._backend.poll()
         for job_id in running:
             if job_id in statuses and statuses[job_id].state not in ENDED:
-                self.backend.cancel(job_id, now=True, verdict=Verdict("cancelled", f"pruned: {active.pruned}"))
+                self._backend.cancel(job_id, now=True, verdict=Verdict("cancelled", f"pruned: {active.pruned}"))
 
     def _pruned_at(self, active: Active, reported: Mapping[int, float]) -> int | None:
         """Return the first reported epoch at which the pruner ends a trial; None if it may go on."""
@@ -413,7 +410,7 @@ class Sweep:
             return
         self.trials[trial.number] = trial
         if trial.state == "completed":
-            self._pool.submit(self.on_completed, trial)  # not here: meanwhile nobody would watch the jobs
+            self._pool.submit(self._on_completed, trial)  # not here: meanwhile nobody would watch the jobs
 
 
 def _why_bad(canary: Trial) -> str:
@@ -424,25 +421,12 @@ def _why_bad(canary: Trial) -> str:
     return "" if num in (0, canary.epochs) else f"reported {num} of {canary.epochs} epochs"
 
 
-def _setting(order: Order, dotted: str) -> Any:
-    value: Any = {"params": order.params}
-    for part in dotted.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise ConfigError(
-                f"tune names the setting '{dotted}', which is not there.",
-                rule="a searched setting is one of the workload, as params.NAME.",
-                remedy="correct its name in the section tune",
-            )
-        value = value[part]
-    return value
-
-
 def check_names(order: Order, settings: TuneSettings) -> None:
     """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
     for name in (*(one.name for one in settings.space), settings.epochs):
         if name is not None:
-            _setting(order, name)
-    if settings.epochs is not None and not isinstance(epochs := _setting(order, settings.epochs), int):
+            setting_of(order.params, name, "tune")
+    if settings.epochs is not None and not isinstance(epochs := setting_of(order.params, settings.epochs, "tune"), int):
         raise ConfigError(
             f"tune.epochs names {settings.epochs}, which is {epochs!r}.",
             rule="epochs is the setting that says how many epochs a trial trains: a whole number.",

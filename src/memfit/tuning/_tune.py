@@ -35,6 +35,7 @@ from memfit.pipeline import (
 )
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
+from memfit.tuning._feasible import params_of
 from memfit.tuning._record import Trial, folder_of, read_trials
 from memfit.tuning._settings import TuneSettings
 from memfit.tuning._sweep import Sweep, check_names
@@ -236,26 +237,29 @@ def _search(
     folder_of(run).mkdir(exist_ok=True)
     with supervise(run, runs) as one:
         limits = _write_study(order, settings, run)
-        sweep = Sweep(run, settings, order, orders.make, limits=limits, say=one.events.write)
-        sweep.backend = one.backend
-        one.adopt(sweep.goes_on_with)
-        write_order(order, run)
+        study = Study(run, order.settings.experiment, settings, limits)
 
         def keep_best(trial: Trial) -> None:
-            best = Study(run, order.settings.experiment, settings, limits).best
-            if best is not None and best.name == trial.name:
+            if (best := study.best) is not None and best.name == trial.name:
                 _write_best(run, settings, orders, best)
 
-        sweep.on_completed = keep_best
+        sweep = Sweep(one, settings, order, orders.make, limits, keep_best)
+        one.adopt(sweep.goes_on_with)
+        write_order(order, run)
         statuses = one.schedule(sweep, _known(sweep), largest_first=True)
         sweep.close()
-        best = Study(run, order.settings.experiment, settings, limits).best
-        if best is not None:  # its process may have been killed before it wrote that
+        if (best := study.best) is not None:  # its process may have been killed before it wrote that
             _write_best(run, settings, orders, best)
-        exit_code = _settle(one, sweep, statuses, best)
+        if sweep.error is not None:
+            end = "failed", sweep.error.exit_code
+        elif not sweep.has_all:
+            end = one.interrupted
+        else:  # failed trials are part of a study; one without a completed trial has failed
+            end = ("completed", 0) if best is not None else ("failed", 4)
+        result = one.settle(statuses, {}, end=end)
         if sweep.error is not None:
             raise sweep.error
-        return TuneResult(run.path, one.state, exit_code, best, statuses)
+        return TuneResult(run.path, result.state, result.exit_code, best, statuses)
 
 
 def _write_study(order: Order, settings: TuneSettings, run: RunDir) -> Mapping[str, int | None]:
@@ -282,8 +286,6 @@ def _write_study(order: Order, settings: TuneSettings, run: RunDir) -> Mapping[s
 
 def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
     """Return what the ended trials took, as forecasts for the others."""
-    from memfit.tuning._feasible import params_of
-
     return [
         (stage, params_of(trial.params), Footprint(private_bytes=peak, method="measured"))
         for trial in sweep.trials.values()
@@ -300,17 +302,3 @@ def _write_best(run: RunDir, settings: TuneSettings, orders: Orders, best: Trial
     path = run.path / "best.yaml"
     if not path.exists() or path.read_text() != text:
         write_atomic(path, text)
-
-
-def _settle(supervisor: Supervisor, sweep: Sweep, statuses: Mapping[str, JobStatus], best: Trial | None) -> int:
-    """Write how the study ended; failed trials are part of it, and a study without a completed trial has failed."""
-    if sweep.error is not None:
-        state, code = "failed", sweep.error.exit_code
-    elif not sweep.has_all:
-        state, code = ("cancelled", 130) if supervisor.stop.level > 1 else ("preempted", 75)
-    else:
-        state, code = ("completed", 0) if best is not None else ("failed", 4)
-    supervisor.state = state
-    jobs = {job_id: {"state": one.state, "cause": one.cause} for job_id, one in statuses.items()}
-    write_json(supervisor.run.path / "outcome.json", {"state": state, "exit_code": code, "jobs": jobs})
-    return code
