@@ -121,14 +121,6 @@ def test_a_host_reads_a_result_of_another_host_once_and_again_when_its_file_chan
 
 
 @pytest.mark.slow
-def test_without_a_record_the_file_is_read(first):
-    made_elsewhere(first, "stage_prepare")
-    damage(first.path / "checkpoints/stage_prepare/rows.txt", keep_time=True)
-    forget(first, "fold_1", "stage_join")
-    assert run()[2] == ["prepare", "fold_1", "join"]
-
-
-@pytest.mark.slow
 def test_a_damaged_result_of_an_earlier_run_is_not_taken_over(first):
     damage(first.path / "checkpoints/stage_prepare/rows.txt")
     second, result, ran = run(folds=[1, 2, 3])
