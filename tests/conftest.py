@@ -59,14 +59,14 @@ def pytest_configure(config):
         os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memfit-tests-state-")  # not the user's own
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with what takes longest, so that no worker works alone at the end: a cluster's tests above all, which wait."""
+def pytest_collection_modifyitems(config, items):
+    """Let workers begin with what takes longest, so that none works alone at the end: a cluster's tests above all."""
 
     def rank(item):
         marks = (item.get_closest_marker(name) is None for name in ("slurm", "long", "slow", "core"))
         return *marks, _group_of(item.nodeid) == item.nodeid
 
-    items.sort(key=rank)
+    items.sort(key=rank if hasattr(config, "workerinput") else lambda item: ())  # else as they were asked for
     for item in items:  # a report goes from a worker to the session with these, and not with its marks
         item.user_properties += [("proves", name) for mark in item.iter_markers("proves") for name in mark.args]
 

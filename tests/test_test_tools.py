@@ -48,10 +48,10 @@ def test_a_change_of_each_kind_is_made_within_functions_and_leaves_a_module_that
     assert all(ast.parse(one.applied(text)) for one in changes)
 
 
-def test_tests_that_run_the_changed_line_come_first_and_each_way_through_the_function_in_turn():
-    change = (tool := _tool("mutants")).Change("src/memfit/jobs/_m.py", "f", 3, 0, 1, "1", "2")
-    ran = {"/jobs/a": {2, 3}, "/jobs/b": {2, 3}, "/data/c": {2, 3, 4}, "/jobs/d": {2}, "/jobs/e": {3}}
-    assert "".join(tool.best(change, ran, tool.Counter({"/jobs/a": 9}), {"/jobs/e"})) == "/jobs/b/data/c/jobs/a/jobs/d"
+def test_tests_that_run_the_changed_line_come_first_and_each_file_and_way_through_the_function_in_turn():
+    change, on = (tool := _tool("mutants")).Change("src/memfit/jobs/_m.py", "f", 3, 0, 1, "1", "2"), {2, 3}
+    ran = {"/jobs/t::a": on, "/jobs/t::b": on, "/data/c": {2, 3, 4}, "/jobs/t::d": {2}, "/jobs/u::f": on, "/jobs/e": on}
+    assert "".join(one[-1] for one in tool.best(change, ran, tool.Counter({"/jobs/t::a": 9}), {"/jobs/e"})) == "bfcad"
 
 
 @pytest.mark.parametrize(

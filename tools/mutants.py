@@ -208,13 +208,13 @@ def reach(copy: Path, jobs: int, changes: list[Change]) -> tuple[list[list[str]]
 
 def best(change: Change, ran: dict[str, set[int]], size: Counter[str], failed: set[str]) -> list[str]:
     """Return tests that run a change's function, by the lines of it that each runs and by how much else it enters.
-
-    First those that run its line, in turn by another way through the function; among equals those of its package.
+    First those that run its line, in turn of another file or by another way through the function: one file's tests
+    often look at the same. Among equals those of its package.
     """
-    near, turn, rank = f"/{change.module.split('/')[2]}/", Counter[frozenset[int]](), {}
+    near, turn, rank = f"/{change.module.split('/')[2]}/", Counter[tuple[str, frozenset[int]]](), {}
     for test in sorted(ran.keys() - failed, key=lambda test: (near not in test, size[test], test)):
-        way = frozenset(ran[test])
-        rank[test] = (change.line not in way, turn[way])
+        way = test.partition("::")[0], frozenset(ran[test])
+        rank[test] = (change.line not in way[1], turn[way])
         turn[way] += 1
     return sorted(rank, key=lambda test: rank[test])
 

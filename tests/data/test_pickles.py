@@ -211,7 +211,7 @@ def test_ranks_that_map_the_store_hold_it_once_and_lists_as_often_as_there_are_r
     assert measured["store_bytes"] < 0.3 * measured["list_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_large_list_is_measured_by_its_first_items(place, monkeypatch):
     monkeypatch.setattr(_pickles, "_SAMPLE_BYTES", 500)
     measured = packed(ranks=1)["ranks"]

@@ -331,6 +331,7 @@ def test_a_model_that_counts_its_passes_is_refused_before_its_first_step(tmp_pat
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.core
 def test_a_changed_setting_is_refused_and_one_that_is_named_holds_from_now_on(tmp_path, monkeypatch):
     assert bert.child(tmp_path, at=7)[0] == 75
     with pytest.raises(UsageError, match=r"learning_rate: \[0.01, 0.01\] then, \[0.1, 0.1\] now"):
@@ -428,6 +429,7 @@ def test_a_stream_goes_on_where_it_says_or_it_is_told_what_is_seen_again(tmp_pat
     assert f"not exact: {told}" in capfd.readouterr().err
 
 
+@pytest.mark.core
 def test_a_stream_without_a_length_begins_its_second_pass_again_which_is_told(tmp_path, capfd):
     options = {"mode": "stoppable", "max_steps": 20, "collator": first_word, "data": Stream()}
     assert bert.child(tmp_path, at=9, **options)[0] == 75

@@ -58,13 +58,17 @@ def test_a_module_that_misses_another_module_is_not_called_absent(tmp_path, monk
         load_target("needy:x")
 
 
-@pytest.mark.parametrize("options", [{"command": ()}, {"command": ("a",), "target": "b:c"}])
-def test_a_job_is_either_a_function_or_a_command(options):
-    with pytest.raises(UsageError, match="function"):
-        Job("x", **options)
-
-
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
-def test_a_job_id_that_cannot_be_a_folder_is_refused(name):
-    with pytest.raises(UsageError, match="cannot name a job"):
-        Job(name, command=("true",))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"command": ()}, "neither a function nor a command"),
+        ({"target": "b:c"}, "both"),
+        ({"ranks": 4, "num_devices": 2}, "4 ranks and asks for 2 GPUs"),
+        ({"num_devices": -1}, "asks for -1 devices"),
+        ({"device_bytes": 1}, "asks for 0 devices"),
+        *(({"id": name}, "cannot name a job") for name in ("", "../up", "a/b", ".hidden")),
+    ],
+)
+def test_what_no_job_can_be_is_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        Job(**{"id": "x", "command": ("a",)} | options)

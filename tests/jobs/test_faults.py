@@ -85,11 +85,6 @@ def test_an_error_and_a_kill_cost_a_restart_and_no_bytes(ends):
     check(ends(rank_faults.with_restarts("", kinds)), len(kinds))
 
 
-def test_a_hang_ends_by_its_rule_and_the_next_group_goes_on(ends):
-    kinds = [("forward", rank_faults.HANG, 2), ("update", rank_faults.HANG, 1)]
-    check(ends(replace(rank_faults.with_restarts("", kinds), hang_seconds=0.5)), len(kinds))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",

@@ -10,13 +10,11 @@ import pytest
 
 from jobs import group
 from jobs.contract import submit, wait_for_end, wait_until
-from memfit.errors import UsageError
-from memfit.files import read_json
+from memfit.files import read_json, write_json
 from memfit.jobs import Headway, Job, LocalBackend, Parent, start_env
-from memfit.rundir import Beat, RunDir, read_beats, read_events
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, Beat, RunDir, read_beats, read_events
 
 RANKS = 3
-pytestmark = pytest.mark.slow
 HANG_SECONDS = 3  # three ranks may get a core between them
 WEIGHT = float(sum(range(group.STEPS)) * sum(range(1, RANKS + 1)))
 
@@ -55,43 +53,36 @@ def lost_in(run_dir):
     return [(one["rank"], one["code"], one["place"]) for one in found]
 
 
+LOSSES = {
+    "error": ([fault("an error", "microbatch", step=2)], [(1, 1, "microbatch")]),
+    "two kills": (
+        [fault("kill", "vote", step=1), fault("kill", "save", 0, 1, step=4)], [(1, -9, "vote"), (0, -9, "save")],
+    ),
+    "rendezvous": ([fault("kill", "begin", 2)], [(2, -9, "begin")]),
+    "before any sign of life": (
+        [
+            fault("kill", "microbatch", step=2),
+            *(fault(does, "start", rank, 1) for rank, does in enumerate(["hang", "kill", "hang"])),
+        ],
+        [(1, -9, "microbatch"), (1, -9, "start")],
+    ),
+    "load": ([fault("kill", "load", 0)], [(0, -9, "load")]),
+    "computes for ever": ([fault("hang", "microbatch", step=3)], [(1, 79, "microbatch")]),
+    "stopped": ([fault("stop", "microbatch", 2, step=3)], [(2, -9, "microbatch")]),
+    "begins again smaller": (
+        [fault("smaller", "microbatch", 1, one, step=0) for one in range(3)], 3 * [(1, 79, "smaller")],
+    ),
+    "an error that is slow to end": (
+        [fault("ends slowly" if rank == 1 else "smaller", "microbatch", rank, step=3) for rank in range(3)],
+        [(1, 1, "end")],
+    ),
+    "slow and says so": ([fault("slow", "microbatch", 0, step=3)], []),
+}  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.proves("S3-36")
-@pytest.mark.parametrize(
-    ("faults", "lost"),
-    [
-        ([fault("an error", "microbatch", step=2)], [(1, 1, "microbatch")]),
-        ([fault("kill", "vote", step=1), fault("kill", "save", 0, 1, step=4)], [(1, -9, "vote"), (0, -9, "save")]),
-        ([fault("kill", "begin", 2)], [(2, -9, "begin")]),
-        (
-            [
-                fault("kill", "microbatch", step=2),
-                *(fault(does, "start", rank, 1) for rank, does in enumerate(["hang", "kill", "hang"])),
-            ],
-            [(1, -9, "microbatch"), (1, -9, "start")],
-        ),
-        ([fault("kill", "load", 0)], [(0, -9, "load")]),
-        ([fault("hang", "microbatch", step=3)], [(1, 79, "microbatch")]),
-        ([fault("stop", "microbatch", 2, step=3)], [(2, -9, "microbatch")]),
-        ([fault("smaller", "microbatch", 1, one, step=0) for one in range(3)], 3 * [(1, 79, "smaller")]),
-        (
-            [fault("ends slowly" if rank == 1 else "smaller", "microbatch", rank, step=3) for rank in range(3)],
-            [(1, 1, "end")],
-        ),
-        ([fault("slow", "microbatch", 0, step=3)], []),
-    ],
-    ids=[
-        "error",
-        "two kills",
-        "rendezvous",
-        "before any sign of life",
-        "load",
-        "computes for ever",
-        "stopped",
-        "begins again smaller",
-        "an error that is slow to end",
-        "slow and says so",
-    ],
-)
+@pytest.mark.parametrize(("faults", "lost"), LOSSES.values(), ids=LOSSES)
 def test_a_lost_rank_costs_a_generation_and_no_result(backend, run_dir, faults, lost):
     start(backend, faults)
     assert wait_for_end(backend, "j").state == "completed"
@@ -101,29 +92,14 @@ def test_a_lost_rank_costs_a_generation_and_no_result(backend, run_dir, faults, 
     assert len(set(ports)) == len(ports) == len(lost) + 1
 
 
-@pytest.mark.parametrize(
-    ("faults", "lost", "cause"),
-    [
-        (
-            [fault("an error", "load"), fault("kill", "microbatch", 2, 1, step=0)],
-            [(1, 1, "load"), (2, -9, "microbatch")],
-            "rank 2 was ended by SIGKILL in microbatch of step 0",
-        ),
-        (
-            [fault("seals an old step", "load", generation=one) for one in range(9)],
-            3 * [(1, 1, "sealed")],  # the first has sealed something
-            "rank 1 ended with exit code 1 in sealed",
-        ),
-    ],
-    ids=["none", "the same at each start"],
-)
-def test_two_generations_without_a_new_checkpoint_end_with_the_cause(backend, run_dir, faults, lost, cause):
-    start(backend, faults)
+@pytest.mark.slow
+def test_two_generations_without_a_new_checkpoint_end_with_the_cause(backend, run_dir):
+    start(backend, [fault("seals an old step", "load", generation=one) for one in range(9)])
     status = wait_for_end(backend, "j")
-    assert (status.state, status.exit_code) == ("failed", lost[-1][1])
-    assert cause in status.cause
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert "rank 1 ended with exit code 1 in sealed" in status.cause
     assert "2 generations in a row ended without a new checkpoint" in status.cause
-    assert lost_in(run_dir) == lost
+    assert lost_in(run_dir) == 3 * [(1, 1, "sealed")]  # the first has sealed something
 
 
 @pytest.mark.core
@@ -143,39 +119,61 @@ def beats(run_dir):
     return [one for folder in run_dir.job_dir("j").glob("ranks/*") for one in read_beats(folder).values()]
 
 
-PLAIN = """
-import os, sys, time
-from pathlib import Path
-rank, code, pid = os.environ["RANK"], int(sys.argv[1]), Path(sys.argv[2])
-print("rank", rank, "of", os.environ["WORLD_SIZE"])
-if rank == "1":
-    pid.write_text(f"/proc/{os.getpid()}")
-    raise SystemExit(code)
-sys.stderr.write("Connection closed by peer")
-while not code and (not pid.exists() or os.path.exists(pid.read_text() or "/")):
-    time.sleep(0.01)
-raise SystemExit(not code)
-"""
+@pytest.fixture
+def agent(run_dir):
+    """Runs the agent of a job whose ranks are a shell's lines; returns its process, and the rank that was lost."""
+    folder, env = run_dir.job_dir("j"), os.environ | {RUN_DIR_VARIABLE: str(run_dir.path), JOB_ID_VARIABLE: "j"}
+
+    def run(lines, *, ranks=2, **more):
+        job = {"id": "j", "command": ["sh", "-c", lines], "target": None, "ranks": ranks, "env": {}, "group": None}
+        write_json(folder / "job.json", job | {"attempt": 3, "threads": 6})
+        words = [sys.executable, "-m", "memfit.jobs", "ranks", str(folder)]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, **more)
+        return done, read_json(folder / "ranks/end.json")
+
+    folder.mkdir()
+    return run
+
+
+def test_each_rank_has_what_torchrun_gives_and_only_the_first_has_the_input(agent, run_dir):
+    names = "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $OMP_NUM_THREADS"
+    leaves = "[ $RANK = 0 ] || { (sleep 30; echo late) & exit 75; }"  # it ends with its rank
+    done, lost = agent(f"read line; echo {names} $line; printf 'no end' >&2; {leaves}", input="given\n")
+    assert (done.returncode, lost) == (75, None)
+    assert sorted(done.stdout.splitlines()) == ["0 0 0 2 2 0 3 given", "[rank1]: 1 1 0 2 2 0 3"]
+    assert "no end" in done.stderr
+    beats = read_beats(run_dir.job_dir("j") / "ranks/3_0")
+    assert [(one.rank, one.place, one.count) for one in beats.values()] == [(0, "start", 0), (1, "start", 0)]
+
+
+SECOND_ENDS = "[ $RANK = 1 ] && { echo $$ >own; mv own gone; exit; }; "
+AWAIT_IT = "until [ -e gone ] && ! kill -0 $(cat gone); do sleep 0.01; done 2>/dev/null; "
+AWAIT_WORDS = "[ $RANK = 1 ] && { until [ -e said ]; do sleep 0.01; done; exit 5; }; "
+LOST_PEER = "echo Connection closed by peer >&2; >said; exit 6"
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("lines", "code", "lost"),
     [
-        (7, "rank 1 ended with exit code 7"),
-        (0, "rank 0 ended with exit code 1, after rank 1 had left with exit code 0"),
+        ("[ $RANK = 0 ] || { echo why >&2; exit 7; }", 7, "rank 1 ended with exit code 7"),
+        ("[ $RANK = 1 ] || kill -HUP $$", -1, "rank 0 was ended by SIGHUP"),
+        ("[ $RANK = 0 ] || kill -40 $$", -40, "rank 1 was ended by signal 40"),
+        (AWAIT_WORDS + LOST_PEER, 5, "rank 1 ended with exit code 5"),  # the other only noticed that
+        (
+            SECOND_ENDS + AWAIT_IT + LOST_PEER, 6,
+            "rank 0 ended with exit code 6, after rank 1 had left with exit code 0",
+        ),
     ],
-)
-def test_a_command_without_memfit_in_it_ends_with_the_cause_and_is_not_begun_again(run_dir, tmp_path, code, told):
-    backend = LocalBackend(run_dir)
-    submit(backend, Job("j", command=(sys.executable, "-c", PLAIN, str(code), str(tmp_path / "pid")), ranks=2))
-    status = wait_for_end(backend, "j")
-    assert (status.state, status.exit_code) == ("failed", code or 1)
-    assert told in status.cause
-    assert sorted((run_dir.job_dir("j") / "out.log").read_text().splitlines()) == [
-        "[rank1]: rank 1 of 2",
-        "rank 0 of 2",
-    ]
-    assert len([one for one in read_events(run_dir.events_dir) if one["kind"] == "ranks"]) == 1
+)  # fmt: skip
+def test_the_agent_ends_as_the_rank_that_was_lost_first_and_names_it(agent, run_dir, tmp_path, lines, code, lost):
+    done, end = agent(lines, cwd=tmp_path)
+    assert (done.returncode, f"memfit: {lost}" in done.stderr) == (code, True)
+    rank = int(lost.split()[1])
+    assert end == {"rank": rank, "generation": 0, "text": lost}
+    assert lost_in(run_dir) == [(rank, code, "start")]
+    assert "why" not in lines or done.stderr == f"[rank1]: why\nmemfit: {lost}\nwhy\n"
+    [port] = [one["port"] for one in read_events(run_dir.events_dir) if one["kind"] == "ranks"]  # begun once
+    assert 20_000 <= port < 32_000
 
 
 @pytest.mark.parametrize(
@@ -193,11 +191,6 @@ def test_ranks_begin_again_while_a_sealed_step_grows_and_never_without_end(ends,
     while headway.begins_again([Beat(0, 1, "h", "", "vote", **({"count": 9} | ends[min(start, len(ends) - 1)]))]):
         start += 1
     assert start + 1 == num_starts
-
-
-def test_each_rank_has_a_gpu_or_none_has():
-    with pytest.raises(UsageError, match="4 ranks and asks for 2 GPUs"):
-        Job("j", command=("true",), ranks=4, num_devices=2)
 
 
 @pytest.mark.long

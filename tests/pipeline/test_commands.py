@@ -122,7 +122,7 @@ def test_the_users_own_number_of_threads_counts_where_no_setting_says_another_an
         assert told[0].startswith(f"{name}={value} becomes {given[0]}: threads_per_job, from ")
 
 
-@pytest.mark.slow
+@pytest.mark.core
 @here
 def test_a_run_that_goes_on_keeps_its_number_of_threads_and_a_new_one_takes_the_users_own():
     def go(env, **options):

@@ -198,15 +198,6 @@ def test_the_supervisor_loads_no_heavy_module(tiny):
 
 @pytest.mark.slow
 @here
-def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(finished):
-    config, result = finished
-    with pytest.raises(ConfigError, match="names no unit"):
-        memfit.run(config, overrides=["units=9"])
-    assert RunDir(result.path).state == "completed"
-
-
-@pytest.mark.slow
-@here
 def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_path, monkeypatch):
     result = memfit.run(tiny(), overrides=["max_parallel=2", "units=1"])
     (result.path / "checkpoints/fold_1.json").write_text("{")  # damaged: it is made anew

@@ -109,6 +109,8 @@ def test_stages_run_once_in_order_and_the_result_of_another_run_stays_when_that_
 
 @pytest.mark.core
 def test_a_changed_setting_runs_what_depends_on_it_and_says_why(first):
+    guessed = {one.name: one for one in plan_run(CONFIG, overrides=["params.count=5"]).stages}["square"]
+    assert (guessed.num_runs, guessed.waits_for) == (3, ["listed", "gate"])  # as many as that run had
     check_settings(
         first,
         ("params.limit=999", ["gate"], "limit 1000 -> 999"),
@@ -278,6 +280,20 @@ UNDECLARED = Workload(Params, (
     stage("stage", lambda context, params: context["listed"].result, after=("listed",)),
     stage("seed", lambda context, params: {"seed": context.seed}),
 ))
+
+BAD = Workload(Params, (Stage("a", print, reads=("rates",)),))
+
+def numbered(context, params):
+    return {"n": context.unit, "before": context.previous and context.previous.result["n"]}
+
+def joined(context, params):
+    return {"first": context["first"].result, "meets": sorted(context.meets)}
+
+JOINED = Workload(Params, (
+    stage("first", numbered, in_order=True),
+    Stage("other", numbered, each="k in params.units", reads=()),
+    stage("joined", joined, needs=("first", "other")),
+))
 """
 
 
@@ -291,6 +307,16 @@ def test_an_undeclared_setting_an_undeclared_stage_and_an_undeclared_seed_are_re
     assert "this stage reads the seed, and does not say so" in result.statuses["seed_1"].cause
     said = (result.path / "jobs/setting_1/err.log").read_text()
     assert "add it: Stage('setting', ..., reads=(..., 'rate'))" in said
+    with pytest.raises(ConfigError, match="stage 'a' reads 'rates', which is no setting"):
+        memfit.run({"experiment": "bad", "target": "undeclared:BAD"})
+
+
+def test_a_unit_reads_its_own_unit_of_a_stage_with_the_same_units_and_the_one_before_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("undeclared.py").write_text(UNDECLARED)
+    metrics = memfit.run({"experiment": "met", "target": "undeclared:JOINED", "params": {"units": 2}}).metrics
+    first, second = {"n": 1, "before": None}, {"n": 2, "before": 1}
+    assert [metrics["joined_1"], metrics["joined_2"]] == [{"first": one, "meets": ["first"]} for one in (first, second)]
 
 
 @pytest.mark.slow
@@ -308,21 +334,6 @@ def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_rig
     again, _, _ = chain("params.count=1")
     assert (again.path, again.exit_code) == (result.path, 0)
     assert again.metrics["summed"]["sum"] == 8
-
-
-BAD = """
-from memfit.pipeline import Stage, Workload
-import memfit
-
-BAD = Workload(memfit.config.Settings, (Stage("a", lambda context, params: {}, reads=("rate",)),))
-"""
-
-
-def test_a_stage_that_reads_no_setting_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("bad.py").write_text(BAD)
-    with pytest.raises(ConfigError, match="stage 'a' reads 'rate', which is no setting"):
-        memfit.run({"experiment": "bad", "target": "bad:BAD"})
 
 
 @pytest.mark.proves("S1-26")
@@ -354,12 +365,16 @@ def test_stages_that_cannot_work_are_refused_in_words(stages, message, tmp_path,
     assert not Path("runs").exists()
 
 
-def test_a_large_raw_file_counts_by_size_time_and_a_sample(tmp_path):
-    path = tmp_path / "raw.bin"
+def test_a_large_raw_file_counts_by_size_time_and_sixteen_pieces_of_it(tmp_path):
+    path, size = tmp_path / "raw.bin", 160 << 20
     with open(path, "wb") as file:
-        file.truncate(80 << 20)
-        before, stat = fingerprint_files(path), path.stat()
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert fingerprint_files(path) != before
+        file.truncate(size)
+    first, stat = fingerprint_files(path), path.stat()
+    found = []
+    for at in (0, (1 << 20) - 1, 5 << 20, (size - (1 << 20)) // 15, 14 * (size - (1 << 20)) // 15, size - 1):
+        with open(path, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"x", at)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            found.append(fingerprint_files(path) != first)
+            os.pwrite(file.fileno(), b"\0", at)
+    assert found == [True, True, False, True, True, True]  # that of 5 MiB lies between two pieces

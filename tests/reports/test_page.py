@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -80,14 +81,30 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "meter" in page.tags, "a peak beside its reservation"
 
 
-def test_the_page_tells_which_attempt_of_a_job_it_shows(finished) -> None:
-    series = SeriesWriter(finished.path / "jobs" / "fold_1" / "memory.jsonl")
-    for at in (20.0, 1600.0):
-        series.append(Sample(finished.start + at, 1, 1 << 20, 0, 1 << 20, 1 << 20, "train"))
-    series.close()
+def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(finished) -> None:
+    first = [("load", 0, 10), ("train", 10, 100), ("train", 20, 100), ("load", 1590, 10), ("train", 1620, 100)]
+    for job, samples in {
+        "fold_1": [*first, ("train", 1630, 100)],
+        "fold_2": [("train", 1000, 70), ("", 1020, 90)],
+    }.items():
+        series = SeriesWriter(finished.path / "jobs" / job / "memory.jsonl")
+        for phase, at, mib in samples:
+            series.append(Sample(finished.start + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase))
+        series.close()
     finished.job("fold_1", at=10, seconds=3512, attempt=2)
-    said = " ".join(_Page(write_page(finished.run, finished.path / "report.html").read_text()).text)
-    assert said.count("attempt 2") == 2 and "Study" not in said
+    text = write_page(finished.run, finished.path / "report.html").read_text()
+    assert " ".join(_Page(text).text).count("attempt 2") == 2 and "Study" not in text
+    memory, _, jobs, _ = re.findall("<svg.*?</svg>", text, re.DOTALL)
+    bars = [(float(x), float(width)) for x, width in re.findall('<rect x="(.*?)" .*? width="(.*?)"', jobs)]
+    left, a_second = bars[0][0], (sum(bars[3]) - bars[0][0]) / 1630
+    drawn = [(round((x - left) / a_second), round(width / a_second)) for x, width in bars]
+    assert drawn[:5] == [(0, 10), (10, 10), (1590, 30), (1620, 10), (1000, 20)] and drawn[5][0] == 1020
+    assert re.findall("<title>(.*?)<", memory)[:3] == ["load", "train", "no phase marked"]
+    edges = [points.split()[: len(points.split()) // 2] for points in re.findall('points="(.*?)"', memory)]
+    tops = [min(float(one.partition(",")[2]) for one in at) for at in zip(*edges, strict=True)]
+    held = {at: round(100 * (254 - one) / (254 - min(tops))) for at, one in enumerate(tops) if one < 254}
+    at_ends = [held.get(at) for at in (0, 1, 2, 3, 4, 145, 146, 149, 150, 151, 232, 233, 237, 238, 239)]  # 6.8 s apart
+    assert at_ends == [10, 10, 100, 100, None, None, 70, 70, 90, None, None, 10, 10, 100, 100]
 
 
 def titles_of(text: str) -> list[str]:

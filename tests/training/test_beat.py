@@ -170,15 +170,12 @@ def test_a_process_without_peers_has_no_watch(monkeypatch: pytest.MonkeyPatch, t
     assert not (tmp_path / "ranks").exists()
 
 
-def test_a_script_may_pass_on_what_a_collective_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_leave_ends_at_once_with_79_and_says_why(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = "[/src/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:4711. This is typically caused by advice"
-    assert _codes(_group(tmp_path, [lambda: leave(said)])) == [LEFT]
-    assert "79: it lost its peers: Connection closed by peer [127.0.0.1]:4711\n" in capfd.readouterr().err
-
-
-def test_leave_ends_at_once_with_79(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert _codes(_group(tmp_path, [lambda: leave("rank 1 failed")])) == [LEFT]
-    assert "rank 0 leaves with exit code 79: rank 1 failed" in capfd.readouterr().err
+    shown = {"rank 1 failed": "rank 1 failed", said: "it lost its peers: Connection closed by peer [127.0.0.1]:4711"}
+    for why, told in shown.items():
+        assert _codes(_group(tmp_path, [lambda why=why: leave(why)])) == [LEFT]
+        assert f"rank 0 leaves with exit code 79: {told}\n" in capfd.readouterr().err
 
 
 def test_a_wrong_time_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

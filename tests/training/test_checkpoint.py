@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.training import CheckpointFolder, CheckpointWarning, Trainer, load_checkpoint, save_checkpoint
@@ -52,12 +53,18 @@ def flip(path, position):
     path.write_bytes(content)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
     save_checkpoint(tmp_path / "a.pt", STATE, prove=True)
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
     assert (loaded["epoch"], loaded["note"]) == (3, (1, None, "x"))
     assert names(tmp_path) == ["a.pt"]
+    parts = {"model.a": torch.ones(2), "optimizer.a": torch.zeros(9)}
+    torch.distributed.checkpoint.save(parts, checkpoint_id=tmp_path / "shards", no_dist=True)
+    save_checkpoint(tmp_path / "shards/trainer.pt", {"epoch": 4})
+    loaded = load_checkpoint(tmp_path / "shards")
+    assert (loaded["epoch"], list(loaded["model"]), loaded["model"]["a"].tolist()) == (4, ["a"], [1, 1])
 
 
 def test_a_save_is_proved_by_a_mapped_load_that_reads_no_tensor(tmp_path, monkeypatch):

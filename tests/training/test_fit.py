@@ -73,7 +73,6 @@ class Failing:
 # --- out of memory in validation and saving
 
 
-@pytest.mark.slow
 def test_memory_that_runs_out_once_in_validation_leaves_no_trace():
     plain, failed = make(), make(loss=Failing(1, 4, 6))
     expected = plain.fit(loader(), VALID, num_epochs=3)
@@ -81,7 +80,6 @@ def test_memory_that_runs_out_once_in_validation_leaves_no_trace():
     assert same_fits(plain, failed)
 
 
-@pytest.mark.slow
 def test_a_validation_batch_that_does_not_fit_is_split_and_stays_so(events):
     loss = Failing(most=3)
     result = make(loss=loss).fit(loader(), VALID, num_epochs=2, preflight=False)
@@ -94,7 +92,6 @@ def test_a_validation_batch_that_does_not_fit_is_split_and_stays_so(events):
     assert {event["phase"] for event in events("oom")} == {"validate"}
 
 
-@pytest.mark.slow
 def test_the_size_that_fits_validation_survives_a_resume(tmp_path):
     make(tmp_path, loss=Failing(most=3)).fit(loader(), VALID, num_epochs=2, preflight=False)
     again = Failing(most=3)
@@ -102,7 +99,6 @@ def test_the_size_that_fits_validation_survives_a_resume(tmp_path):
     assert (again.seen, again.sizes) == (12, [2, 2, 2, 2, 2, 1] * 2)  # the second epoch's validation is done again
 
 
-@pytest.mark.slow
 def test_one_sample_that_does_not_fit_in_validation_fails_with_what_to_do():
     with pytest.raises(JobFailedError, match="One sample of a validation batch of 8 does not fit: CUDA out of"):
         make(loss=Failing(most=0.5)).fit(loader(), VALID, num_epochs=1, preflight=False)
@@ -110,7 +106,6 @@ def test_one_sample_that_does_not_fit_in_validation_fails_with_what_to_do():
         make(loss=Failing(most=0.5), split=WHOLE).fit(loader(), VALID, num_epochs=1, preflight=False)
 
 
-@pytest.mark.slow
 def test_a_validation_loss_that_couples_samples_is_not_split():
     def coupled(model, x):
         if not model.training and len(x) > 4:
@@ -122,7 +117,6 @@ def test_a_validation_loss_that_couples_samples_is_not_split():
         make(loss=coupled).fit(loader(), VALID, num_epochs=1, preflight=False)
 
 
-@pytest.mark.slow
 def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
     failures = iter([True, False, True, True])
 
@@ -140,7 +134,6 @@ def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["history"][0]["metrics"] == failed.history[0].metrics
 
 
-@pytest.mark.slow
 def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypatch):
     calls, plain_save = [], torch.save
 
@@ -177,7 +170,6 @@ class Stopping:
         return self.loss(model, x)
 
 
-@pytest.mark.slow
 def test_sizes_that_were_found_hold_after_a_resume_in_mid_epoch(tmp_path):
     def scarce(model, x):
         if len(x) > 2:

@@ -101,7 +101,6 @@ def test_what_is_measured_without_memory_is_what_a_real_step_allocates(name):
     assert real.most <= tried.most < real.most + 256
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam foreach", "Adam"])
 def test_a_step_whose_temporaries_have_no_room_is_refused_before_anything_changes(name):
     params, optimizer = make(name)
@@ -122,7 +121,6 @@ def test_a_step_whose_temporaries_have_no_room_is_refused_before_anything_change
     assert not same(tensors_of(params, optimizer), before)
 
 
-@pytest.mark.slow
 def test_a_state_that_has_no_room_is_refused_with_its_size_and_nothing_is_changed():
     params, optimizer = make("AdamW")
     guard = OptimizerGuard(optimizer)

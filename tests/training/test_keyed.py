@@ -144,15 +144,14 @@ def equal(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
+def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name, events):
     kind, make = KINDS[name]
     first = TrainingData(make(), seed=3)
     assert first.kind == kind
     seed_everything(1)
     states = {}
-    for epoch in (1, 2):
+    for epoch in (1, 3):
         first.open(epoch)
         train_on(first, epoch, 2)
         torch.save(first.state_dict(), file := io.BytesIO())
@@ -161,12 +160,13 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
         first.close()
     second = TrainingData(make(), seed=3)
     seed_everything(2)  # the resumed training draws otherwise; where it goes on is the checkpoint's affair
-    second.load_state_dict(states[2])
-    second.open(2, 2)
+    second.load_state_dict(states[3])
+    second.open(3, 2)
     again = list(second)
     second.close()
-    assert rest
-    assert equal(rest, again)
+    replays = [(one["epoch"], one["num_batches"]) for one in events("replay")]
+    assert replays == ([(3, 2)] if kind == "replayed" else [])
+    assert rest and equal(rest, again)
 
 
 @pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers"])

@@ -125,7 +125,6 @@ def test_a_fit_is_the_same_bit_for_bit_with_and_without(tmp_path):
 
 
 @pytest.mark.proves("S4-01")
-@pytest.mark.slow
 def test_the_longest_batch_shrinks_before_the_first_step():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(3))
@@ -134,7 +133,6 @@ def test_the_longest_batch_shrinks_before_the_first_step():
     assert step(batches(12)[0]).num_ooms == 0
 
 
-@pytest.mark.slow
 def test_sizes_of_a_resumed_step_are_not_touched():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(3))
@@ -144,7 +142,6 @@ def test_sizes_of_a_resumed_step_are_not_touched():
     assert step.state_dict() == before
 
 
-@pytest.mark.slow
 def test_a_single_sample_that_does_not_fit_fails_at_once():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(0))

@@ -536,7 +536,6 @@ def test_gradients_leaves_weights_and_scaler_as_they_are_and_a_step_may_follow()
     assert_equal_tensors(list(step.model.parameters()), list(other.model.parameters()))
 
 
-@pytest.mark.slow
 @pytest.mark.proves("S4-21")
 def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_what_to_do():
     seen = []
@@ -553,13 +552,15 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
     assert "activation checkpointing (torch.utils.checkpoint" in caught.value.remedy
     assert isinstance(caught.value, DoesNotFitError) and caught.value.exit_code == 3
     assert_equal_tensors(before, state_of_model(step.model))
+    with pytest.raises(SampleTooLargeError, match="A single unit of the batch does not fit") as caught:
+        linear(fault=Fault(times=9))(inputs(1))
+    assert caught.value.remedy.startswith("activation checkpointing")
     for settings, hint in (({"microbatch_size": None}, "microbatch_size='auto'"), ({"split": WHOLE}, "split=")):
         with pytest.raises(SampleTooLargeError) as caught:
             linear(fault=Fault(times=9), **settings)(inputs(6))
         assert hint in caught.value.remedy and "which is not split" in caught.value.what
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_an_object_says_what_can_cut_it():
     def loss(model, graphs):
         if graphs.num_nodes > 2:
@@ -578,7 +579,6 @@ def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_cac
     assert linear(fault=Fault(), split=WHOLE)(inputs()).num_ooms == 1
 
 
-@pytest.mark.slow
 @pytest.mark.proves("S1-13")
 def test_a_skipped_batch_is_counted_capped_and_not_in_the_average():
     fault = Fault(times=99, when=lambda x: bool((x == 7).any()))
@@ -753,7 +753,6 @@ def test_sizes_counts_and_scaler_survive_a_resume_as_plain_values():
     assert fresh.scaler.state_dict() == scaled.scaler.state_dict()
 
 
-@pytest.mark.slow
 @pytest.mark.proves("S1-43")
 def test_what_happened_is_told_and_written_into_the_run_directory(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path, "demo", "0123abcd" * 8)

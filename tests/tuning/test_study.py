@@ -1,6 +1,7 @@
 """Real studies over the small workload: how trials end, what their records say, and how a study goes on."""
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -92,13 +93,6 @@ def test_records_have_what_was_measured_by_stage_and_what_the_metric_named_repor
     assert trial.measured["seconds"] > 0 and trial.measured["started"] < trial.measured["ended"]
     assert list(trial.intermediate) == [1, 2, 3] and trial.by_unit == {"1": trial.value}
     assert trial.intermediate[3] == trial.value / 2
-
-
-def test_a_trial_with_the_settings_of_another_takes_its_result(mixed):
-    trials = trials_of(mixed[0][0])
-    assert trials[4].value == trials[0].value and trials[4].intermediate == trials[0].intermediate
-    jobs = jobs_of(RunDir(mixed[0][0].path))
-    assert "trial_0000.fold_1" in jobs and "trial_0004.fold_1" not in jobs
 
 
 @pytest.mark.proves("S2-38")
@@ -246,14 +240,11 @@ def test_a_trial_that_found_no_memory_to_start_with_is_no_failure_and_starts_lat
 
 def test_a_trial_reserves_more_than_it_takes_at_least_but_not_more_than_there_is(study):
     estimates = {"name": "params.estimate_mib", "choices": [950]}
-    path = study({"num_epochs": 1, "num_folds": 2}, {"space": [estimates], "num_slots": 1})
+    path = study({"num_epochs": 1}, {"space": [estimates], "num_slots": 1})
     run = RunDir(tune(path, overrides=["tune.n_trials=1"]).path)
     admitted = {one["job"]: one["reservation_bytes"] for one in events(run, "admit")}
     assert admitted["trial_0000.fold_1"] == Study.open(run).limits["host"]
     assert 950 * MIB < Study.open(run).limits["host"] < 1.1 * 950 * MIB
-    trial = Study.open(run).trials[0]
-    assert trial.by_unit.keys() == {"1", "2"} and len(set(trial.by_unit.values())) == 2
-    assert trial.value == pytest.approx(sum(trial.by_unit.values()) / 2)
 
 
 def test_the_largest_waiting_trial_starts_first_and_the_draws_are_as_ever(study):
@@ -300,16 +291,39 @@ def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(st
 # Other ends
 
 
-def test_a_command_is_searched_by_the_last_line_that_it_prints(tmp_path, monkeypatch):
+LINES = """case {params.width} in
+2) echo loss: 99; echo loss: $((2 * {unit})); echo;;
+3) echo a planted bug >&2; exit $(({unit} == 2 ? 5 : 0));;
+4) echo loss: nan; echo done;;
+5) echo loss: 1; echo '{"loss": NaN}' > {dir}/result.json;;
+esac"""
+
+
+@pytest.mark.core
+def test_stages_of_commands_are_searched_by_the_last_line_that_each_unit_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = "import sys; print('a warm-up'); print('loss: %.3f' % (float(sys.argv[1]) ** 2))"
-    Path("train.py").write_text(code)
-    section = {"objective": "trial.loss", "direction": "minimize", "n_trials": 2, "num_slots": 2}
-    result = tune(of_command(["python", "train.py", "{lr}"], ["lr=0.1..0.9"], "lines", section))
-    trials = trials_of(result)
-    assert [one.state for one in trials] == ["completed"] * 2
-    assert [one.value for one in trials] == [pytest.approx(one.params["params.lr"] ** 2, abs=1e-3) for one in trials]
-    assert result.best.value == min(one.value for one in trials)
+    fold = {"each": "fold in params.folds", "needs": ["prepare"], "run": LINES}
+    config = {"experiment": "lines", "stages": {"prepare": {"run": "echo 1 >{dir}/rows"}, "fold": fold}, "retries": 0}
+    section = {"objective": "fold.loss", "direction": "minimize", "n_trials": 6, "num_slots": 1, "sampler": "random"}
+    section |= {"space": [{"name": "params.width", "choices": [2, 3, 4, 5]}], "seed": 2}
+    Path("config.yaml").write_text(json.dumps(config | {"params": {"folds": [1, 2], "width": 1}, "tune": section}))
+    result = tune(Path("config.yaml"))
+    assert (result.state, result.exit_code, result.best.name) == ("completed", 0, "trial_0003")
+    none, trials = ("failed", None, {}), trials_of(result)
+    assert [(one.params["params.width"], one.state, one.value, dict(one.by_unit)) for one in trials] == [
+        (4, *none), (5, *none), (4, *none), (2, "completed", 3.0, {"1": 2.0, "2": 4.0}), (4, *none), (3, *none),
+    ]  # fmt: skip
+    said = [(one.kind, one.job, one.measured.get("failed_stage"), one.cause) for one in trials]
+    lacks = "loss is not in the result, reports and last line of trial_0000.fold_1"
+    assert said[0] == ("NoObjective", "trial_0000.fold_1", None, lacks)
+    assert said[1] == ("NoObjective", "trial_0001.fold_1", None, "loss is nan in the result of trial_0001.fold_1")
+    assert [said[3], said[5]] == [
+        ("", "", None, ""),
+        ("failed", "trial_0005.fold_2", "fold", "exit code 5: a planted bug"),
+    ]
+    started = [f"trial_000{number}.fold_{unit}" for number in (0, 1, 3, 5) for unit in (1, 2)]  # 2 and 4 are as 0
+    assert jobs_of(RunDir(result.path)) == sorted([*started, "trial_0000.prepare"])
+    assert tune(Path("config.yaml")).path == result.path and trials_of(result) == trials
 
 
 @pytest.mark.parametrize(("report", "said"), [("value=10**400, step=1", "inf"), ("value=1e200, step=1", r"1e\+200")])
