@@ -141,7 +141,7 @@ def test_each_rank_has_what_torchrun_gives_and_only_the_first_has_the_input(agen
     done, lost = agent(f"read line; echo {names} $line; printf 'no end' >&2; {leaves}", input="given\n")
     assert (done.returncode, lost) == (75, None)
     assert sorted(done.stdout.splitlines()) == ["0 0 0 2 2 0 3 given", "[rank1]: 1 1 0 2 2 0 3"]
-    assert "no end" in done.stderr
+    assert done.stderr.count("no end") == 2 and "[rank1]: no end\n" in done.stderr
     beats = read_beats(run_dir.job_dir("j") / "ranks/3_0")
     assert [(one.rank, one.place, one.count) for one in beats.values()] == [(0, "start", 0), (1, "start", 0)]
 

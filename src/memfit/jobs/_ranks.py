@@ -111,8 +111,8 @@ class _Rank:
         return bool(new)
 
     def flush(self) -> None:
-        """Pass on a line of rank 0 that has no end yet, such as a question or a bar."""
-        for pipe in [*self._begun] if not self.number else []:
+        """Pass on a line that has no end yet, such as a question or a bar."""
+        for pipe in [*self._begun]:
             self._write(pipe, self._begun.pop(pipe))
 
     def _write(self, pipe: int, content: bytes) -> None:
@@ -292,7 +292,7 @@ class Agent:
             while select.select([pipe], [], [], 0)[0] and one.pass_on(pipe):
                 pass
             os.close(pipe)
-        ranks[0].flush()
+            one.flush()
         return ended
 
     def _code(self, ended: Sequence[_Rank]) -> int:
