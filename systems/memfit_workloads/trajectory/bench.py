@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import importlib.util
 import json
 import math
@@ -43,11 +42,12 @@ import psutil
 from harness import ROOT, parser, told, write_json
 from memfit.files import read_json
 from memfit.rundir import RunDir, read_events
+from memfit.units import MIB, parse_bytes
 from memfit_workloads.trajectory.data import SPLITS, Scenes
 
 sys.path.insert(0, str(ROOT / "tests"))  # the cluster is that of the tests
 CONFIG, NAIVE = Path(__file__).with_name("config.yaml"), Path(__file__).with_name("naive.py")
-MIB, RANKS, NODES, BATCH, _NODE_MIB = 1 << 20, 4, 2, 64, 2048
+RANKS, NODES, BATCH, _NODE_MIB = 4, 2, 64, 2048
 #: What memfit adds to a request of several nodes for its watchers: so `--mem` is the same for all.
 _OWN_MIB = 80
 _FIELDS = "JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Elapsed,Timelimit"
@@ -162,7 +162,7 @@ class Trial:
         step = next(one.split("|") for one in account.splitlines() if one.startswith(f"{number}.0|"))
         log = (self.folder / f"slurm-{number}.out").read_text()
         found: dict[str, Any] = {"job": number, "state": step[2], "exit_code": step[3], "sacct": account, "log": log}
-        found |= {"max_rss_mib": int(step[5].rstrip("K") or 0) / 1024, "saved": (self.folder / "last.pt").exists()}
+        found |= {"max_rss_mib": parse_bytes(f"{step[5] or '0K'}iB") / MIB, "saved": (self.folder / "last.pt").exists()}
         is_killed = step[2] == "OUT_OF_MEMORY" and "validation: loading" in log and not found["saved"]
         return found | {"ok": is_killed and found["max_rss_mib"] < 0.75 * self.request_mib}
 
