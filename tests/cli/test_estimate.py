@@ -252,7 +252,7 @@ REFUSED = [
     (["--train", "attention=flush"], "--train attention must be 'sdpa', 'flash'", "--train attention=sdpa"),
     (["--train", "loss_chunk=8"], "loss_chunk is no setting (--train loss_chunk)", "did you mean 'loss_chunks'?"),
     (["--train", "foreach"], '--train "foreach" is not name=value', "--train NAME=VALUE"),
-    (["--seq-len", "9", "--train", "seq_len=8"], "seq_len is given twice: --seq-len 9", "leave out --train seq_len=8"),
+    (["--seq-len", "9", "--train", "seq_len=8"], "twice: --seq-len and --train", "leave out --train seq_len=8"),
     (["--strategy", "fsdp"], "--strategy fsdp on one device", "--world-size 8"),
     (
         ["--dtype", "bf16-amp", "--train", "master_weights=true"],

@@ -124,7 +124,7 @@ REFUSED = [
     ([CONFIG, "--set", "memory=4GiB"], "memory must have names below it", "--set memory.limit=4GiB"),
     (
         [CONFIG, "--set", "units=1", "--units", "2"],
-        "units is given twice: --units 2 and --set units=1",
+        "units is given twice: --units and --set units=1",
         "leave out --set",
     ),
     ([CONFIG, "--until", "nonesuch"], "there is no stage 'nonesuch'", ""),

@@ -63,9 +63,9 @@ def test_a_commands_parameters_are_searched_by_its_last_line_and_the_best_runs_a
 def test_flags_set_what_the_section_names_and_short_trials_come_first(memfit, tmp_path):
     (tmp_path / "job.py").write_text(FUNCTION)
     (tmp_path / "search.yaml").write_text(TUNE)
-    words = ["--max-epochs", 2, "--n-trials", 2, "--study-name", "two", "--set", "runs_dir=here"]
+    words = ["--max-epochs", 2, "--n-trials", 2, "--study-name", "2.50", "--set", "runs_dir=here"]
     assert memfit("tune", "search.yaml", *words).exit_code == 0
-    [run] = RunDir.all(tmp_path / "here", "two")
+    [run] = RunDir.all(tmp_path / "here", "2.50")
     assert read_trial(run, "canary_1").state == "completed"
     assert read_trial(run, "canary_3") is None  # the trials are shorter
     assert [(trial.state, trial.epochs) for trial in read_trials(run)] == [("completed", 2)] * 2

@@ -15,6 +15,7 @@ from memfit.config import Override
 from memfit.errors import ConfigError
 
 Text = str | None
+_TEXTS = ("experiment", "units", "planned", "canary_args")  # also where they look like numbers
 Set = Annotated[
     list[str] | None,
     Option("--set", help="Change a setting: memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
@@ -99,24 +100,19 @@ def settings_of(flags: object) -> dict[str, tuple[str, Any]]:
         value = getattr(flags, name)
         for setting in hint.__metadata__[1:] if value is not None and value is not False else ():
             key, _, text = setting.partition("=")
-            is_plain = not isinstance(value, list) and str(value)[:1] not in "[{\"'"  # the others would be read as YAML
-            found[key] = (f"--{name.replace('_', '-')}", text or (value if is_plain else json.dumps(value)))
+            is_text = key in _TEXTS or isinstance(value, list) or str(value)[:1] in "[{\"'"
+            found[key] = (f"--{name.replace('_', '-')}", text or (json.dumps(value) if is_text else value))
     return found
 
 
 def join(given: Mapping[str, tuple[str, Any]], texts: Sequence[str] | None, option: str = "--set") -> list[Override]:
-    """Return what flags give, and then the texts of a repeatable option, as overrides.
-
-    Raises:
-        ConfigError: If a setting is given by its flag and with the option.
-    """
+    """Return what flags and a repeatable option give, as overrides; ConfigError if both give one."""
     found: list[Override] = [(flag, f"{name}={value}") for name, (flag, value) in given.items()]
     for text in texts or ():
         name = text.partition("=")[0].strip()
         if name in given:
-            flag, value = given[name]
             raise ConfigError(
-                f"{name} is given twice: {flag} {value} and {option} {text}.",
+                f"{name} is given twice: {given[name][0]} and {option} {text}.",
                 rule="a setting has one value on the command line.",
                 remedy=f"leave out {option} {text}",
             )
