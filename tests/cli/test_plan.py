@@ -70,6 +70,7 @@ from types import SimpleNamespace
 from memfit.rundir import loader_settings, phase, record
 
 phase("train")
+block = bytearray(150 << 20)  # the kernel shows it at the end, however seldom it was looked at
 train = SimpleNamespace(dataset=range(64), batch_size=int(sys.argv[1]), num_workers=2, persistent_workers=False)
 if len(sys.argv) > 2:
     phase("validate")

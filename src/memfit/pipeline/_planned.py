@@ -72,7 +72,9 @@ class Planned(Watcher):
             self._used[job] = event["settings"]
         elif kind == "phase":
             self._phases[job].append(str(event.get("phase")))
-        elif kind == "epoch" or (kind == "end" and state not in ("preempted", "cancelled")):  # those go on later
+        elif kind == "end" and state in ("preempted", "cancelled"):
+            return  # those go on later
+        elif kind == "end" or (kind == "epoch" and read_status(self.run, job).peak_bytes):  # measured by now
             named = {unit.job_id: name for name, units in self._graph.units.items() for unit in units}
             stage = named.get(job, "")
             before = self._said.get(stage, {"job": job, "holds": True})
