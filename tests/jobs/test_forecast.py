@@ -25,10 +25,6 @@ def test_jobs_of_another_stage_say_nothing_even_with_the_same_parameters():
     assert forecast.predict(job(stage="prepare", size="100")).private_bytes == 40
 
 
-def test_of_a_job_of_which_nothing_is_known_nothing_is_said():
-    assert make().predict(job(seed="1")) is None
-
-
 def test_a_declared_size_stands_until_one_like_it_was_measured():
     forecast = make()
     assert forecast.predict(job(500, lr="1")).private_bytes == 500
@@ -66,13 +62,6 @@ def test_where_each_job_was_declared_apart_its_own_hint_counts_until_one_like_it
     for size in (100, 900):
         forecast.learn(job(declared=size, kind="a", name=f"n{size}"), Footprint(size))
     assert forecast.predict(job(declared=200, kind="a", name="n200")).private_bytes == 200
-
-
-def test_numbers_leave_it_to_the_largest():
-    forecast = make()
-    for seed, peak in ((1, 100), (2, 900), (3, 120), (4, 800), (5, 90)):
-        forecast.learn(job(kind="a", seed=str(seed)), Footprint(peak))
-    assert forecast.predict(job(kind="a", seed="6")).private_bytes == 900
 
 
 def test_a_guess_takes_the_jobs_that_ended_with_most_names_in_common_then_most_numbers():

@@ -248,7 +248,7 @@ SCENES = {
     "when all wait at their limits the cheapest gives way and comes again": (
         {"a": GROWING, "b": GROWING}, {"limit": 400, "known": 100},
         {"ends": "completed", "starts": 3, "retries": ["it gave way to other jobs"],
-         "asides": ["a waits for memory and nothing is free"]}),
+         "asides": ["a waits for memory and what is free is reserved"]}),
     "another run that holds next to nothing is not waited for": (
         {"a": FakeJob((100, 2000))}, {"claims": FakeClaims(10)}, {"ends": {"a": "out_of_memory"}, "starts": 1}),
     "a job larger than its cap is not asked to wait for another run": (

@@ -228,8 +228,8 @@ def swept(commands):
 def test_wrong_sizes_are_counted_and_named_with_what_helps(commands):
     made = commands(3)
     made.event(0, "run", state="started")
-    made.event(1, "short", None, outgrew="cmd_0002", reason="cmd_0002 outgrew its 9 B and nothing is free")
-    made.event(2, "short", None, outgrew="cmd_0001", reason="cmd_0001 outgrew its 9 B and nothing is free")
+    made.event(1, "short", None, outgrew="cmd_0002", reason="cmd_0002 outgrew its 9 B and what is free is reserved")
+    made.event(2, "short", None, outgrew="cmd_0001", reason="cmd_0001 outgrew its 9 B and what is free is reserved")
     made.event(3, "aside", "cmd_0003", to="cmd_0002", reason="cmd_0002 waits", now=False)
     assert (summarize(read(made.run))["outgrown"], summarize(read(made.run))["num_gave_way"]) == (
         {"cmd_0001": 1, "cmd_0002": 1},

@@ -16,7 +16,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from memfit.errors import DataError, UsageError
-from memfit.training import KeyedDataset, KeyedSampler, TrainingData, keyed_rng, rng_state, seed_everything
+from memfit.training import KeyedDataset, KeyedSampler, TrainingData, keyed_rng, remade, rng_state, seed_everything
+
+
+def test_a_loader_made_anew_keeps_its_options():
+    options = {"num_workers": 2, "timeout": 7, "pin_memory": True, "prefetch_factor": 3, "persistent_workers": True}
+    options |= {"in_order": False, "worker_init_fn": print, "generator": torch.Generator(), "collate_fn": list}
+    made = remade(DataLoader(range(8), 4, multiprocessing_context="fork", **options), batch_sampler=[[1], [2]])
+    assert options.items() <= vars(made).items() and made.multiprocessing_context.get_start_method() == "fork"
+    assert [*remade(made, num_workers=0, timeout=0, pin_memory=False, batch_sampler=[[5]])] == [[5]]
 
 
 class Augmented(torch.utils.data.Dataset):
@@ -250,14 +258,6 @@ def test_a_keyed_order_covers_everything_and_differs_by_epoch():
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
     assert orders[0] != orders[1]
     assert [index for _, index in KeyedSampler(range(4), shuffle=False)] == [0, 1, 2, 3]
-
-
-def test_keyed_streams_are_apart():
-    draws = []
-    for key in [(0, 1, 2), (0, 2, 1), (1, 1, 2)]:
-        with keyed_rng(*key):
-            draws += [(random.random(), np.random.rand(), torch.rand(()).item())]
-    assert len({value for row in draws for value in row}) == 9
 
 
 def test_a_keyed_stream_goes_on_after_another_within_it():

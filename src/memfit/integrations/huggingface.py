@@ -50,6 +50,7 @@ from memfit.training import (
     order_sums,
     refuse_changed,
     rehearse,
+    remade,
     save_checkpoint,
     stream_identity,
 )
@@ -259,8 +260,7 @@ class _Guard(MemfitCallback):
         if self.found is not None and (self.found.path / _STREAM).exists():
             self.source.go_on(load_checkpoint(self.found.path / _STREAM))
             self.trainer.args.ignore_data_skip = True  # nor is it run forward
-        options = {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "drop_last", "pin_memory")}
-        return torch.utils.data.DataLoader(self.source, **options)
+        return remade(loader, dataset=self.source, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         beat("data")

@@ -94,7 +94,7 @@ class Enforcement:
         short = ""
         if grown.short:
             had = format_bytes(self._running[grown.short].reserved[HOST])
-            short = f"{grown.short} outgrew its {had} and nothing is free"
+            short = f"{grown.short} outgrew its {had} and what is free is reserved"
             if not self._short:
                 text = f"Memory is short, no job starts now: {short}"
                 self._say("short", job=None, outgrew=grown.short, reason=short, text=text)
@@ -177,7 +177,7 @@ class Enforcement:
             self._set_aside(entry, self.admission.held_in_words())
         else:
             self._favoured, self._favoured_at = found.to, self._now()
-            self._set_aside(entry, f"{found.to} waits for memory and nothing is free", to=found.to)
+            self._set_aside(entry, f"{found.to} waits for memory and what is free is reserved", to=found.to)
 
     def _enforce_headroom(self) -> None:
         """Ask a job to give way before the kernel kills one: without groups, or when others took the reserve."""

@@ -23,6 +23,7 @@ from memfit.training._compute import autocast as autocast
 from memfit.training._compute import find_device as find_device
 from memfit.training._compute import to_device as to_device
 from memfit.training._deal import DealtOrder as DealtOrder
+from memfit.training._deal import remade as remade
 from memfit.training._ema import Ema as Ema
 from memfit.training._flight import write_flight_record as write_flight_record
 from memfit.training._guard import OptimizerGuard as OptimizerGuard

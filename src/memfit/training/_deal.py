@@ -11,7 +11,18 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from memfit.errors import UsageError
 from memfit.training._split import Split
 
-_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor", "persistent_workers")
+#: What a loader made anew keeps of the old one.
+_KEPT = ("num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "generator", "in_order")
+_KEPT_BY_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+
+def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a loader like this one with these options changed, which have to say how it makes its batches."""
+    options: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    options |= {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)} | changes
+    if options["num_workers"]:
+        options = {name: getattr(loader, name) for name in _KEPT_BY_WORKERS} | options
+    return DataLoader(**options)
 
 
 def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -67,14 +78,6 @@ class DealtOrder(Sampler[list[Any]]):
         """Return the own parts of the global batch that begins at the loader's batch ``number``."""
         length, num_samples = self.loader.batch_size or 1, len(self.loader.sampler)  # type: ignore[arg-type]
         return self.pieces(min(length * self.num, num_samples - number * length))
-
-
-def dealt_loader(loader: DataLoader[Any], order: DealtOrder) -> DataLoader[Any]:
-    """Return a loader that loads a rank's own part alone."""
-    options = {name: getattr(loader, name) for name in _KEPT}
-    if loader.num_workers:
-        options["multiprocessing_context"] = loader.multiprocessing_context
-    return DataLoader(loader.dataset, batch_sampler=order, collate_fn=loader.collate_fn, **options)
 
 
 def refuse_distributed(batches: Any) -> None:

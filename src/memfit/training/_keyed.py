@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
-from memfit.training._deal import DealtOrder, dealt_loader, own_part, refuse_distributed
+from memfit.training._deal import DealtOrder, own_part, refuse_distributed, remade
 from memfit.training._process import preserved_rng
 from memfit.training._ranks import Ranks
 from memfit.training._split import Split
@@ -193,7 +193,7 @@ class TrainingData:
         self._deal = partial(own_part, split=split, rank=ranks.rank, size=ranks.size)
         if self.kind == "keyed" and loader.batch_sampler is not None:
             self._order = DealtOrder(loader, num, ranks.rank, ranks.size)
-            self._loader = dealt_loader(loader, self._order)
+            self._loader = remade(loader, batch_sampler=self._order)
             self.workers = Workers(self._loader, self.workers.seconds)
 
     @property

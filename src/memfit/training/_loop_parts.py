@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
+from memfit.training._deal import remade
 from memfit.training._identity import optimizer_identity
 from memfit.training._keyed import generators_of, samplers_of
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._stream import _KEPT, _KEPT_BY_WORKERS, KeyedOrder
+from memfit.training._stream import KeyedOrder
 
 #: Why a resume from an exported position is not exact.
 GOES_ON = "the stream goes on where its state_dict says; with a shuffle buffer, some samples come twice, some never"
@@ -159,14 +160,9 @@ class LoopParts:
         """Return what is left of a loader's next epoch after ``count`` batches, without making them if it can."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return itertools.islice(iter(loader), count, None)
-        options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        if loader.num_workers:
-            options |= {name: getattr(loader, name) for name in (*_KEPT_BY_WORKERS, "multiprocessing_context")}
         if loader.batch_sampler is None:
-            options |= {"batch_size": None, "sampler": _Rest(loader.sampler, count)}
-        else:
-            options["batch_sampler"] = _Rest(loader.batch_sampler, count)
-        return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **options)
+            return remade(loader, batch_size=None, sampler=_Rest(loader.sampler, count))
+        return remade(loader, batch_sampler=_Rest(loader.batch_sampler, count))
 
     def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
         """Return what is left of an epoch in a known order."""

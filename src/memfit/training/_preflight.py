@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import is_canary, phase, record
+from memfit.training._deal import remade
 from memfit.training._keyed import _kind_of, preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
@@ -303,15 +304,9 @@ def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
             chosen, how = [_longest_indices(loader, torch.as_tensor(lengths).flatten())], "lengths"
         is_single = loader.batch_sampler is None
         batching = {"sampler": chosen, "batch_size": None} if is_single else {"batch_sampler": chosen}
-    probe: Iterable[Any] = DataLoader(  # shares no iterator, worker or generator with the user's
-        loader.dataset,
-        **batching,
-        num_workers=min(loader.num_workers, 1),
-        collate_fn=loader.collate_fn,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),
-    )
+    # It shares no iterator, worker or generator with the user's.
+    own = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False, "generator": torch.Generator()}
+    probe: Iterable[Any] = remade(loader, **batching, **own)
     with watched(probe, seconds, "the preflight") as each:
         return _largest(itertools.islice(each, _NUM_SAMPLED), how)
 

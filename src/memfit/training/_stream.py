@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_convert
 
 from memfit.errors import UsageError
+from memfit.training._deal import remade
 from memfit.training._keyed import KeyedDataset, keyed_rng, seed_key
 from memfit.training._process import STOP_SIGNALS
 
@@ -28,9 +29,6 @@ from memfit.training._process import STOP_SIGNALS
 STREAM = 1
 #: What stands in a key where an item has its index.
 _ORDER, _COLLATION, _BATCH = -1, -2, -3
-#: What a loader made anew keeps of the old one.
-_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "pin_memory_device")
-_KEPT_BY_WORKERS = ("prefetch_factor", "persistent_workers")
 
 
 class KeyedStream:
@@ -56,21 +54,17 @@ class KeyedStream:
         ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own. A loader without
         an index, with a position of its own, or that gives batches in any order is refused."""
         _refuse(loader)
-        data = _KeyedItems(loader.dataset, self.seed)
-        options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        if loader.num_workers:
-            options |= {name: getattr(loader, name) for name in _KEPT_BY_WORKERS}
-            options["multiprocessing_context"] = loader.multiprocessing_context
-        if loader.batch_size is None and loader.batch_sampler is None:
-            options |= {"batch_size": None, "sampler": KeyedOrder(loader.sampler, self.seed)}
-            made = DataLoader(data, collate_fn=loader.collate_fn, **options)
+        options: dict[str, Any] = {"dataset": _KeyedItems(loader.dataset, self.seed)}
+        if is_single := loader.batch_size is None and loader.batch_sampler is None:
+            options["batch_size"] = None
         else:
-            if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
-                sampler = KeyedOrder(loader.sampler, self.seed)
-                options |= {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
-            else:
-                options["batch_sampler"] = KeyedOrder(loader.batch_sampler, self.seed, of_batches=True)
-            made = DataLoader(data, collate_fn=_KeyedCollate(loader.collate_fn, self.seed), **options)
+            options["collate_fn"] = _KeyedCollate(loader.collate_fn, self.seed)
+        if is_single or (type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None):
+            options |= {"sampler": KeyedOrder(loader.sampler, self.seed)}
+            options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            options["batch_sampler"] = KeyedOrder(loader.batch_sampler, self.seed, of_batches=True)
+        made = remade(loader, **options)
         deaf_workers(made)
         return made
 

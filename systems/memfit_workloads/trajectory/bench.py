@@ -91,8 +91,6 @@ class Trial:
     def checkpoints(self, name: str = "runs") -> Path:
         return self._run(name) / "checkpoints"
 
-    # --- the naive training
-
     def _canary(self, request_mib: int) -> tuple[int, str, dict[str, Any]]:
         slurm = self._slurm(NODES, request_mib)
         command = (sys.executable, str(NAIVE), str(self.checkpoints()), "--batch_size", str(BATCH))
@@ -134,11 +132,12 @@ class Trial:
         """Run a batch script to its end; return its number and what the accounting says."""
         number = self.cluster.call("sbatch", "--parsable", f"--chdir={self.folder}", str(script)).strip()
         self.cluster.wait(number, seconds=300)
-        account, until = "", time.monotonic() + 60
-        while f"\n{number}.0|" not in account or "RUNNING" in account:  # the accounting of its steps comes late
-            assert time.monotonic() < until, account
+        account = ""
+        for _ in range(30):  # the accounting of its steps comes late
             time.sleep(2)
             account = self.cluster.call("sacct", "-j", number, "-P", f"--format={_FIELDS}")
+            if f"\n{number}.0|" in account and "RUNNING" not in account:
+                break
         return number, account
 
     def naive(self) -> dict[str, Any]:
@@ -168,18 +167,17 @@ class Trial:
 
     def diagnose(self, number: str) -> dict[str, Any]:
         """Diagnose the naive job, run the script that ``--fix`` writes, and verify it."""
-        log, sacct = f"slurm-{number}.out", "sacct.txt"
-        options = (log, "--sacct", sacct, "--script", "train.slurm", "--fix", "--json")
+        log = f"slurm-{number}.out"
+        options = (log, "--sacct", "sacct.txt", "--script", "train.slurm", "--fix", "--json")
         command = (sys.executable, "-m", "memfit", "diagnose", *options)
         found = json.loads(subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True).stdout)
-        fixed = Path(found["fix"]["fixed"])
-        again, account = self._submit(self.folder / fixed)
+        fixed = self.folder / found["fix"]["fixed"]
+        again, account = self._submit(fixed)
         (self.folder / "sacct-fixed.txt").write_text(account)
         words = (log, "--verify", f"slurm-{again}.out", "--against", str(fixed), "--sacct", "sacct-fixed.txt")
         code, proof = self.run("diagnose", *words)
-        request = next(one for one in (self.folder / fixed).read_text().splitlines() if "--mem=" in one)
         figures = {name: found[name] for name in ("kind", "cause", "phase", "confidence", "arithmetic", "notes")}
-        figures |= {"fixed": request, "state": self.cluster.state(again), "verify": proof}
+        figures |= {"fixed": fixed.read_text(), "state": self.cluster.state(again), "verify": proof, "exit_code": code}
         right = {
             "verdict": (found["kind"], found["phase"], found["confidence"]) == ("host_cgroup", "validate", "proved"),
             "note": any("No line names a checkpoint" in one for one in found["notes"]),
@@ -189,9 +187,7 @@ class Trial:
             "saved": (self.folder / "last.pt").exists(),
         }
         wrong = [name for name, is_right in right.items() if not is_right]
-        return figures | {"exit_code": code, "wrong": wrong, "ok": not wrong}
-
-    # --- the same by memfit
+        return figures | {"wrong": wrong, "ok": not wrong}
 
     def memfit(self, name: str, *, nodes: int = NODES, kill: bool = False) -> dict[str, Any]:
         """Train with memfit from the prepared stages, on some nodes; kill the last rank in epoch 2 if asked."""
@@ -222,10 +218,8 @@ class Trial:
         if kill:
             after = [one["time"] for one in events if one["kind"] == "step" and one["time"] > killed]
             found["again"] = [one["text"] for one in events if one["kind"] == "ranks_again"]
-            found |= {
-                "seconds_to_next_step": min(after, default=math.inf) - killed,
-                "ok": found["ok"] and found["again"],
-            }
+            found["seconds_to_next_step"] = min(after, default=math.inf) - killed
+            found["ok"] = found["ok"] and found["again"]
         more = {"said": (self.folder / "memfit.log").read_text()[-3000:]} if code else {}
         return found | (more or {"weights": _weights(self.checkpoints(name))})
 
