@@ -36,10 +36,19 @@ _AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace a file's content so that no reader ever sees a part of it; ``durable`` outlasts a power cut, too."""
+
+    def write() -> None:
+        opener = functools.partial(os.open, mode=mode)
+        with replacing(Path(path), durable=durable) as aside, open(aside, "wb", opener=opener) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+
     if durable:
-        outlast(lambda: _replace(Path(path), content, durable=True, mode=mode))
+        outlast(write)
     else:
-        _replace(Path(path), content, durable=False, mode=mode)
+        write()
 
 
 def outlast(call: Callable[[], T]) -> T:
@@ -71,22 +80,20 @@ def until_next_look() -> Iterator[None]:
             raise
 
 
-def _replace(path: Path, content: bytes | str, *, durable: bool, mode: int) -> None:
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a path aside; what is made there gets this name at the end of the block, or is removed if that fails."""
     # A rename that got no answer may be made later: another try has another name.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
-        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield aside
         os.replace(aside, path)
-    except BaseException as error:
+    except OSError as error:
+        error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
+        raise
+    finally:
         with suppress(OSError):
             aside.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
-        raise
     if durable:
         sync_folder(path.parent)
 

@@ -78,12 +78,10 @@ def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
 def test_what_a_job_took_is_not_known_if_most_of_its_life_was_not_seen(tmp_path):
     watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
     watch.observe()
-    watch.born = watch._seen_at - 60
-    watch.note_last_peak(0, None)
-    assert watch.status().peak_bytes > 0 and watch.status().footprint is not None
-    watch.born = watch._seen_at
-    watch.note_last_peak(0, None)
-    assert watch.status().peak_bytes == 0 and watch.status().footprint is None
+    for started, is_known in ((watch.sample.time - 60, True), (watch.sample.time, False)):
+        watch.note(started=started)
+        watch.note_last_peak(0, None)
+        assert (watch.status().peak_bytes > 0, watch.status().footprint is not None) == (is_known, is_known)
 
 
 def test_a_checkpoint_counts_as_new_if_no_earlier_attempt_had_it(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.files import read_masked, write_atomic, write_masked
 from memfit.jobs._job import Job, JobStatus
-from memfit.memory import is_locked, lock_file
+from memfit.memory import lock_file
 from memfit.rundir import OUTCOME as OUTCOME
 from memfit.rundir import STATUS as STATUS
 from memfit.rundir import RunDir, read_job, read_status_file
@@ -23,11 +23,6 @@ LOCK, JOB = "lock", "job.json"
 STOP_REQUESTED = "stop_requested"
 
 _JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(None))}
-
-
-def is_held(folder: Path) -> bool:
-    """Return True if a shim holds this job's lock, which proves that the job runs."""
-    return is_locked(folder / LOCK)
 
 
 def take_lock(folder: Path) -> int | None:

@@ -16,7 +16,6 @@ from memfit.jobs._folder import (
     LOCK,
     OUTCOME,
     STATUS,
-    is_held,
     next_attempt,
     other_host,
     read_order,
@@ -30,7 +29,7 @@ from memfit.jobs._fork import is_alive, start_interpreter, thread_env
 from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._warm import Parent
-from memfit.memory import JobGroup, Walls
+from memfit.memory import JobGroup, Walls, is_locked
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from memfit.units import MIB, format_bytes
 
@@ -89,7 +88,7 @@ class LocalBackend(FollowingBackend[_Followed]):
         self._granted: dict[str, JobGroup] = {}
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
-            if is_held(folder) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
+            if is_locked(folder / LOCK) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
                 self._adopt(folder)
             elif (folder / STATUS).exists() and not (folder / OUTCOME).exists():
                 _settle(folder)
@@ -234,7 +233,7 @@ def _has_shim(followed: _Followed) -> bool:
         with contextlib.suppress(ChildProcessError):
             return os.waitpid(followed.shim or 0, os.WNOHANG)[0] == 0
         return False
-    if is_held(followed.folder):
+    if is_locked(followed.folder / LOCK):
         return True
     # Its folder may be out of reach for a while.
     return followed.shim is not None and not (followed.folder / LOCK).exists() and is_alive(followed.shim)

@@ -67,7 +67,6 @@ class Monitor:
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
     _rank_peaks: Sizes = field(default_factory=Counter)
     _looked: float = 0.0
-    _seen_at: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
     _num_met: int = 0
@@ -113,7 +112,7 @@ class Monitor:
         sample = self.meter.sample()
         if sample is None:
             return
-        self.sample, self._seen_at = sample, time.monotonic()
+        self.sample = sample
         if self.series is not None:
             with suppress(OSError):  # a full disk costs the samples, not the job
                 self.series.append(sample)
@@ -220,7 +219,8 @@ class Monitor:
         """
         resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
         self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
-        if self.last_peak_bytes <= 0 and most_bytes is None and 2 * self._seen_at < self.born + time.monotonic():
+        seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0
+        if self.last_peak_bytes <= 0 and most_bytes is None and 2 * seen < began + time.time():
             self.sample = None  # more than half of its life was not seen: what it took is not known
 
     def footprint(self) -> Footprint:

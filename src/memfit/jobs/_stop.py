@@ -13,12 +13,12 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.files import check_owner
-from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, ask_to_stop, is_held, read_status
+from memfit.jobs._folder import LOCK, OUTCOME, STOP_REQUESTED, ask_to_stop, read_status
 from memfit.jobs._job import JobStatus
 from memfit.memory import is_locked, live_jobs
 from memfit.rundir import RunDir
 
-_LOCK = "supervisor.lock"
+_SUPERVISOR = "supervisor.lock"
 _STEP_SECONDS = 0.1
 #: Ask a supervisor to have its jobs checkpoint and end, and to end them now. Unlike Ctrl-C, twice means the same.
 ASK_SIGNAL, NOW_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
@@ -52,10 +52,10 @@ def stop(
         from memfit.jobs._slurm import cancel_queued
 
         asked += [one for one in cancel_queued(run) if one not in asked]
-    if job_id is not None and waits and asked and not is_held(run.job_dir(job_id)):
+    if job_id is not None and waits and asked and not is_locked(run.job_dir(job_id) / LOCK):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
     left = asked
-    while left or (supervisor is not None and _holds(supervisor, run.path / _LOCK)):
+    while left or (supervisor is not None and _holds(supervisor, run.path / _SUPERVISOR)):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
         # The supervisor may have been about to start a job.
@@ -89,7 +89,7 @@ def take_stop(run: RunDir, job_id: str) -> str:
 
 def find_supervisor(run: RunDir) -> int | None:
     """Return the process id of the run's supervisor, or None when it has none."""
-    lock = run.path / _LOCK
+    lock = run.path / _SUPERVISOR
     for pid in _lock_owners(lock):
         if _holds(pid, lock):
             return pid

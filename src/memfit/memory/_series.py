@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.errors import DamagedError
-from memfit.files import fits, parse_json, read_own
+from memfit.files import fits, parse_json, read_own, replacing
 from memfit.memory._meter import Sample
 
 _SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes", "disk_bytes")
@@ -59,9 +59,8 @@ class SeriesWriter:
         samples = read_series(self._path)
         pairs = zip(samples[::2], samples[1::2], strict=False)
         kept = [replace(second, peak_bytes=max(first.peak_bytes, second.peak_bytes)) for first, second in pairs]
-        thinned = self._path.with_suffix(".tmp")
-        thinned.write_bytes(b"".join(map(_line, kept)))
-        thinned.replace(self._path)
+        with replacing(self._path, durable=False) as aside:
+            aside.write_bytes(b"".join(map(_line, kept)))
         os.close(self._descriptor)
         self._descriptor, self._num_lines, self._seconds = _open(self._path), len(kept), 2 * self._seconds
 

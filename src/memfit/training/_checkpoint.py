@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
-from memfit.files import sync_folder
+from memfit.files import replacing
 from memfit.rundir import canary_folder, record
 from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
@@ -35,7 +35,7 @@ _LOCK = ".lock"
 Position = tuple[int, int]
 
 _FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
-_ASIDE_FILE = re.compile(r"\.((checkpoint|ema)_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
+_ASIDE_FILE = re.compile(r"\.((checkpoint|ema)_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.[\d-]+\.tmp")
 _KEPT_STEPS = 2
 #: The layout of what a Trainer saves, its entry ``memfit_checkpoint``; files of ``save_checkpoint`` have none.
 FORMAT = 2
@@ -82,9 +82,8 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
         3
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     has_checksums = torch.serialization.get_crc32_options()
-    try:
+    with replacing(path) as aside:
         with open(aside, "wb") as file:
             output = _Output(file)
             torch.serialization.set_crc32_options(True)
@@ -98,11 +97,6 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
             os.fsync(file.fileno())
         if prove:
             _load(aside, path, mmap=True)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
@@ -333,17 +327,13 @@ class CheckpointFolder:
 
     def _name(self, source: Path, name: str) -> None:
         """Give a checkpoint one more name, in place of what had it."""
-        aside = self.path / f".{name}.{os.getpid()}.tmp"
-        aside.unlink(missing_ok=True)
-        try:
-            os.link(source, aside)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(source, aside)
-            with open(aside, "rb") as file:
-                os.fsync(file.fileno())
-        os.replace(aside, self.path / name)
-        aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
-        sync_folder(self.path)
+        with replacing(self.path / name) as aside:  # a rename between two names of one file leaves both
+            try:
+                os.link(source, aside)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(source, aside)
+                with open(aside, "rb") as file:
+                    os.fsync(file.fileno())
 
 
 @contextmanager

@@ -5,12 +5,12 @@ Shards are files of ``torch.distributed.checkpoint``, so another number of ranks
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
+from memfit.files import replacing
 from memfit.training._checkpoint import (
     BEST,
     LATEST,
@@ -65,10 +65,8 @@ class ShardedFolder(CheckpointFolder):
 
     def mark_best(self) -> None:
         if (newest := self._newest_path()) is not None:
-            aside = self.path / f".{BEST}.{os.getpid()}.tmp"
-            aside.unlink(missing_ok=True)
-            aside.symlink_to(newest.name)
-            os.replace(aside, self.path / BEST)
+            with replacing(self.path / BEST, durable=False) as aside:
+                aside.symlink_to(newest.name)
 
     def prune(self, position: Position, best_epoch: int | None) -> None:
         spared = [
