@@ -219,6 +219,10 @@ READ = [
     ({"one": "ALL = []\ndef kept(): return 1\nALL.append(kept)\ndef stage(): ALL[0]()"}, "one", "return 1", "return 2", True),
     ({"one": "class Base:\n  ALL = []\n  def __init_subclass__(cls): Base.ALL.append(cls)\nclass Kept(Base):\n  def f(self): "
       "return 1\ndef stage(): return Base.ALL[0]().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "class Meta(type):\n  def __init__(cls, *_): Meta.kept = cls\nclass Kept(metaclass=Meta):\n  def f(self): return 1\n"
+      "def stage(): return Meta.kept().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "from two import keep\n@keep\ndef kept(): return 1\ndef stage(): return keep.all()", "two": "from three import *",
+      "three": "def keep(x): keep.all = x"}, "one", "return 1", "return 2", True),
     ({"one": "class Base: pass\nclass Other(Base):\n  def f(self): return 1\ndef stage(): return 0"}, "one", "1", "2", False),
     ({"one": "ALL = {}\ndef kept(): return 1\nclass Keeper:\n  ALL[1] = kept\ndef stage(): ALL[1]()"}, "one", "return 1", "return 2",
      True),
@@ -268,6 +272,7 @@ from pydantic import BaseModel, Field
 class Params(BaseModel):
     size: int = 1
     hidden: int = Field(2, exclude=True)
+    inner: "list[Params]" = []
 
 def stage(context, params):
     return {}

@@ -17,8 +17,8 @@ from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import SHIM
 from memfit.masking import mask
 from memfit.memory import Footprint, why_tight
+from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
-from memfit.pipeline._grid import PLACEHOLDER, fill
 from memfit.pipeline._order import Order, order_of_config
 from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, changes_since, plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes

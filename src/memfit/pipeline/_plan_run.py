@@ -19,14 +19,13 @@ from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
 from memfit.memory import Budget, Footprint, why_tight
+from memfit.pipeline._command import ALL, Choice, fill
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
-from memfit.pipeline._grid import ALL, Choice, fill
-from memfit.pipeline._loaders import ask_of_loaders
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
 from memfit.pipeline._places import most_at_once, read_budget
-from memfit.pipeline._probe import ask_of_model
+from memfit.pipeline._probe import ask_of_loaders, ask_of_model
 from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
