@@ -12,6 +12,7 @@ import pytest
 import memfit
 from memfit.errors import UsageError
 from memfit.pipeline import code_of, plan_run
+from stages_here import runs_here
 
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
 COUNTED = CONFIG | {"target": "flow:COUNTED"}
@@ -141,7 +142,7 @@ def finished(tmp_path_factory):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), runs_here():
         assert [memfit.run(config).exit_code for config in (CONFIG, COUNTED)] == [0, 0]
     return folder
 

@@ -292,6 +292,8 @@ def test_a_run_goes_on_where_its_folder_was_moved_to_and_not_in_a_copy(tmp_path,
     other = run_sh(text, "a=1..2")
     assert other.path.name != first.path.name and lines("ran") == ["1", "1", "2", "2"]
     assert RunDir(other.path).header["origins"]["threads_per_job"] == "default"  # not those of the copied run
+    with pytest.raises(UsageError, match="is a copy of"):
+        resume(tmp_path / "copy" / first.path.relative_to(tmp_path / "before"))
     (tmp_path / "before").rename(tmp_path / "after")
     (tmp_path / "after/ready").touch()
     monkeypatch.chdir(tmp_path / "after")

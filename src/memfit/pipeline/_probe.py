@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -160,17 +161,10 @@ def estimate_workload(
     beside the device: ``panel``, ``batch_bytes`` and ``loader``. A stage that names its model, and no step, is
     estimated from that model's config.json, without any data.
     """
-    from memfit.estimation import check_allocator, find_gpu
-
-    if gpu is not None:
-        find_gpu(gpu)
-    if allocator is not None:
-        check_allocator(allocator, name="--allocator")
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
-    accepts = config.resolve(RunConfig, file=Path(source), overrides=overrides).value.accept_tight
     answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
-    return answer | {"accept_tight": accepts}
+    return answer | {"accept_tight": found["accept_tight"]}
 
 
 def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
@@ -205,20 +199,6 @@ def estimate_in_child(
     formula: bool,
 ) -> dict[str, Any]:
     """Trace the step on the longest batch of the data that a run prepares; of a model alone return `question_of` it."""
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    workload = load_workload(target)
-    probed = next((one for one in workload.stages if one.probe is not None), None)
-    if probed is not None and probed.probe is not None and probed.probe.model is not None and probed.probe.step is None:
-        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
-        return question_of(target, params, probed.name, whole.value.memory.cuda_allocator)
-    if formula:
-        raise UsageError(
-            f"--formula was given, and no stage of '{target}' names a model.",
-            rule="the formula reads a model's config.json; a step is traced.",
-            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
-        )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.estimation import (
         AllocatorSettings,
         check_allocator,
@@ -227,24 +207,34 @@ def estimate_in_child(
         limit_time,
         sizes_of_batch,
     )
+
+    whole = config.Resolved.from_json(RunConfig, resolved)
+    device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
+    warned = [] if text is None else check_allocator(text, name="--allocator")
+    workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
+    name, own = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
+    if own.model is not None and own.step is None:
+        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
+        return question_of(target, params, name, whole.value.memory.cuda_allocator) | accepts
+    if formula:
+        raise UsageError(
+            f"--formula was given, and no stage of '{target}' names a model.",
+            rule="the formula reads a model's config.json; a step is traced.",
+            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.training import find_longest
 
-    device = None if gpu is None else find_gpu(gpu)
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     with _probed(target, resolved, "loader", "step") as (context, params, probe):
-        text = allocator or whole.value.memory.cuda_allocator
-        warned = [] if text is None else check_allocator(text)
         assert probe.loader is not None and probe.step is not None
         loader, make_step = probe.loader(context, params, 0), probe.step
         longest = find_longest(loader)
 
         def make_of(batch: Any) -> Callable[[], Any]:
-            def make() -> Any:
-                step = make_step(context, params)
-                return lambda: step(batch)
-
-            return make
+            return lambda: partial(make_step(context, params), batch)
 
         settings = None if text is None else AllocatorSettings.parse(text)
         try:
@@ -262,7 +252,7 @@ def estimate_in_child(
             ) from error
         facts = _describe_data(context, loader, longest)
     absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-    return found | absent | {"notes": [*found["notes"], *warned], **facts}
+    return found | absent | {"notes": [*found["notes"], *warned], **facts, **accepts}
 
 
 def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:

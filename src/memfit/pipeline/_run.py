@@ -117,6 +117,12 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     run_dir = RunDir.open(run)
     with start_folder(run_dir), Warm() as warm:
         order = order_of_run(run_dir, warm)
+        if order.kind == "commands" and run_dir.is_copy:
+            raise UsageError(
+                f"{run_dir.path} is a copy of {run_dir.header['path']}, which is there still.",
+                rule="commands run in the folder of their start, where the files of that run are.",
+                remedy="resume that run; or give its command again in the copied folder: it begins anew",
+            )
         if order.settings.canary:
             raise UsageError(
                 f"{run_dir.path} is a canary.",
