@@ -12,6 +12,7 @@ import pytest
 import memfit
 from memfit.errors import UsageError
 from memfit.pipeline import code_of, plan_run
+from stages_here import runs_here
 
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
 COUNTED = CONFIG | {"target": "flow:COUNTED"}
@@ -141,7 +142,7 @@ def finished(tmp_path_factory):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), runs_here():
         assert [memfit.run(config).exit_code for config in (CONFIG, COUNTED)] == [0, 0]
     return folder
 
@@ -219,6 +220,10 @@ READ = [
     ({"one": "ALL = []\ndef kept(): return 1\nALL.append(kept)\ndef stage(): ALL[0]()"}, "one", "return 1", "return 2", True),
     ({"one": "class Base:\n  ALL = []\n  def __init_subclass__(cls): Base.ALL.append(cls)\nclass Kept(Base):\n  def f(self): "
       "return 1\ndef stage(): return Base.ALL[0]().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "class Meta(type):\n  def __init__(cls, *_): Meta.kept = cls\nclass Kept(metaclass=Meta):\n  def f(self): return 1\n"
+      "def stage(): return Meta.kept().f()"}, "one", "return 1", "return 2", True),
+    ({"one": "from two import keep\n@keep\ndef kept(): return 1\ndef stage(): return keep.all()", "two": "from three import *",
+      "three": "def keep(x): keep.all = x"}, "one", "return 1", "return 2", True),
     ({"one": "class Base: pass\nclass Other(Base):\n  def f(self): return 1\ndef stage(): return 0"}, "one", "1", "2", False),
     ({"one": "ALL = {}\ndef kept(): return 1\nclass Keeper:\n  ALL[1] = kept\ndef stage(): ALL[1]()"}, "one", "return 1", "return 2",
      True),
@@ -268,6 +273,7 @@ from pydantic import BaseModel, Field
 class Params(BaseModel):
     size: int = 1
     hidden: int = Field(2, exclude=True)
+    inner: "list[Params]" = []
 
 def stage(context, params):
     return {}

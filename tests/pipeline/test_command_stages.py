@@ -144,7 +144,10 @@ def test_from_runs_what_reads_a_stage_from_the_beginning_and_never_in_a_finished
     }
     first = run(stages)
     assert first.exit_code == 4
+    key = first.path / "checkpoints/stage_b/.key"
+    before = key.stat().st_mtime_ns
     assert len(kept(run(stages).path, "stage_b/steps")) == 4  # what was begun goes on
+    assert key.stat().st_mtime_ns == before  # a full disk would leave none, and nothing would go on
     (first.path / "checkpoints/stage_a.json").write_text("{")
     Path("ok").touch()
     Path("ran").unlink()

@@ -286,10 +286,14 @@ def test_a_run_goes_on_where_its_folder_was_moved_to_and_not_in_a_copy(tmp_path,
     text = "echo {a} >> ran; test -e ready || test {a} != 2"
     (tmp_path / "before").mkdir()
     monkeypatch.chdir(tmp_path / "before")
-    first = run_sh(text, "a=1..2")
+    first = run_sh(text, "a=1..2", env={"OMP_NUM_THREADS": "3"})
     shutil.copytree(tmp_path / "before", tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    assert run_sh(text, "a=1..2").path.name != first.path.name and lines("ran") == ["1", "1", "2", "2"]
+    other = run_sh(text, "a=1..2")
+    assert other.path.name != first.path.name and lines("ran") == ["1", "1", "2", "2"]
+    assert RunDir(other.path).header["origins"]["threads_per_job"] == "default"  # not those of the copied run
+    with pytest.raises(UsageError, match="is a copy of"):
+        resume(tmp_path / "copy" / first.path.relative_to(tmp_path / "before"))
     (tmp_path / "before").rename(tmp_path / "after")
     (tmp_path / "after/ready").touch()
     monkeypatch.chdir(tmp_path / "after")

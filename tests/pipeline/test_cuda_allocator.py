@@ -41,6 +41,7 @@ def run_command(*settings, env=None):
     return seen, run_dir, told
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.proves("S4-28", "C-06")
 def test_a_jobs_interpreter_starts_with_it_and_the_record_of_the_run_and_of_the_job_shows_it():
     flag = ("--cuda-allocator", f'memory.cuda_allocator="{GROWS}"')
@@ -52,13 +53,14 @@ def test_a_jobs_interpreter_starts_with_it_and_the_record_of_the_run_and_of_the_
     assert job["cuda_allocator"] == job["env"]["PYTORCH_ALLOC_CONF"] == GROWS
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_without_the_setting_a_job_gets_nothing_but_what_the_environment_says(monkeypatch):
     assert run_command()[0] == {}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert run_command()[0] == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variable_of_your_own_wins_over_the_setting_and_that_is_told(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64")

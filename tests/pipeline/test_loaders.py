@@ -8,7 +8,7 @@ from rich.console import Console
 
 from memfit.data import _loader_footprint
 from memfit.errors import UsageError
-from memfit.pipeline import _loaders, plan_run
+from memfit.pipeline import _probe, plan_run
 from memfit.reports import print_run_plan
 
 MODULE = """
@@ -65,7 +65,7 @@ def empty(monkeypatch):
 
 
 def ask(name, **params):
-    return _loaders.loaders_in_child(f"loaders_here:{name}", "", params, 1)
+    return _probe.loaders_in_child(f"loaders_here:{name}", "", params, 1)
 
 
 @pytest.mark.usefixtures("empty")
@@ -108,7 +108,7 @@ def test_what_returns_no_two_loaders_is_refused():
 
 
 def test_a_function_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(_loaders, "_SECONDS", 1)
+    monkeypatch.setattr(_probe, "_SECONDS", 1)
     with pytest.raises(UsageError, match="were not made and looked at within 1 s"):
         ask("slow")
 

@@ -45,21 +45,20 @@ def gpus(tmp_path, monkeypatch):
     return folder
 
 
-def make(gpus, num, foreign=None):
-    """Make GPUs of 10 GiB, of which a stranger takes so many GiB each."""
+def make(gpus, num):
+    """Make GPUs of 10 GiB."""
     (gpus / "gpus.json").write_text(json.dumps({f"GPU-{n}": 10 * GIB for n in range(num)}))
-    (gpus / "0.json").write_text(json.dumps({name: size * GIB for name, size in (foreign or {}).items()}))
 
 
-def start(*words, job, runs="runs", verb="run"):
-    command = [sys.executable, "-m", "memfit", verb, "--memory", "200MiB", "--runs-dir", runs, *words, "--"]
+def start(*words, job, runs="runs"):
+    command = [sys.executable, "-m", "memfit", "run", "--memory", "200MiB", "--runs-dir", runs, *words, "--"]
     command += [sys.executable, "job.py", *job]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process, exit_code=0):
+def finish(process):
     out = process.communicate(timeout=120)[0]
-    assert process.returncode == exit_code, out
+    assert process.returncode == 0, out
     return out
 
 
@@ -75,7 +74,7 @@ def events(kind, runs="runs"):
 
 def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gpus):
     make(gpus, 4)
-    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x1"), verb="run"))
+    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x1")))
     first, second, third = notes(gpus)
     assert len({*first["gpus"], *second["gpus"]}) == 4
     assert second["began"] < first["ended"]
@@ -88,23 +87,6 @@ def test_a_job_whose_torch_refuses_more_comes_again_with_more(gpus):
     finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "8x1")))
     assert [round(event["devices"]["GPU-0"] / GIB, 2) for event in events("admit")] == [2.0, 3.0, 9.75]
     assert all("ran out of device memory" in event["reason"] for event in events("retry"))
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ("--gpu-memory", "9GiB"),
-            "needs 9.00 GiB on 1 GPU (as declared); 7.75 GiB available on GPU 1 (GPU-1) = 8.00 GiB free - 256.0 MiB",
-        ),
-        (("--num-gpus", "3"), "it needs 3 GPUs and 2 are here"),
-    ],
-)
-@pytest.mark.long
-def test_a_job_that_can_never_fit_is_refused_with_the_arithmetic(gpus, words, reason):
-    make(gpus, 2, {"GPU-0": 5, "GPU-1": 2})
-    assert reason in " ".join(finish(start(*words, job=("a", "1x1")), exit_code=3).split())
-    assert notes(gpus) == []
 
 
 def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
@@ -120,13 +102,13 @@ def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
 
 def test_the_plan_counts_what_the_first_job_took_of_its_gpu(gpus):
     make(gpus, 2)
-    finish(start("--num-gpus", "1", "--param", "n=1..5", job=("{n}", "4x2"), verb="run"))
+    finish(start("--num-gpus", "1", "--param", "n=1..5", job=("{n}", "4x2")))
     decided = json.loads((find_run(root=Path("runs")).path / "plan.json").read_text())
     assert (decided["num_parallel"], decided["num_fitting"], decided["limited_by"]) == (4, 4, "memory")
     assert decided["device_reservation_bytes"] == round(1.1 * 4 * GIB)
     began = notes(gpus)
     assert max(sum(one["began"] < at["ended"] <= one["ended"] for one in began) for at in began) <= 4
     words = ("--num-gpus", "1", "--param", "n=1..6", "--plan", "--json")
-    [stage] = json.loads(finish(start(*words, job=("{n}", "4x2"), verb="run")))["stages"]
+    [stage] = json.loads(finish(start(*words, job=("{n}", "4x2"))))["stages"]
     assert [row["num_jobs"] for row in stage["rows"] if row["fits"]] == [1, 2, 3, 4]
     assert all(row["margin_bytes"] > 0 for row in stage["rows"])

@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pyarrow import feather
 
 import memfit
 from memfit.errors import ConfigError, UsageError
-from memfit.pipeline import Choice, fingerprint_files, plan_run
+from memfit.pipeline import Choice, Context, fingerprint_files, plan_run
 from memfit.rundir import RunDir
 from stages_here import runs_here
 
@@ -101,6 +102,8 @@ def test_stages_run_once_in_order_and_the_result_of_another_run_stays_when_that_
     manifest = json.loads((second.path / "checkpoints/square_2.json").read_text())
     assert manifest["reused_from"] == str(first.path / "checkpoints/square_2.json")
     assert (second.path / "checkpoints/square_2/file.txt").stat().st_nlink == 2
+    tables = [feather.read_table(run.path / "square_results.feather") for run in (first, second)]
+    assert [one["peak_private_bytes"].to_pylist() for one in tables] == [[32 << 20] * 3, [None] * 3]  # it measured none
     shutil.rmtree(first.path)
     again, ran, _ = run_chain("params.offset=5")
     assert (again.path, ran, again.metrics) == (second.path, [], second.metrics)
@@ -363,6 +366,19 @@ def test_stages_that_cannot_work_are_refused_in_words(stages, message, tmp_path,
     with pytest.raises(ConfigError, match=message):
         memfit.run({"experiment": "bad", "stages": stages, "params": {"folds": 2}})
     assert not Path("runs").exists()
+
+
+def test_a_file_saved_under_another_name_is_found_again_and_none_is_written_over_another(tmp_path):
+    context, places = Context(None, None, tmp_path / "unit", tmp_path), ("unit/own", "a/tokens", "b/tokens")
+    paths = [tmp_path / one for one in places]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(str(path))
+    for path in paths[:2]:
+        found = context.once(path.parent.name, lambda path=path: path)
+        assert context.once(path.parent.name, pytest.fail) == found and found.read_text() == str(path)
+    with pytest.raises(UsageError, match="output b was written over output a: both are tokens"):
+        context.save("b", paths[2])
 
 
 def test_a_large_raw_file_counts_by_size_time_and_sixteen_pieces_of_it(tmp_path):

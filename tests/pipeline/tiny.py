@@ -1,7 +1,6 @@
 """A workload without torch: each fold "trains" by averaging, epoch by epoch, with a checkpoint after each."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -40,7 +39,6 @@ class TinyParams(BaseModel):
     epoch_seconds: float = 0.0
     hold_mib: int = 0
     fail_fold: int = 0
-    die_fold: int = 0
     #: The first fold goes on when the second has begun.
     awaits_second: bool = False
 
@@ -83,8 +81,6 @@ def train_fold(context: Context, params: TinyParams) -> dict[str, float]:
         time.sleep(params.epoch_seconds)
         if params.fail_fold == fold:
             raise ValueError("a planted bug")
-        if params.die_fold == fold:
-            os.kill(os.getpid(), signal.SIGKILL)
         phase("checkpoint")
         write_json(saved, {"epoch": epoch})
         phase("validate")
@@ -108,7 +104,7 @@ TINY = Workload(
             train_fold,
             needs=("prepare",),
             each="fold in prepare.folds",
-            reads=("num_epochs", "epoch_seconds", "hold_mib", "fail_fold", "die_fold", "awaits_second", "@seed"),
+            reads=("num_epochs", "epoch_seconds", "hold_mib", "fail_fold", "awaits_second", "@seed"),
             phases=("load", "train", "checkpoint", "validate"),
         ),
     ),

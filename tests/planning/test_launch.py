@@ -67,14 +67,15 @@ def made(content=NODES, *overrides, measured=None, form="sbatch", **changes):
 
 
 def measured_run(experiment="trial", *, shared=GIB, saves=()):
-    """A run whose one job took 6 GiB and two epochs of a minute, and saved."""
+    """A run whose one job took 6 GiB and went on for two epochs of a minute, and saved; another ran out of memory."""
     run = RunDir.create(Path("runs"), experiment, "0" * 64)
-    run.job_dir("train").mkdir(parents=True)
-    footprint = Footprint(6 * GIB, shared).to_dict()
-    status = {"schema_version": 1, "state": "completed", "attempt": 1, "started": 1000.0, "ended": 1120.0}
-    (run.job_dir("train") / "status.json").write_text(json.dumps(status | {"footprint": footprint}))
+    status = {"schema_version": 1, "attempt": 1, "started": 1000.0, "ended": 1120.0}
+    for name, state, size in (("train", "completed", 6 * GIB), ("worse", "out_of_memory", 60 * GIB)):
+        run.job_dir(name).mkdir(parents=True)
+        own = {"state": state, "footprint": Footprint(size, shared).to_dict()}
+        (run.job_dir(name) / "status.json").write_text(json.dumps(status | own))
     events = [{"kind": "checkpoint", "seconds": one} for one in saves]
-    events += [{"kind": "epoch", "epoch": one, "num_epochs": 2} for one in (1, 2)]
+    events += [{"kind": "epoch", "epoch": one, "num_epochs": 10} for one in (9, 10)]
     lines = (json.dumps({"time": 1060.0, "job": "train", **one}) for one in events)
     (run.path / "events/a-1-1.jsonl").write_text("".join(f"{one}\n" for one in lines))
     return run
@@ -254,9 +255,8 @@ def test_loaders_without_a_model_make_no_request_and_a_measured_run_does(monkeyp
     config = NODES | {"stages": stages, "resources": {"ranks": 16}}
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(config)
-    assert made(config, measured=measured_run()).memory == Amount(
-        32 * GIB, "node"
-    )  # 4 x 6, 25 % more, 1 mapped, memfit
+    memory = made(config, measured=measured_run()).memory
+    assert memory == Amount(32 * GIB, "node")  # 4 x 6, 25 % more, 1 mapped, memfit
 
 
 @pytest.mark.proves("S4-26", "S4-27")

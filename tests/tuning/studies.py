@@ -10,7 +10,7 @@ from kills import Kill, Moment
 from memfit.config import read_file
 from memfit.pipeline import Output
 from memfit.rundir import RunDir
-from memfit.tuning import Study, Trial, read_trials
+from memfit.tuning import Study, read_trials
 
 SPACE = [{"name": "params.lr", "low": 1e-3, "high": 0.5, "log": True}, {"name": "params.width", "low": 1, "high": 9}]
 KIND = {"name": "params.kind", "choices": ["a", "b"]}
@@ -39,15 +39,10 @@ def lay_out(folder: Path, content: Any) -> Path:
     return path
 
 
-def record_of(trial: Trial) -> dict[str, Any]:
-    """What a trial's record says and two equal studies have in common."""
-    return {name: value for name, value in trial.to_dict().items() if name != "measured"}
-
-
 def left_by(run: RunDir) -> dict[str, Any]:
     """What a study left: its records, its best config, and the digest of each result of a trial that completed."""
     trials = Study.open(run).trials
-    found: dict[str, Any] = {one.name: record_of(one) for one in trials}
+    found: dict[str, Any] = {one.name: one.to_dict() | {"measured": None} for one in trials}  # that may differ
     best = read_file(run.path / "best.yaml")
     found["best"] = {name: value for name, value in best.items() if name != "max_parallel"}
     for one in trials:

@@ -50,6 +50,7 @@ def mixed(tmp_path_factory):
     folder, patch = tmp_path_factory.mktemp("mixed"), pytest.MonkeyPatch()
     patch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
     params = {"widths_that_fail": [3], "widths_without_value": [4], "hold_mib_per_width": 30, "width": 1}
+    params |= {"api_key": "s3cr3t-of-mine"}
     searched = {"space": [WIDTHS], "sampler": "random", "seed": 12, "epochs": "params.num_epochs", "report": "half"}
     memory = {"limit": "176MiB", "reserve": "16MiB"}
     with contextlib.chdir(folder):
@@ -111,6 +112,7 @@ def test_the_best_config_runs_and_gives_the_value_of_the_best_trial(mixed):
     best = results[1].best
     assert best.name == Study.open(RunDir(results[0].path)).best.name == "trial_0005"
     path = results[0].path / "best.yaml"
+    assert not path.stat().st_mode & 0o77  # it holds a secret, as config.yaml does
     assert read_file(path)["params"]["width"] == best.params["params.width"]
     assert f"trial_0005 of the study in this folder: fold.loss {best.value:.6g}" in path.read_text()
     result = memfit.run(path)

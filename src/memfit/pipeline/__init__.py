@@ -9,7 +9,14 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.pipeline._code import code_of as code_of
+    from memfit.pipeline._command import Choice as Choice
+    from memfit.pipeline._command import check_placeholders as check_placeholders
+    from memfit.pipeline._command import chosen_units as chosen_units
     from memfit.pipeline._command import config_of_command as config_of_command
+    from memfit.pipeline._command import expand as expand
+    from memfit.pipeline._command import expand_range as expand_range
+    from memfit.pipeline._command import fill as fill
+    from memfit.pipeline._command import parse_param as parse_param
     from memfit.pipeline._config import RunConfig as RunConfig
     from memfit.pipeline._config import StageSettings as StageSettings
     from memfit.pipeline._config import resolve_settings as resolve_settings
@@ -23,18 +30,12 @@ if TYPE_CHECKING:
     from memfit.pipeline._describe import describe as describe
     from memfit.pipeline._describe import setting_of as setting_of
     from memfit.pipeline._graph import Graph as Graph
-    from memfit.pipeline._grid import Choice as Choice
-    from memfit.pipeline._grid import check_placeholders as check_placeholders
-    from memfit.pipeline._grid import chosen_units as chosen_units
-    from memfit.pipeline._grid import expand as expand
-    from memfit.pipeline._grid import expand_range as expand_range
-    from memfit.pipeline._grid import fill as fill
-    from memfit.pipeline._grid import parse_param as parse_param
     from memfit.pipeline._launch import plan_launch as plan_launch
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
     from memfit.pipeline._manifest import replacing as replacing
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm
+    from memfit.pipeline._order import newest_run as newest_run
     from memfit.pipeline._order import order_of_config as order_of_config
     from memfit.pipeline._places import read_budget as read_budget
     from memfit.pipeline._plan_run import RunPlan as RunPlan
@@ -52,11 +53,13 @@ if TYPE_CHECKING:
     from memfit.pipeline._run import run_commands as run_commands
     from memfit.pipeline._run import start_folder as start_folder
     from memfit.pipeline._run import take_up as take_up
+    from memfit.pipeline._run import write_config as write_config
     from memfit.pipeline._run import write_order as write_order
     from memfit.pipeline._source import UnitSource as UnitSource
     from memfit.pipeline._supervise import RunResult as RunResult
     from memfit.pipeline._supervise import Supervisor as Supervisor
     from memfit.pipeline._supervise import View as View
+    from memfit.pipeline._supervise import Watcher as Watcher
     from memfit.pipeline._supervise import supervised as supervised
 
 

@@ -102,12 +102,12 @@ def _is_own(name: str, path: Path, package: str) -> bool:
 
 def _models(params: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Yield the models of the params, and of their sections."""
-    yield from (base for base in params.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
-    annotations = [info.annotation for info in params.model_fields.values()]
-    for one in annotations:  # it grows as it is read
-        annotations += get_args(one)
-        if isinstance(one, type) and issubclass(one, BaseModel):
-            yield from _models(one)
+    kinds: list[Any] = [params]
+    for place, one in enumerate(kinds):  # it grows as it is read
+        if isinstance(one, type) and issubclass(one, BaseModel) and one not in kinds[:place]:  # a model may hold itself
+            yield from (base for base in one.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
+            kinds += [info.annotation for info in one.model_fields.values()]
+        kinds += get_args(one)
 
 
 class _Reader:
@@ -235,39 +235,40 @@ class _Reader:
         if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             return any(self._acts(module, one) for one in ast.iter_child_nodes(node) if isinstance(one, _BLOCKS))
         if isinstance(node, _DEFINITIONS):
-            bases, body = (node.bases, node.body) if isinstance(node, ast.ClassDef) else ([], [])
-            is_hooked = any(self._is_hook(module, one) for base in bases for one in _chains(base))
-            is_decorated = any(self._is_of_user(module, one) for one in node.decorator_list)
-            return is_hooked or is_decorated or any(self._acts(module, one) for one in body)
+            if any(self._defined(module, one) for one in node.decorator_list):
+                return True
+            if not isinstance(node, ast.ClassDef):
+                return False
+            return self._is_hooked(module, node) or any(self._acts(module, one) for one in node.body)
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             return any(isinstance(one, ast.Subscript | ast.Attribute) for each in targets for one in ast.walk(each))
         return not isinstance(node, _NAMING)
 
-    def _is_of_user(self, module: _Module, node: ast.AST | None) -> bool:
-        """Return True if an expression begins with a name that the user's code defines."""
-        while isinstance(node, ast.Call | ast.Attribute):
-            node = node.func if isinstance(node, ast.Call) else node.value
-        name = getattr(node, "id", "")
-        places = module.imports.get(name, [])
-        return any(self._found(*place)[0] for place in places) or (name in module.definitions and not places)
-
-    def _is_hook(self, module: _Module, chain: tuple[str, ...], seen: frozenset[_Place] = frozenset()) -> bool:
-        """Return True if a name leads to a class of the user's whose code runs when another derives from it."""
-        if not chain or (module.name, chain) in seen:
-            return False
-        seen |= {(module.name, chain)}
-        for target, inner in module.imports.get(chain[0], []):
-            found, rest = self._found(target, (*inner, *chain[1:]))
-            if found is not None and self._is_hook(found, rest, seen):
-                return True
-        nodes = [one.node for one in module.definitions.get(chain[0], []) if isinstance(one.node, ast.ClassDef)]
+    def _is_hooked(self, module: _Module, node: ast.ClassDef, seen: tuple[ast.ClassDef, ...] = ()) -> bool:
+        """Return True if code of the user's runs when a class is made: that of its metaclass, or of a base."""
+        if any(one.arg == "metaclass" and self._defined(module, one.value) for one in node.keywords):
+            return True
+        bases = [(owner, one) for base in node.bases for owner, one in self._defined(module, base)]
         return any(
-            "__init_subclass__" in [getattr(one, "name", "") for one in node.body]
-            or any(self._is_of_user(module, one.value) for one in node.keywords if one.arg == "metaclass")
-            or any(self._is_hook(module, one, seen) for base in node.bases for one in _chains(base))
-            for node in nodes
+            "__init_subclass__" in [getattr(part, "name", "") for part in one.body]
+            or self._is_hooked(owner, one, (*seen, node))
+            for owner, one in bases
+            if isinstance(one, ast.ClassDef) and one not in seen
         )
+
+    def _defined(self, module: _Module, node: ast.expr) -> list[tuple[_Module, ast.stmt]]:
+        """Return the user's statements that define the name with which an expression begins, each with its module."""
+        places, found = [(module.name, next(_chains(node), ()))], list[tuple[_Module, ast.stmt]]()
+        for place in places:  # it grows as it is read
+            owner, chain = self._found(*place)
+            if owner is not None and chain:
+                found += [(owner, one.node) for one in owner.definitions.get(chain[0], [])]
+                for bound in [one for one in owner.imports if one == chain[0] or one.startswith("*")]:
+                    rest = chain[1:] if bound == chain[0] else chain
+                    inner = [(target, (*names, *rest)) for target, names in owner.imports[bound]]
+                    places += [one for one in inner if one not in places]
+        return found
 
     def _found(self, name: str, chain: tuple[str, ...]) -> tuple[_Module | None, tuple[str, ...]]:
         """Return the module that a dotted name in a module leads to, and what is left of the name."""

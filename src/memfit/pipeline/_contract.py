@@ -180,7 +180,15 @@ class Context:
         """
         if self.rank:
             return _manifest.find_output(self.dir, name) or self.dir / name
-        path = self.saved[name] = _manifest.save_output(self.dir, name, value)
+        path = _manifest.save_output(self.dir, name, value)
+        other = next((one for one, at in self.saved.items() if at == path and one != name), None)
+        if other is not None and not (isinstance(value, Path) and value.resolve() == path.resolve()):
+            raise UsageError(
+                f"output {name} was written over output {other}: both are {path.name}.",
+                rule="a file that is copied keeps its name, and each output has a file of its own.",
+                remedy=f"rename the file, or save it from the stage's own folder: {path.with_name(name)}",
+            )
+        self.saved[name] = path
         return path
 
     def once(self, name: str, make: Callable[[], T]) -> T:

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.pipeline._code import code_of, code_of_command
+from memfit.pipeline._command import PLACEHOLDER
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Probe, Stage, load_workload
-from memfit.pipeline._grid import PLACEHOLDER
 
 SEED = "@seed"
 _MOST_UNITS = 1_000_000

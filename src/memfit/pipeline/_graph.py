@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from memfit.errors import ConfigError, UsageError
+from memfit.pipeline._command import chosen_units, label_of
 from memfit.pipeline._describe import StageSpec, list_units
-from memfit.pipeline._grid import chosen_units, label_of
 from memfit.pipeline._manifest import find_manifest, key_of
 from memfit.pipeline._order import Order
 from memfit.pipeline._results import Results, Unit

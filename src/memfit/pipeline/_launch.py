@@ -17,12 +17,12 @@ from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import SHIM
 from memfit.masking import mask
 from memfit.memory import Footprint, why_tight
+from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
-from memfit.pipeline._grid import PLACEHOLDER, fill
 from memfit.pipeline._order import Order, order_of_config
-from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, changes_since, plan_run
+from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, Taken, changes_since, plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
-from memfit.rundir import RunDir, read, read_events
+from memfit.rundir import Reader, RunDir
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, format_count, round_up_size
 
@@ -36,18 +36,12 @@ _SHELL = re.compile(r"[;&|<>$`\n]")
 
 
 class _Measured(NamedTuple):
-    """What a run took: its largest job, with its ``changes`` of settings, its ranks, an epoch and the longest save."""
+    """What a run took: its largest job, an epoch of that, the longest save, and a remark if it had other settings."""
 
-    footprint: Footprint | None = None
-    num_ranks: int = 1
+    taken: Taken = Taken(None, "")
     epoch_seconds: float | None = None
     save_seconds: float | None = None
-    changes: str = ""
-
-    @property
-    def remark(self) -> str:
-        """What is said beside its figures."""
-        return f", {WITH_OTHER}{self.changes}" if self.changes else ""
+    remark: str = ""
 
 
 class _Planned(NamedTuple):
@@ -127,25 +121,28 @@ def _layout(order: Order) -> Layout:
 
 
 def _read_run(order: Order, run: RunDir | None) -> _Measured:
-    """Return what a run took; nothing if there is none."""
+    """Return what a run took; nothing if there is none. A job that ran out of memory does not say what it needs."""
     if run is None:
         return _Measured()
-    jobs = [one for one in read(run).jobs.values() if one.footprint is not None]
-    sizes = {one.id: Footprint.from_dict(one.footprint or {}) for one in jobs}
-    saves = [one.get("seconds") for one in read_events(run.path / "events") if one.get("kind") == "checkpoint"]
+    reader = Reader(run)
+    saves = [one.get("seconds") for one in reader.read() if one["kind"] == "checkpoint"]
     longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
+    jobs = [one for one in reader.state().jobs.values() if one.footprint and one.own != "out_of_memory"]
+    sizes = [Footprint.from_dict(one.footprint or {}) for one in jobs]
     if not jobs:
         return _Measured(save_seconds=longest)
-    largest = max(jobs, key=lambda one: sizes[one.id].private_bytes)
-    seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
+    largest, size = max(zip(jobs, sizes, strict=True), key=lambda one: one[1].private_bytes)
+    done = largest.epochs_done - largest.epoch.get("epoch", 0) + len(largest.epoch_ends)  # in its last attempt
+    seconds = largest.seconds / done if largest.seconds and done >= 1 else None
     stage = order.by_name.get(largest.stage)
-    changes = changes_since(order, stage, run, largest.id) if stage is not None else ""
-    return _Measured(sizes[largest.id], max(1, len(largest.ranks)), seconds, longest, changes)
+    remark = changes_since(order, stage, run, largest.id) if stage is not None else ""
+    tasks = max(1, max(1, len(largest.ranks)) // order.settings.slurm.nodes)
+    return _Measured(Taken(size, f"measured in {run.path.name!r}{remark}", None, tasks), seconds, longest, remark)
 
 
 def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None, told: _Measured) -> _Planned:
     """Plan the stages; return that which takes most on a node."""
-    if measured is not None and told.footprint is None:
+    if measured is not None and told.taken.footprint is None:
         raise UsageError(
             f"no job of {measured.path} was measured.",
             rule="--measured takes the peak of a run's largest job.",
@@ -167,9 +164,9 @@ def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
         origin, size = stage.origin.partition("; its lines")[0], stage.footprint
         forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
-        if measured is not None and told.footprint is not None:
-            nodes, origin = layout.nodes or 1, f"measured in {measured.path.name!r}{told.remark}"
-            ledger = Ledger(layout, ()).completed(told.footprint, max(1, told.num_ranks // nodes), origin)
+        if measured is not None and told.taken.footprint is not None:
+            origin = told.taken.origin
+            ledger = Ledger(layout, ()).completed(told.taken.footprint, told.taken.num_tasks, origin)
             forecast = replace(forecast, ledger=ledger, others=(), variants=(), uncounted=())
         elif stage.forecast is None and size is not None:
             own = max(1, math.ceil(order.ranks_of(order.by_name[stage.name]) / (layout.nodes or 1)))
@@ -234,7 +231,7 @@ def _grace(settings: RunConfig, told: _Measured) -> tuple[float, str]:
     """Return how long a stop may take, and how that follows."""
     if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
         return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
-    least = settings.grace_seconds if told.changes else _LEAST_GRACE_SECONDS
+    least = settings.grace_seconds if told.remark else _LEAST_GRACE_SECONDS
     seconds = max(least, math.ceil(_SAVES * told.save_seconds))
     return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured{told.remark}"
 

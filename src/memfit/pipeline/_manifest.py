@@ -143,12 +143,12 @@ def key_of(manifest: Path) -> str:
 
 def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
     """Make a unit's folder for a key; remove what another key left, and the outcome of the job that made it."""
+    folder = manifest.with_suffix("")
     if key_of(manifest) != key:
         outcome.unlink(missing_ok=True)
         remove_result(manifest)
-    folder = manifest.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".key").write_text(key)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / ".key", key)  # never again: a full disk would leave it empty, and all checkpoints go
     return folder
 
 
@@ -182,7 +182,7 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
             remedy="name it for example scores",
         )
     if isinstance(value, Path):
-        return _save_path(folder, value)
+        return _save_path(folder, name, value)
     if _is_a(value, "memfit.data", "Panel"):
         # This reads every byte: so the page cache is charged to this job's group, which outlives it, and not to the
         # first job that maps the panel.
@@ -229,19 +229,24 @@ def _save_json(folder: Path, name: str, kind: str, value: Any) -> Path:
     return path
 
 
-def _save_path(folder: Path, path: Path) -> Path:
-    """Take a file or folder as an output: in place if it lies in the folder, else as a copy."""
+def _save_path(folder: Path, name: str, path: Path) -> Path:
+    """Take a file or folder as an output: in place if it lies in the folder, else as a copy; note where it is."""
+    place = Path(path.name)
     if path.resolve().is_relative_to(folder.resolve()):
-        return folder / path.resolve().relative_to(folder.resolve())
-    with replacing(folder / path.name) as aside:
-        (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
-    return folder / path.name
+        place = path.resolve().relative_to(folder.resolve())
+    else:
+        with replacing(folder / place) as aside:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
+    if str(place) != name:
+        write_atomic(folder / f".{name}.path", str(place))
+    return folder / place
 
 
 def find_output(folder: Path, name: str) -> Path | None:
     """Return the path of an output that a folder holds already, or None."""
-    paths = (folder / f"{name}{ending}" for ending in [*ENDINGS.values(), ""])
-    return next((path for path in paths if path.exists()), None)
+    note = folder / f".{name}.path"
+    names = [*(f"{name}{ending}" for ending in ENDINGS.values()), note.read_text() if note.is_file() else name]
+    return next((folder / one for one in names if (folder / one).exists()), None)
 
 
 def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) -> Any:

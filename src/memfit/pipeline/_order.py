@@ -18,10 +18,17 @@ from memfit.files import read_whole
 from memfit.jobs import Parent, call_in_child, own_threads, start_env
 from memfit.masking import mask
 from memfit.memory import Budget
-from memfit.pipeline._command import check_command, config_of_command
+from memfit.pipeline._command import (
+    ALL,
+    Choice,
+    check_command,
+    check_placeholders,
+    chosen_units,
+    config_of_command,
+    own_stdin,
+)
 from memfit.pipeline._config import Resources, RunConfig, StageSettings, resolve_settings
 from memfit.pipeline._describe import StageSpec, describe_commands
-from memfit.pipeline._grid import ALL, Choice, check_placeholders, chosen_units, own_stdin
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
 
@@ -257,6 +264,12 @@ def order_of_command(command: Sequence[str], choice: Choice, **given: Any) -> Or
     return Order(settings, [stage], "commands", fingerprint, origins, facts, yaml=resolved.to_yaml())
 
 
+def newest_run(order: Order) -> RunDir | None:
+    """Return the newest run of an order; of commands none goes on that was copied, since their files were not."""
+    found = RunDir.newest(order.settings.runs_dir, order.settings.experiment, order.fingerprint)
+    return None if found is None or (order.kind == "commands" and found.is_copy) else found
+
+
 def with_threads(order: Order, env: Mapping[str, str] | None, *, new: bool = False) -> Order:
     """Return an order with the threads that its unfinished run began with, else OMP_NUM_THREADS, if it sets none.
 
@@ -266,7 +279,7 @@ def with_threads(order: Order, env: Mapping[str, str] | None, *, new: bool = Fal
     origin, own = "environment OMP_NUM_THREADS", own_threads(os.environ if env is None else env)
     if known != config.DEFAULT and (order.kind, known) != ("commands", config.ARGUMENT):
         return order
-    run = None if new else RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+    run = None if new else newest_run(order)
     threads = own * settings.resources.ranks or settings.threads_per_job
     with contextlib.suppress(ConfigError, DamagedError, KeyError):
         if run is not None and run.state not in ("completed", "stopped"):

@@ -84,29 +84,13 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
 @contextmanager
 def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterator[Place]:
     """Make the backend that queues jobs with Slurm."""
-    own = _slurm_of_stages(settings)
-    for name in ("", *settings.stages):
-        stage = settings.stages.get(name, StageSettings())
-        ranks, nodes = (stage.resources or settings.resources).ranks, own.get(name, settings.slurm).nodes
-        if settings.target and nodes > 1 and ranks == 1 and (not name or name in own):
-            raise UsageError(
-                "a stage that is a function was given several nodes of Slurm.",
-                rule="on several nodes a command starts once on each; a function runs on each rank, and it has one.",
-                remedy=f"give it ranks: --nproc {nodes}, or leave slurm.nodes out",
-            )
-        if ranks > 1 and ranks % nodes:
-            raise UsageError(
-                f"{ranks} ranks cannot be spread over {nodes} nodes{f' (stage {name})' if name else ''}.",
-                rule="each node has as many ranks as every other: resources.ranks is a multiple of slurm.nodes.",
-                remedy=f"ask for {nodes * -(-ranks // nodes)} ranks, or for another number of nodes",
-            )
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,
         settings.slurm,
         grace_seconds=settings.grace_seconds,
         max_parallel=most_at_once(settings),
-        by_stage=own,
+        by_stage=_slurm_of_stages(settings),
     )
     queue.say = lambda text: events.write("plan", text=text)
     try:
@@ -130,9 +114,10 @@ def _read_node_budget(settings: RunConfig) -> Budget:
             rule="--gpu-memory and gpu_memory hold on this host: Slurm does not say what memory a node's GPUs have.",
             remedy="leave it out, and ask for a kind of node: --set 'slurm.extra=[--constraint=a100]'",
         )
+    own = _slurm_of_stages(settings)
     for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
         try:
-            partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
+            partitions = {one.partition for one in (settings.slurm, *own.values())}
             nodes = {name: slurm.read_largest_node(name) for name in partitions}
             break
         except slurm.NoAnswerError as error:
@@ -143,7 +128,8 @@ def _read_node_budget(settings: RunConfig) -> Budget:
                     remedy="give the same command again when sinfo works",
                 ) from error
             time.sleep(_AGAIN_SECONDS)
-    _check_gpus(settings, nodes)
+    for name in ("", *settings.stages):
+        _check_nodes(settings, name, own.get(name, settings.slurm), nodes)
     largest = max(nodes.values(), key=attrgetter("memory.bytes"))
     size = max(1, min((largest.memory - SHIM).bytes, settings.memory.limit or largest.memory.bytes))
     node = Limit("largest node", f"Slurm partition {largest.partition}", size, 0, size, "job")
@@ -158,27 +144,37 @@ def _read_node_budget(settings: RunConfig) -> Budget:
     )
 
 
-def _check_gpus(settings: RunConfig, nodes: Mapping[str, slurm.LargestNode]) -> None:
-    """Refuse jobs that ask for more GPUs than the nodes of their partition have."""
-    own = _slurm_of_stages(settings)
-    for name in ("", *settings.stages):
-        stage, asked = settings.stages.get(name), own.get(name, settings.slurm)
-        total = settings.memory.num_gpus if stage is None or stage.num_gpus is None else stage.num_gpus
-        each, rest = divmod(total, asked.nodes)
-        who, most = f"a job{f' of stage {name}' if name else ''}", nodes[asked.partition].num_gpus
-        if rest:
-            raise UsageError(
-                f"{who} asks for {format_count(total, 'GPU')} on {asked.nodes} nodes.",
-                rule="each node gives a job as many GPUs as every other.",
-                remedy=f"ask for {asked.nodes * (each + 1)}: --num-gpus counts those of all nodes together",
-            )
-        if each > most:
-            raise DoesNotFitError(
-                f"{who} asks for {format_count(total, 'GPU')} on {format_count(asked.nodes, 'node')}: {each} on each, "
-                f"and no node of partition {nodes[asked.partition].partition} has more than {most}.",
-                rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
-                remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
-            )
+def _check_nodes(settings: RunConfig, name: str, asked: SlurmOptions, largest: Mapping[str, slurm.LargestNode]) -> None:
+    """Refuse ranks and GPUs of a stage's jobs that their nodes cannot share; without a name, of stages in general."""
+    stage, nodes, most = settings.stages.get(name, StageSettings()), asked.nodes, largest[asked.partition].num_gpus
+    ranks, total = (stage.resources or settings.resources).ranks, stage.num_gpus
+    total, who = settings.memory.num_gpus if total is None else total, f"a job{f' of stage {name}' if name else ''}"
+    each, rest = divmod(total, nodes)
+    if settings.target and nodes > 1 and ranks == 1 and (not name or stage.slurm):
+        raise UsageError(
+            "a stage that is a function was given several nodes of Slurm.",
+            rule="on several nodes a command starts once on each; a function runs on each rank, and it has one.",
+            remedy=f"give it ranks: --nproc {nodes}, or leave slurm.nodes out",
+        )
+    if ranks > 1 and ranks % nodes:
+        raise UsageError(
+            f"{ranks} ranks cannot be spread over {nodes} nodes{f' (stage {name})' if name else ''}.",
+            rule="each node has as many ranks as every other: resources.ranks is a multiple of slurm.nodes.",
+            remedy=f"ask for {nodes * -(-ranks // nodes)} ranks, or for another number of nodes",
+        )
+    if rest:
+        raise UsageError(
+            f"{who} asks for {format_count(total, 'GPU')} on {nodes} nodes.",
+            rule="each node gives a job as many GPUs as every other.",
+            remedy=f"ask for {nodes * (each + 1)}: --num-gpus counts those of all nodes together",
+        )
+    if each > most:
+        raise DoesNotFitError(
+            f"{who} asks for {format_count(total, 'GPU')} on {format_count(nodes, 'node')}: {each} on each, "
+            f"and no node of partition {largest[asked.partition].partition} has more than {most}.",
+            rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
+            remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
+        )
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:

@@ -19,14 +19,13 @@ from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
 from memfit.memory import Budget, Footprint, why_tight
+from memfit.pipeline._command import ALL, Choice, fill
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
-from memfit.pipeline._grid import ALL, Choice, fill
-from memfit.pipeline._loaders import ask_of_loaders
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
 from memfit.pipeline._places import most_at_once, read_budget
-from memfit.pipeline._probe import ask_of_model
+from memfit.pipeline._probe import ask_of_loaders, ask_of_model
 from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
@@ -47,6 +46,15 @@ _MOST_RUNS = 20
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
 _FIRST_ROWS = (1, 2, 3, 4)  # the numbers of jobs at once with a row each, beside as many as fit and all
+
+
+class Taken(NamedTuple):
+    """What one job takes, where that comes from, its mean seconds if it was measured, and its tasks on a node."""
+
+    footprint: Footprint | None
+    origin: str
+    seconds: float | None = None
+    num_tasks: int = 1
 
 
 @dataclass(frozen=True)
@@ -191,14 +199,14 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
     if is_known and not left:
         return StagePlan(**facts)
     measure = []
-    footprint, origin, seconds, num_tasks = _size(order, stage, runs, left)
+    footprint, origin, seconds, num_tasks = taken = _taken(order, stage, runs, left)
     if footprint is None or WITH_OTHER in origin:
         one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
         measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
     if stage.has_probe and order.gpus_of(stage)[1]:
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
-    forecast = _forecast(order, stage, node, (footprint, num_tasks, origin), model)
+    forecast = _forecast(order, stage, node, taken, model)
     if forecast is not None and not forecast.uncounted:
         host, mapped, tasks = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes, order.ranks_of(stage)
         if footprint is None or abs(host - footprint.private_bytes) > tasks:  # each rank's share is rounded up
@@ -235,14 +243,14 @@ class Node(NamedTuple):
 
 
 def _forecast(
-    order: Order, stage: StageSpec, node: Node, size: tuple[Footprint | None, int, str], model: Mapping[str, Any] | None
+    order: Order, stage: StageSpec, node: Node, taken: Taken, model: Mapping[str, Any] | None
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    has_ranks = node.machine or max(ranks, size[1]) > 1
+    has_ranks = node.machine or max(ranks, taken.num_tasks) > 1
     if not (loaders or ((order.is_main(stage) or stage.has_model) and has_ranks)):
         return None
-    layout, (footprint, num_tasks, origin) = node.layout(order, stage), size
+    layout = node.layout(order, stage)
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
     lacking: dict[str, str] = {}
     step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
@@ -270,10 +278,10 @@ def _forecast(
         lacking["weights, gradients, optimizer, activations, checkpoints"] = name
     notes += [f"not counted by part: {part}; {remedy}" for part, remedy in lacking.items()]
     ledger = Ledger(layout, (*own, *step))
-    if footprint is not None:
-        whole = ledger.completed(footprint, num_tasks, origin)
+    if taken.footprint is not None:
+        whole = ledger.completed(taken.footprint, taken.num_tasks, taken.origin)
         # Lines are of the settings of now: a job of others only shows that they are too low.
-        is_whole = WITH_OTHER not in origin or ledger.peak <= whole.peak
+        is_whole = WITH_OTHER not in taken.origin or ledger.peak <= whole.peak
         ledger, lacking = (whole, {}) if is_whole else (ledger, lacking)
     if not ledger.lines:
         return None
@@ -342,50 +350,47 @@ def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Uni
     return []
 
 
-def _size(
-    order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequence[Unit]
-) -> tuple[Footprint | None, str, float | None, int]:
-    """Return the memory of one job of a stage, its origin, the mean seconds of a job, and its tasks on a node.
+def _taken(order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequence[Unit]) -> Taken:
+    """Return what one job of a stage takes.
 
     What was measured with the settings of now counts, then what is declared, then what was measured with others.
     """
     memory, nodes, other = order.settings.memory, order.nodes_of(stage), None
     for run in runs:
-        statuses = {one.job_id: one for one in _done(order, stage, run)}
-        sizes = {status.job_id: status.footprint for status in statuses.values() if status.footprint is not None}
-        if sizes:
-            job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
-            times = [(one.started, one.ended) for one in statuses.values()]
+        done = list(_done(order, stage, run))
+        largest = max(done, key=lambda one: one.footprint.private_bytes if one.footprint else -1, default=None)
+        if largest is not None and largest.footprint is not None:
+            times = [(one.started, one.ended) for one in done]
             seconds = [ended - started for started, ended in times if started is not None and ended is not None]
-            mean, ranks = sum(seconds) / len(seconds) if seconds else None, max(1, len(statuses[job_id].ranks))
-            changes = changes_since(order, stage, run, job_id)
-            origin = f"measured on {job_id} of {run.path.name}"
+            mean, ranks = sum(seconds) / len(seconds) if seconds else None, max(1, len(largest.ranks))
+            changes = changes_since(order, stage, run, largest.job_id)
+            origin = f"measured on {largest.job_id} of {run.path.name}"
             if ranks != order.ranks_of(stage):
                 origin += f" with {format_count(ranks, 'rank')} in place of {order.ranks_of(stage)}"
-            origin += f", {WITH_OTHER}{changes}" if changes else ""
-            found = sizes[job_id], origin, mean, max(1, ranks // nodes)
+            found = Taken(largest.footprint, origin + changes, mean, max(1, ranks // nodes))
             if not changes:
                 return found
             other = other or found
     declared, origin = order.declared(stage)
     tasks = max(1, order.ranks_of(stage) // nodes)
     if declared:
-        return Footprint.declared(declared), origin, None, tasks
+        return Taken(Footprint.declared(declared), origin, None, tasks)
     if memory.job_of and order.kind == "commands":
         sizes_of = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
-        largest = max(sizes_of, key=lambda one: one.private_bytes)
-        return largest, f"declared: {memory.job_of}, the largest", None, tasks
-    return other or (None, "not measured yet", None, tasks)
+        most = max(sizes_of, key=lambda one: one.private_bytes)
+        return Taken(most, f"declared: {memory.job_of}, the largest", None, tasks)
+    return other or Taken(None, "not measured yet", None, tasks)
 
 
 def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> str:
-    """Return what of a stage's settings or command is not as it was for a job of an earlier run; empty if nothing."""
+    """Return a remark on what of a stage's settings or command is not as it was for a job; empty if nothing."""
     before = None if order.topology(stage.name).like else find_manifest(run.manifest_path(stage.name, job_id))
     if before is None:
         return ""
     is_same = stage.command is None or is_same_command(before, stage)
     changes = [*changed_settings(before, stage)[:4], *["the command changed"][is_same:]]
-    return " ".join("; ".join(changes).split())  # one line, whatever a setting is named
+    text = " ".join("; ".join(changes).split())  # one line, whatever a setting is named
+    return f", {WITH_OTHER}{text}" if text else ""
 
 
 def _done(order: Order, stage: StageSpec, run: RunDir) -> Iterator[JobStatus]:

@@ -1,41 +1,55 @@
-"""Trace a workload's step (``memfit estimate``) outside of a run.
+"""Look at a workload in an interpreter of its own, outside of a run: trace its step, count its loaders.
 
-It takes the first unit of the stage that names its loader and step (probe), in an interpreter of its own.
+``memfit estimate`` traces the step on the first unit of the stage that names its loader and step (probe). A plan makes
+the loaders that a stage names, and forecasts their memory and that of changed ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import math
 import os
+import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
-from memfit.jobs import JobStatus, call_in_child, thread_env
+from memfit.jobs import JobStatus, call_in_child, load_target, thread_env
+from memfit.memory import Footprint
+from memfit.pipeline._command import Choice
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Graph
-from memfit.pipeline._grid import Choice
-from memfit.pipeline._loaders import copy_loader
 from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._results import Results
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
-from memfit.rundir import RunDir
-from memfit.units import format_bytes
+from memfit.planning import Line, Variant, list_loader_lines
+from memfit.rundir import RunDir, batch_size_of, loader_settings
+from memfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memfit.training import Longest
 
+_SECONDS = 120  # loaders are made and looked at so long at most; changed ones only in the first half of that time
+#: Who runs the training, by what has been imported where the loaders are made.
+_LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
+    "lightning.pytorch": "lightning",
+    "transformers.trainer": "huggingface",
+}
 #: Which batch of a loader is traced, by the finding of ``memfit.training.find_longest``.
 _WHICH = {
     "known": "the longest batch, as its loader says it: {size}",
@@ -147,17 +161,10 @@ def estimate_workload(
     beside the device: ``panel``, ``batch_bytes`` and ``loader``. A stage that names its model, and no step, is
     estimated from that model's config.json, without any data.
     """
-    from memfit.estimation import check_allocator, find_gpu
-
-    if gpu is not None:
-        find_gpu(gpu)
-    if allocator is not None:
-        check_allocator(allocator, name="--allocator")
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
-    accepts = config.resolve(RunConfig, file=Path(source), overrides=overrides).value.accept_tight
     answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
-    return answer | {"accept_tight": accepts}
+    return answer | {"accept_tight": found["accept_tight"]}
 
 
 def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
@@ -192,20 +199,6 @@ def estimate_in_child(
     formula: bool,
 ) -> dict[str, Any]:
     """Trace the step on the longest batch of the data that a run prepares; of a model alone return `question_of` it."""
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    workload = load_workload(target)
-    probed = next((one for one in workload.stages if one.probe is not None), None)
-    if probed is not None and probed.probe is not None and probed.probe.model is not None and probed.probe.step is None:
-        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
-        return question_of(target, params, probed.name, whole.value.memory.cuda_allocator)
-    if formula:
-        raise UsageError(
-            f"--formula was given, and no stage of '{target}' names a model.",
-            rule="the formula reads a model's config.json; a step is traced.",
-            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
-        )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.estimation import (
         AllocatorSettings,
         check_allocator,
@@ -214,24 +207,34 @@ def estimate_in_child(
         limit_time,
         sizes_of_batch,
     )
+
+    whole = config.Resolved.from_json(RunConfig, resolved)
+    device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
+    warned = [] if text is None else check_allocator(text, name="--allocator")
+    workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
+    name, own = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
+    if own.model is not None and own.step is None:
+        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
+        return question_of(target, params, name, whole.value.memory.cuda_allocator) | accepts
+    if formula:
+        raise UsageError(
+            f"--formula was given, and no stage of '{target}' names a model.",
+            rule="the formula reads a model's config.json; a step is traced.",
+            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.training import find_longest
 
-    device = None if gpu is None else find_gpu(gpu)
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     with _probed(target, resolved, "loader", "step") as (context, params, probe):
-        text = allocator or whole.value.memory.cuda_allocator
-        warned = [] if text is None else check_allocator(text)
         assert probe.loader is not None and probe.step is not None
         loader, make_step = probe.loader(context, params, 0), probe.step
         longest = find_longest(loader)
 
         def make_of(batch: Any) -> Callable[[], Any]:
-            def make() -> Any:
-                step = make_step(context, params)
-                return lambda: step(batch)
-
-            return make
+            return lambda: partial(make_step(context, params), batch)
 
         settings = None if text is None else AllocatorSettings.parse(text)
         try:
@@ -249,7 +252,7 @@ def estimate_in_child(
             ) from error
         facts = _describe_data(context, loader, longest)
     absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-    return found | absent | {"notes": [*found["notes"], *warned], **facts}
+    return found | absent | {"notes": [*found["notes"], *warned], **facts, **accepts}
 
 
 def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
@@ -271,3 +274,119 @@ def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str,
     }
     loader_facts = footprint.to_dict() if footprint is not None else None
     return {"data": data, "host": host | {"loader": loader_facts}}
+
+
+# Loaders
+
+
+def ask_of_loaders(
+    order: Order, function: str, num_tasks: int, num_ranks: int, accumulated: int
+) -> tuple[dict[str, Any], list[Line], list[Variant]]:
+    """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
+
+    ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
+    update as it is. The function finds ``num_ranks`` in the variable ``WORLD_SIZE``.
+    """
+    own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
+    env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
+    found = call_in_child(f"{__name__}:loaders_in_child", own, env=env)
+    lines, *others = [_lines(one, found) for one in found["loaders"]]
+    variants = []
+    for one, changed in zip(found["loaders"][1:], others, strict=True):
+        if one["workers"] < found["workers"]:
+            name = format_count(one["workers"], "worker")
+            cost = f"slower where loading limits the step: it had {found['workers']}"
+        else:
+            name = f"batch {one['batch']} x {accumulated * found['batch'] // one['batch']} accumulated"
+            cost = "the same global batch, in more and smaller passes"
+        variants.append(Variant(name, cost, tuple(changed)))
+    return found, lines, variants
+
+
+def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
+    train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
+    return list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
+
+
+def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
+    """Make loaders; return their numbers, and what the processes of a node take with them and with smaller ones."""
+    from memfit.data import LoaderUse, host_footprint
+
+    make = load_target(function)
+    values = load_workload(target).params.model_validate(params) if target else dict(params)
+    known = [loop for module, loop in _LOOPS.items() if module in sys.modules]
+    use = LoaderUse(num_ranks=num_tasks, loop=known[0] if known else "plain")
+    started = time.monotonic()
+    with _limited(function):
+        made = make(values)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise UsageError(
+                f"{function} returned a {type(made).__name__}, not two loaders.",
+                rule="it returns the loader of the training and that of the validation, or None for the second.",
+                remedy="end it with: return train, valid",
+            )
+        loaders: list[dict[str, Any]] = []
+        for workers, batch, (train, valid) in _changed(*made):
+            if loaders and time.monotonic() > started + _SECONDS / 2:
+                break
+            pairs = {"train": (train, None), "both": (train, valid)}
+            sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
+            loaders.append({"workers": workers, "batch": batch, **sizes})
+    samples = [None if one is None else _num_samples(one) for one in made]
+    return {
+        "workers": loaders[0]["workers"],
+        "batch": loaders[0]["batch"],
+        "samples": samples[0],
+        "valid": samples[1],
+        "drops": bool(getattr(made[0], "drop_last", False)),
+        "num_tasks": num_tasks,
+        "settings": loader_settings(made[0]) | loader_settings(made[1], "validation"),
+        "loaders": loaders,
+    }
+
+
+def _num_samples(loader: Any) -> int:
+    data = getattr(loader, "dataset", getattr(loader, "examples", None))
+    return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
+
+
+def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
+    """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
+    workers, batch = int(getattr(train, "num_workers", 0)), batch_size_of(train) or 0
+    yield workers, batch, (train, valid)
+    if not hasattr(train, "prefetch_factor"):
+        return
+    for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
+        yield fewer, batch, (copy_loader(train, fewer), valid and copy_loader(valid, fewer))
+    for parts in (2, 4):
+        if train.batch_size and batch % parts == 0:
+            yield workers, batch // parts, (copy_loader(train, workers, batch // parts), valid)
+
+
+def copy_loader(loader: Any, most_workers: int, batch: int | None = None) -> Any:
+    """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
+    made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
+    vars(made).update(num_workers=workers, batch_size=batch or loader.batch_size)
+    if workers == 0:
+        vars(made).update(prefetch_factor=None, persistent_workers=False)
+    return made
+
+
+@contextlib.contextmanager
+def _limited(function: str) -> Iterator[None]:
+    """Raise UsageError in this process's main thread after a time."""
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise UsageError(
+            f"the loaders of {function} were not made and looked at within {_SECONDS} s.",
+            rule="a plan makes the loaders of one rank, and a batch of each.",
+            remedy="let it return loaders of a sample; or declare the memory of a rank: --set resources.memory=8GiB",
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

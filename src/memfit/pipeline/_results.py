@@ -1,19 +1,23 @@
 """Find which results are valid, here or in an earlier run, and why the others are not.
 
 A result is valid if its manifest holds the key of what is asked for now, its outputs are there, and no code that it
-loaded without naming it has changed.
+loaded without naming it has changed. Whether they are what was saved is read before a job uses them: each host reads
+each output once, and again when a file of it changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memfit.config import differences
-from memfit.errors import MemfitError
+from memfit.errors import DamagedError, DataError, MemfitError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
@@ -24,15 +28,18 @@ from memfit.pipeline._manifest import (
     digest,
     files_in,
     find_manifest,
+    hash_output,
+    identity_of,
     is_foreseen,
     key_of,
     link_result,
     write_result,
 )
 from memfit.pipeline._order import Order
-from memfit.pipeline._proofs import HOST, Proofs
-from memfit.rundir import RunDir
+from memfit.rundir import EventTail, RunDir
 
+Count = Callable[[int], None]
+HOST = socket.gethostname()
 _MOST_RUNS = 20
 NOT_MADE = "it was not made yet"  # why a result is made for the first time
 
@@ -235,3 +242,64 @@ def _reason(before: Mapping[str, Any], unit: Unit) -> str:
         else:
             found.append(f"{results[name]} gave another result" if name in results else f"the {name} changed")
     return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
+
+
+class Proofs:
+    """The hashes of outputs as this host read them, by the identities of their files: results that are damaged.
+
+    They lie in the run directory, one file for each host, which the run's supervisor alone writes. Those of earlier
+    runs count too, because a new run links their results. With ``anew`` none counts. ``looked`` has the manifests that
+    are not looked at again.
+    """
+
+    def __init__(self, run: RunDir, earlier: Sequence[RunDir], *, anew: bool) -> None:
+        *others, self._path = (one.path / "verified" / f"{HOST}.jsonl" for one in (*reversed(earlier), run))
+        known = [] if anew else [one for path in (*others, self._path) for one in EventTail(path).read()]
+        self._known = {str(one.get("identity")): str(one.get("sha256")) for one in known}
+        self._anew, self.looked = anew, set[Path]()
+
+    def why_damaged(self, manifest: Path, made: Mapping[str, Any], count: Count | None = None) -> str | None:
+        """Return which output of a result is not what was saved; empty if all are.
+
+        Reads what this host has not read, and tells ``count`` how many bytes. Without it nothing is read, and the
+        answer is None where that is needed.
+        """
+        if count is None and manifest in self.looked:
+            return ""
+        for output in made["outputs"]:
+            path = manifest.with_suffix("") / output["path"]
+            try:
+                if (found := self._hash(path, output, made.get("host"), count)) is None:
+                    return None
+                if found != output["sha256"]:
+                    return f"{path} is damaged: it is not what {made['job']} saved"
+            except DamagedError as error:  # a panel
+                return f"{path} is damaged: {error.what}"
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    return f"{path} is gone"
+                raise DataError(
+                    f"{path} cannot be read: {error.strerror}.",
+                    rule="a result is compared with its hash before a job reads it.",
+                    remedy="see to its disk or network drive, then give the same command again",
+                ) from error
+        self.looked.add(manifest)
+        return ""
+
+    def _hash(self, path: Path, output: Mapping[str, Any], host: object, count: Count | None) -> str | None:
+        identity = identity_of(path)
+        if identity in self._known:
+            return self._known[identity]
+        if host == HOST and output.get("identity") == identity and not self._anew:
+            return str(output["sha256"])  # hashed here when it was made
+        if count is None:
+            return None
+        found = hash_output(path, count)
+        if identity_of(path) != identity:
+            return "it is being written"
+        self._known[identity] = found
+        with suppress(OSError):  # on a full disk it is read again
+            self._path.parent.mkdir(exist_ok=True)
+            with open(self._path, "a") as file:
+                file.write(json.dumps({"identity": identity, "sha256": found}) + "\n")
+        return found

@@ -8,26 +8,25 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, write_atomic, write_json
-from memfit.jobs import Job, JobStatus, Parent, StopRequest, call_in_child, raise_error_of, read_status, thread_env
+from memfit.jobs import Job, JobStatus, Parent, call_in_child, raise_error_of, read_status, thread_env
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
-from memfit.pipeline._canary import Canary, as_canary
+from memfit.pipeline._command import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._graph import Graph
-from memfit.pipeline._grid import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._manifest import mapped_bytes, open_folder
-from memfit.pipeline._order import Order, Source, Warm, order_of_config, order_of_run, with_threads
-from memfit.pipeline._planned import Planned, read_planned
+from memfit.pipeline._order import Order, Source, Warm, newest_run, order_of_config, order_of_run, with_threads
 from memfit.pipeline._results import Index, Results, Unit
 from memfit.pipeline._source import UnitSource
-from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, Watcher, supervised
-from memfit.rundir import CANARY_VARIABLE, EventWriter, RunDir
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
+from memfit.pipeline._watchers import Canary, Planned, as_canary, read_planned
+from memfit.rundir import CANARY_VARIABLE, RunDir
 
 _TAKE_UP_SECONDS = 60.0
 _OVER = ("completed", "stopped")
@@ -93,7 +92,7 @@ def run(
         if order.settings.canary:
             order, new = as_canary(order), True
         graph = Graph(order)  # refuses bad names before anything is made
-        run_dir, state = take_up(order, new=new, find=functools.partial(find_run, graph=graph))
+        run_dir, state = take_up(order, find=lambda order: None if new else find_run(order, graph))
         if state == "started":  # else it has looked at the run that goes on
             graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
@@ -118,6 +117,12 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     run_dir = RunDir.open(run)
     with start_folder(run_dir), Warm() as warm:
         order = order_of_run(run_dir, warm)
+        if order.kind == "commands" and run_dir.is_copy:
+            raise UsageError(
+                f"{run_dir.path} is a copy of {run_dir.header['path']}, which is there still.",
+                rule="commands run in the folder of their start, where the files of that run are.",
+                remedy="resume that run; or give its command again in the copied folder: it begins anew",
+            )
         if order.settings.canary:
             raise UsageError(
                 f"{run_dir.path} is a canary.",
@@ -156,9 +161,8 @@ def _goes_on(order: Order, graph: Graph) -> bool:
 
 def find_run(order: Order, graph: Graph) -> RunDir | None:
     """Return the newest run of an order if it is to continue; its graph has then looked at it."""
-    settings = order.settings
-    found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    if found is None or (found.is_copy and order.kind == "commands"):
+    found = newest_run(order)
+    if found is None:
         _say_unfinished(order)
         return None
     graph.look(Results(order, found, earlier_runs(order, found)))  # refuses an unknown unit before the run is touched
@@ -184,8 +188,8 @@ def earlier_runs(order: Order, run: RunDir) -> Index:
     return Index([other for other in runs if other != run])
 
 
-def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None]) -> tuple[RunDir, str]:
-    """Return the run that continues, or a new one, and which of the two. Two starts at once find one run."""
+def take_up(order: Order, *, find: Callable[[Order], RunDir | None]) -> tuple[RunDir, str]:
+    """Return the run that ``find`` returns, or a new one, and which of the two. Two starts at once find one run."""
     settings = order.settings
     # Other users' runs are theirs alone.
     path = RunDir.folder_of(settings.runs_dir, settings.experiment) / f".lock-{os.geteuid()}"
@@ -197,7 +201,7 @@ def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None]) 
             remedy=f"see which process it is: fuser {path}",
         )
     try:
-        if not new and (found := find(order)) is not None:
+        if (found := find(order)) is not None:
             return found, "continued"
         return RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, order.facts), "started"
     finally:
@@ -209,18 +213,13 @@ def _go_on(
     order: Order, graph: Graph, state: str, *, force: bool, view: View | None, parent: Parent | None
 ) -> RunResult:
     settings, run = order.settings, graph.run
-
-    def watch(stop: StopRequest, events: EventWriter) -> Iterator[Watcher]:
-        if settings.canary:
-            canary = Canary(run, settings, stop)
-            events.write("canary", text=canary.headline)
-            yield canary
-        if settings.planned is not None:
-            ranks = {name: order.ranks_of(stage) for name, stage in order.by_name.items()}
-            yield Planned(graph, read_planned(settings.planned, run), ranks, events.write)
-
     facts = {"state": state, "fingerprint": order.fingerprint}
-    with supervised(run, settings, force=force, view=view, facts=facts, parent=parent, watch=watch) as supervisor:
+    with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
+        if settings.canary:
+            supervisor.watchers.append(canary := Canary(run, settings, supervisor.stop))
+            supervisor.events.write("canary", text=canary.headline)
+        if settings.planned is not None:
+            supervisor.watchers.append(Planned(order, graph, read_planned(settings.planned, run), supervisor.events))
         supervisor.adopt(graph.goes_on_with)
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
@@ -244,13 +243,17 @@ def _go_on(
 
 def write_order(order: Order, run: RunDir) -> None:
     """Write the resolved config and the graph."""
-    written = run.path / "config.yaml"
-    if not written.exists() or written.read_text() != order.yaml:  # the run is new, or other settings of jobs changed
-        values = order.settings.model_dump(mode="json") | {"params": order.params}
-        write_atomic(written, order.yaml, mode=0o600 if mask(values) != values else 0o666)
+    write_config(order, run.path / "config.yaml")
     kept = ("name", "needs", "after", "each", "holds", "in_order")
     stages = [{name: getattr(stage, name) for name in kept} for stage in order.stages]
     write_json(run.path / "graph.json", {"schema_version": 1, "stages": stages})
+
+
+def write_config(order: Order, path: Path, comment: str = "") -> None:
+    """Write the resolved config of an order, if the file has another; one with secrets is for its owner alone."""
+    if not path.exists() or path.read_text() != comment + order.yaml:
+        values = order.settings.model_dump(mode="json") | {"params": order.params}
+        write_atomic(path, comment + order.yaml, mode=0o600 if mask(values) != values else 0o666)
 
 
 # Jobs
@@ -359,7 +362,7 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
     if tables := _tables(order, graph, found):  # not in this process, whose pyarrow may be in use
         parent = supervisor.parent
         call = parent.call if parent is not None and not parent.refused else call_in_child
-        call("memfit.pipeline._tables:write_tables", {"tables": tables})
+        call("memfit.pipeline._stage:write_tables", {"tables": tables})
     if graph.error is not None:
         raise graph.error
     for unit in units:  # what a stage that runs once refused
@@ -385,7 +388,7 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
         for unit in [*asked, *more]:
             status = statuses[unit.job_id] if unit.job_id in own else read_status(graph.run, unit.job_id)
             state = status.state if unit.job_id in own else "completed"
-            measured = {"seconds": unit.seconds or None, "peak_private_bytes": status.peak_bytes}
+            measured = {"seconds": unit.seconds or None, "peak_private_bytes": status.peak_bytes or None}
             rows.append({"unit": unit.label, "state": state, **measured, "result": unit.result})
         file = "kfold_results.feather" if name == "fold" else f"{name}_results.feather"
         found.append(

@@ -14,8 +14,7 @@ from memfit.files import refresh
 from memfit.jobs import JobStatus, name_jobs
 from memfit.pipeline._graph import Ended, Graph, Step
 from memfit.pipeline._manifest import remove_result
-from memfit.pipeline._proofs import HOST, Proofs
-from memfit.pipeline._results import NOT_MADE, Unit
+from memfit.pipeline._results import HOST, NOT_MADE, Proofs, Unit
 from memfit.units import format_bytes, format_duration
 
 _WORD_SECONDS = 5.0

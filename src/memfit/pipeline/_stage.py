@@ -1,4 +1,4 @@
-"""Run one unit of a stage in an interpreter of its own, and write its manifest."""
+"""What runs in an interpreter of its own: one unit of a stage, which leaves its manifest; the tables of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from memfit.files import parse_json
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
-from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
+from memfit.pipeline._manifest import describe_outputs, digest, hash_file, replacing, write_result
 from memfit.rundir import RANKS_VARIABLE, phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
@@ -165,3 +165,36 @@ def _plain(result: Any, stage: str) -> dict[str, Any]:
             remedy="return for example {'rank_ic': 0.03}; save tables and arrays: context.save('scores', table)",
         ) from error
     return found
+
+
+class _NoPandas:
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name=name)
+
+
+def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
+    """Write a Feather file for each table: the unit, its state, seconds and peak, and a column for each number."""
+    import pyarrow as pa
+    from pyarrow import feather
+
+    sys.meta_path.insert(0, _NoPandas)
+    pa.array([0])  # it looks once whether a list is of pandas' types; to load it takes longer than all else here
+    sys.meta_path.remove(_NoPandas)
+    for table in tables:
+        rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
+        labels = [row["unit"] for row in rows]
+        are_numbers = all(label.isdigit() and len(label) < 10 for label in labels)
+        columns = {table["variable"]: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else labels}
+        for name, kind in (("state", pa.string()), ("seconds", pa.float64()), ("peak_private_bytes", pa.int64())):
+            columns[name] = pa.array([row[name] for row in rows], kind)
+        numbers = [{name: float(one) for name, one in row["result"].items() if _is_number(one)} for row in rows]
+        for name in dict.fromkeys(name for found in numbers for name in found):
+            columns.setdefault(name, pa.array([found.get(name) for found in numbers], pa.float64()))
+        with replacing(Path(table["path"])) as aside:
+            feather.write_feather(pa.table(columns), str(aside), compression="zstd")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

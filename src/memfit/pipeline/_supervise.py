@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,14 +41,14 @@ from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import most_at_once, place_of, read_budget
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
-from memfit.rundir import EventWriter, FolderTail, RunDir
+from memfit.rundir import Event, EventWriter, Reader, RunDir
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
 _LOCK_SECONDS = 10.0  # how often a supervisor asks whether it still has its lock
-_LOOK_SECONDS = 0.5  # how often a watcher takes in new events
+_LOOK_SECONDS = 0.5  # how often watchers take in new events
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -92,25 +93,15 @@ class RunResult:
 class Watcher:
     """Follows a run's events while its jobs run, and has a word in how it ends."""
 
-    def __init__(self, run: RunDir) -> None:
-        self.run, self._events, self._look_at = run, FolderTail(run.events_dir), 0.0
-
-    def look(self, *, now: bool = False) -> None:
-        """Take in new events, twice a second."""
-        if now or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            self.take(self._events.read())
-
-    def take(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Take in the events that came since the last call."""
+    def take(self, events: Sequence[Event]) -> None:
+        """Take in the events that came since the last call, which comes twice a second."""
 
     def why_no_more(self) -> str:
         """Return why no other job may start; empty if one may."""
         return ""
 
     def close(self, result: RunResult) -> RunResult:
-        """Return how the run ended, once all its jobs have."""
-        self.look(now=True)
+        """Return how the run ended, once all its jobs have and all events are taken in."""
         return result
 
 
@@ -125,14 +116,34 @@ class Supervisor:
     stop: StopRequest
     backend: Backend
     claims: Claims
-    tick: Callable[[], None]
+    show: Callable[[], None]
+    lock: _RunLock
     parent: Parent | None = None
-    watchers: Sequence[Watcher] = ()
+    watchers: list[Watcher] = field(default_factory=list)
     state: str = "failed"
+    _look_at: float = 0.0
     _adopted: set[str] = field(default_factory=set)
     _budget: Budget | None = field(default=None)
     _planned: Sizes = field(default_factory=Counter)
     _num_parallel: int = field(default=0)
+
+    def tick(self) -> None:
+        """Do what is due while jobs run."""
+        self.show()
+        self.lock.look()
+        if time.monotonic() >= self._look_at:
+            self.look()
+
+    def look(self, *, anew: bool = False) -> None:
+        """Let the watchers take in new events; ``anew`` as in ``FolderTail``."""
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        events = self._reader.read(anew=anew) if self.watchers else ()
+        for one in self.watchers:
+            one.take(events)
+
+    @functools.cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.run)
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
         """Read the budget; the user's limit also counts what jobs left in /dev/shm."""
@@ -170,6 +181,7 @@ class Supervisor:
             (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
 
         def stopped(job_id: str) -> str:
+            self.look()
             why = graph.given_up(job_id) or take_stop(self.run, job_id)
             return why or next(filter(None, (one.why_no_more() for one in self.watchers)), "")
 
@@ -257,6 +269,7 @@ class Supervisor:
         elif end is None:
             end = ("completed", 0) if states == {"completed"} else self.interrupted
         result = RunResult(self.run.path, *end, statuses, metrics, why)
+        self.look(anew=True)
         for one in self.watchers:
             result = one.close(result)
         self.state = result.state
@@ -275,9 +288,8 @@ def supervised(
     view: View | None,
     facts: Mapping[str, Any],
     parent: Parent | None = None,
-    watch: Callable[[StopRequest, EventWriter], Iterable[Watcher]] = lambda stop, events: (),
 ) -> Iterator[Supervisor]:
-    """Supervise a run until the end of the block; its first event holds ``facts``, and ``watch`` makes its watchers."""
+    """Supervise a run until the end of the block; its first event holds ``facts``."""
     lock = _RunLock(run.path)
     for folder in run.path.glob("*/*/"):
         refresh(folder)  # the last supervisor may have been on another host
@@ -287,15 +299,8 @@ def supervised(
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
             backend, claims = stack.enter_context(place_of(run, settings, events, parent))
-            show, watchers = view(run) if view else (lambda: None), [*watch(stop, events)]
-
-            def tick() -> None:
-                show()
-                lock.look()
-                for one in watchers:
-                    one.look()
-
-            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick, parent, watchers)
+            show = view(run) if view else lambda: None
+            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, show, lock, parent)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
             if (tracking := start_trackers(settings.track, run, events)) is not None:

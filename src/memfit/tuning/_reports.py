@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from memfit.files import fits, parse_json
-from memfit.rundir import Reader, RunDir
+from memfit.pipeline import Watcher
+from memfit.rundir import Event
+from memfit.tuning._settings import NUMBER
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
-
-class Reports:
+class Reports(Watcher):
     """What the jobs of a run reported so far, from its events."""
 
-    def __init__(self, run: RunDir, name: str) -> None:
-        self._reader, self._name = Reader(run), name
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.values: dict[str, dict[int, float]] = defaultdict(dict)
-        self.trainers: dict[str, Mapping[str, Any]] = {}
+        self.trainers: dict[str, Event] = {}
         self.shrunk: dict[str, str] = {}
 
-    def read(self, *, anew: bool = False) -> None:
-        """Take in what is new; ``anew`` as in ``FolderTail``."""
-        for event in self._reader.read(anew=anew):
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
             self._take(event, str(event.get("job")))
 
-    def _take(self, event: Mapping[str, Any], job: str) -> None:
-        kind = event.get("kind")
+    def _take(self, event: Event, job: str) -> None:
+        kind = event["kind"]
         if kind == "trainer":
             self.trainers[job] = event
         elif kind in ("oom", "rollback"):
@@ -58,5 +57,5 @@ def read_number(line: str, name: str) -> float | None:
         found = found.get(name)
     if isinstance(found, int | float) and not isinstance(found, bool):
         return float(found)
-    match = re.search(rf"\b{re.escape(name)}\b\W{{0,3}}?\s*({_NUMBER})", line)
+    match = re.search(rf"\b{re.escape(name)}\b\W{{0,3}}?\s*({NUMBER})", line)
     return float(match[1]) if match else None

@@ -13,8 +13,8 @@ from memfit.errors import UsageError
 from memfit.pipeline import check_placeholders, config_of_command, expand_range, parse_param
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})(?P<log>:log)?")
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"(?P<low>{NUMBER})\.\.(?P<high>{NUMBER})(?P<log>:log)?")
 Choice = bool | int | float | str
 
 
@@ -98,10 +98,6 @@ class TuneSettings(Settings):
     def number(self) -> str:
         """The objective's name in the result of its stage."""
         return self.objective.partition(".")[2]
-
-    def better(self, one: float, other: float) -> bool:
-        """Return whether one value of the objective is better than another."""
-        return one > other if self.direction == "maximize" else one < other
 
 
 def read_param(text: str) -> dict[str, Any]:

@@ -63,11 +63,12 @@ class Sweep:
         limits: Mapping[str, int | None],
         on_completed: Callable[[Trial], None],
     ) -> None:
-        self.run, self._backend, self._say = supervisor.run, supervisor.backend, supervisor.events.write
+        self.run, self._supervisor, self._say = supervisor.run, supervisor, supervisor.events.write
         self.settings, self.base, self._order_of = settings, base, order_of
         self._limits, self._on_completed = limits, on_completed
         self._index = Index([self.run])
-        self._reports = Reports(self.run, settings.report or settings.number)
+        self._reports = Reports(settings.report or settings.number)
+        supervisor.watchers.append(self._reports)
         self._pool = ThreadPoolExecutor(1, "draw")
         self._drawing: dict[int, Future[tuple[Trial, Order | None]]] = {}
         self._active: dict[str, Active] = {}
@@ -233,7 +234,7 @@ class Sweep:
     # Pruning, ends
 
     def _look(self) -> None:
-        self._reports.read(anew=any(active.source.is_done for active in self._active.values()))
+        self._supervisor.look(anew=any(active.source.is_done for active in self._active.values()))
         for active in list(self._active.values()):
             if not active.pruned:
                 self._check(active)
@@ -254,10 +255,11 @@ class Sweep:
             return
         active.pruned = _PRUNED.format(pruned)
         running = active.source.give_up(f"{active.trial.name} is pruned: {active.pruned}")
-        statuses = self._backend.poll()
+        backend = self._supervisor.backend
+        statuses = backend.poll()
         for job_id in running:
             if job_id in statuses and statuses[job_id].state not in ENDED:
-                self._backend.cancel(job_id, now=True, verdict=Verdict("cancelled", f"pruned: {active.pruned}"))
+                backend.cancel(job_id, now=True, verdict=Verdict("cancelled", f"pruned: {active.pruned}"))
 
     def _pruned_at(self, active: Active, reported: Mapping[int, float]) -> int | None:
         """Return the first reported epoch at which the pruner ends a trial; None if it may go on."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from pydantic import ValidationError
 
 from memfit import config
 from memfit.errors import ConfigError, UsageError
-from memfit.files import damaged, read_json, write_atomic, write_json
+from memfit.files import damaged, read_json, write_json
 from memfit.jobs import JobStatus
 from memfit.memory import HOST, Footprint
 from memfit.pipeline import (
@@ -26,11 +24,13 @@ from memfit.pipeline import (
     Supervisor,
     View,
     Warm,
+    newest_run,
     order_of_config,
     read_budget,
     start_folder,
     supervised,
     take_up,
+    write_config,
     write_order,
 )
 from memfit.rundir import RunDir
@@ -103,23 +103,6 @@ class TuneResult:
     statuses: Mapping[str, JobStatus]
 
 
-class Orders:
-    """Makes the orders of trials, and keeps the text of each config: the best trial's is written to a file."""
-
-    def __init__(self, make: Callable[[Mapping[str, Any]], Order]) -> None:
-        self._make, self._texts = make, dict[str, str]()
-
-    def make(self, values: Mapping[str, Any]) -> Order:
-        """Return the order of a trial with these settings; a child process imports the code."""
-        order = self._make(values)
-        self._texts[json.dumps(values)] = order.yaml
-        return order
-
-    def text(self, values: Mapping[str, Any]) -> str:
-        """Return the config with these settings."""
-        return self._texts.get(json.dumps(values)) or self.make(values).yaml
-
-
 def tune(
     source: Path | str | Mapping[str, Any],
     *,
@@ -149,21 +132,18 @@ def tune(
         JobFailedError: If a short trial of the config's own settings fails, before the search.
         MissingExtraError: If Optuna is not installed.
     """
-    find = (lambda order: None) if new else _newest
+    find = (lambda order: None) if new else newest_run
     env = os.environ if env is None else env
-    with Warm() as warm:
-        supervise = functools.partial(supervised, force=force, view=view)
-        return _tune(source, overrides, env, max_epochs, warm, find=find, supervise=supervise)
+    return _tune(source, overrides, env, max_epochs, find=find, force=force, view=view)
 
 
 def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
     """Go on with a study in the folder and with the settings of its start."""
     folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    with start_folder(run), Warm() as warm:
+    with start_folder(run):
         env["PYTHONPATH"] = os.pathsep.join(folders)
-        supervise = functools.partial(supervised, force=False, view=view)
-        return _tune(run.path / "config.yaml", (), env, None, warm, find=lambda order: run, supervise=supervise)
+        return _tune(run.path / "config.yaml", (), env, None, find=lambda order: run, force=False, view=view)
 
 
 def _tune(
@@ -171,12 +151,50 @@ def _tune(
     overrides: Sequence[config.Override],
     env: Mapping[str, str],
     max_epochs: int | None,
-    warm: Warm,
     *,
     find: Callable[[Order], RunDir | None],
-    supervise: Callable[..., AbstractContextManager[Supervisor]],
+    force: bool,
+    view: View | None,
 ) -> TuneResult:
     _optuna.load_optuna()
+    settings = _read_settings(source, overrides, env)
+    if max_epochs is not None:
+        if settings.epochs is None:
+            raise ConfigError(
+                "--max-epochs was given, and tune.epochs names no setting.",
+                rule="--max-epochs sets the setting that tune.epochs names.",
+                remedy="name it: --set tune.epochs=params.NAME",
+            )
+        overrides = [*overrides, ("--max-epochs", f"{settings.epochs}={max_epochs}")]
+    with Warm() as warm:
+        how: dict[str, Any] = {"env": env, "choice": Choice(until=settings.stage), "warm": warm}
+        base = order_of_config(source, overrides=overrides, **how)
+        check_names(base, settings)
+        fixed = settings.model_dump(mode="json", exclude=set(_FREE))
+        fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
+        facts = {**base.facts, "kind": "tune"}
+        order = dataclasses.replace(base, kind="tune", fingerprint=fingerprint, facts=facts)
+        run, state = take_up(order, find=find)
+        made: dict[str, Order] = {}
+
+        def order_of(values: Mapping[str, Any]) -> Order:
+            own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
+            if (key := repr(own)) not in made:  # a child process imports the code
+                made[key] = order_of_config(source, overrides=[*overrides, *own], with_memory=True, **how)
+            return made[key]
+
+        folder_of(run).mkdir(exist_ok=True)
+        own, facts = (
+            base.settings.model_copy(update={"on_failure": "continue"}),
+            {"state": state, "fingerprint": fingerprint},
+        )
+        with supervised(run, own, force=force, view=view, facts=facts, parent=warm.parent) as supervisor:
+            return _search(order, settings, supervisor, order_of)
+
+
+def _read_settings(
+    source: Path | str | Mapping[str, Any], overrides: Sequence[config.Override], env: Mapping[str, str]
+) -> TuneSettings:
     given: dict[str, Any] = {"values": source} if isinstance(source, Mapping) else {"file": Path(source)}
     whole = config.resolve(RunConfig, **given, env=env, overrides=overrides)
     if not whole.value.tune:
@@ -192,74 +210,37 @@ def _tune(
             remedy=f"remove it (--set {of_run[0]}={'null' if of_run[0] == 'planned' else 'false'}), and give it to "
             "memfit run with the study's best.yaml",
         )
-    settings = config.resolve_nested(whole, "tune", TuneSettings).value
-    if max_epochs is not None:
-        if settings.epochs is None:
-            raise ConfigError(
-                "--max-epochs was given, and tune.epochs names no setting.",
-                rule="--max-epochs sets the setting that tune.epochs names.",
-                remedy="name it: --set tune.epochs=params.NAME",
-            )
-        overrides = [*overrides, ("--max-epochs", f"{settings.epochs}={max_epochs}")]
-    choice = Choice(until=settings.stage)
-    base = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
-    check_names(base, settings)
-    fixed = settings.model_dump(mode="json", exclude=set(_FREE))
-    fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
-    facts = {**base.facts, "kind": "tune"}
-    order = dataclasses.replace(base, kind="tune", fingerprint=fingerprint, facts=facts)
-    run, state = take_up(order, new=False, find=find)
-
-    def order_of(values: Mapping[str, Any]) -> Order:
-        own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
-        return order_of_config(
-            source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True, warm=warm
-        )
-
-    facts = {"state": state, "fingerprint": fingerprint}
-    supervise = functools.partial(supervise, facts=facts, parent=warm.parent)
-    return _search(order, settings, run, Orders(order_of), supervise)
-
-
-def _newest(order: Order) -> RunDir | None:
-    settings = order.settings
-    return RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+    return config.resolve_nested(whole, "tune", TuneSettings).value
 
 
 def _search(
-    order: Order,
-    settings: TuneSettings,
-    run: RunDir,
-    orders: Orders,
-    supervise: Callable[..., AbstractContextManager[Supervisor]],
+    order: Order, settings: TuneSettings, one: Supervisor, order_of: Callable[[Mapping[str, Any]], Order]
 ) -> TuneResult:
-    runs = order.settings.model_copy(update={"on_failure": "continue"})
-    folder_of(run).mkdir(exist_ok=True)
-    with supervise(run, runs) as one:
-        limits = _write_study(order, settings, run)
-        study = Study(run, order.settings.experiment, settings, limits)
+    run = one.run
+    limits = _write_study(order, settings, run)
+    study = Study(run, order.settings.experiment, settings, limits)
 
-        def keep_best(trial: Trial) -> None:
-            if (best := study.best) is not None and best.name == trial.name:
-                _write_best(run, settings, orders, best)
+    def keep_best(trial: Trial) -> None:
+        if (best := study.best) is not None and best.name == trial.name:
+            _write_best(run, settings, order_of, best)
 
-        sweep = Sweep(one, settings, order, orders.make, limits, keep_best)
-        one.adopt(sweep.goes_on_with)
-        write_order(order, run)
-        statuses = one.schedule(sweep, _known(sweep), largest_first=True)
-        sweep.close()
-        if (best := study.best) is not None:  # its process may have been killed before it wrote that
-            _write_best(run, settings, orders, best)
-        if sweep.error is not None:
-            end = "failed", sweep.error.exit_code
-        elif not sweep.has_all:
-            end = one.interrupted
-        else:  # failed trials are part of a study; one without a completed trial has failed
-            end = ("completed", 0) if best is not None else ("failed", 4)
-        result = one.settle(statuses, {}, end=end)
-        if sweep.error is not None:
-            raise sweep.error
-        return TuneResult(run.path, result.state, result.exit_code, best, statuses)
+    sweep = Sweep(one, settings, order, order_of, limits, keep_best)
+    one.adopt(sweep.goes_on_with)
+    write_order(order, run)
+    statuses = one.schedule(sweep, _known(sweep), largest_first=True)
+    sweep.close()
+    if (best := study.best) is not None:  # its process may have been killed before it wrote that
+        _write_best(run, settings, order_of, best)
+    if sweep.error is not None:
+        end = "failed", sweep.error.exit_code
+    elif not sweep.has_all:
+        end = one.interrupted
+    else:  # failed trials are part of a study; one without a completed trial has failed
+        end = ("completed", 0) if best is not None else ("failed", 4)
+    result = one.settle(statuses, {}, end=end)
+    if sweep.error is not None:
+        raise sweep.error
+    return TuneResult(run.path, result.state, result.exit_code, best, statuses)
 
 
 def _write_study(order: Order, settings: TuneSettings, run: RunDir) -> Mapping[str, int | None]:
@@ -294,11 +275,11 @@ def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
     ]
 
 
-def _write_best(run: RunDir, settings: TuneSettings, orders: Orders, best: Trial) -> None:
+def _write_best(
+    run: RunDir, settings: TuneSettings, order_of: Callable[[Mapping[str, Any]], Order], best: Trial
+) -> None:
     values = dict(best.params)
     if settings.epochs is not None and settings.final_epochs is not None:
         values[settings.epochs] = settings.final_epochs
-    text = f"# {best.name} of the study in this folder: {settings.objective} {best.value:.6g}.\n" + orders.text(values)
-    path = run.path / "best.yaml"
-    if not path.exists() or path.read_text() != text:
-        write_atomic(path, text)
+    comment = f"# {best.name} of the study in this folder: {settings.objective} {best.value:.6g}.\n"
+    write_config(order_of(values), run.path / "best.yaml", comment)

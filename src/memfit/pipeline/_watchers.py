@@ -1,4 +1,4 @@
-"""A canary: a few steps of every phase of a long run, on all its ranks, before it; and the verdict."""
+"""Watchers of a run: a canary, which tries every phase of a long run before it, and the comparison with a plan."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from memfit.config import differences
 from memfit.errors import DoesNotFitError, JobFailedError, PeerFailedError, UsageError
-from memfit.files import fits, write_json
+from memfit.files import fits, read_json, write_json
 from memfit.jobs import ENDED, JobStatus, StopRequest, read_status
 from memfit.memory import Footprint
 from memfit.pipeline._config import RunConfig
+from memfit.pipeline._graph import Graph
 from memfit.pipeline._order import Order
+from memfit.pipeline._results import made_for
 from memfit.pipeline._supervise import RunResult, Watcher
-from memfit.rundir import CANARY_VARIABLE, RunDir
+from memfit.rundir import CANARY_VARIABLE, Event, EventWriter, RunDir
 from memfit.units import format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
+_VALUE = (int, bool, type(None))
+_MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
+_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "made_for": ({str: (dict, str)}, type(None))}
+_PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
 _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
 
 
@@ -50,14 +58,13 @@ class Canary(Watcher):
     """Follows a canary's jobs by the phases that their ranks mark, stops them once all were seen, and judges."""
 
     def __init__(self, run: RunDir, settings: RunConfig, stop: StopRequest) -> None:
-        super().__init__(run)
-        self.settings, self.stop = settings, stop
+        self.run, self.settings, self.stop = run, settings, stop
         #: By job: how often each rank has entered its phases, its last one with the newest at the end, steps of rank 0.
         self._seen: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self._last: dict[str, dict[int, str]] = defaultdict(dict)
         self._steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
         #: The first rank that was lost of a job, and not since it was asked to stop.
-        self._lost: dict[str, Mapping[str, Any]] = {}
+        self._lost: dict[str, Event] = {}
         self._peak, self._changed_at, self._has_asked = 0, 0.0, False
         # Who runs to the end has been covered, whatever it marks, unless the user named the phases.
         self._is_strict = "canary_phases" in settings.model_fields_set
@@ -72,10 +79,9 @@ class Canary(Watcher):
         return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds){end}"
 
     def why_no_more(self) -> str:
-        self.look(now=True)
         return "the canary has seen what it needs" if self._has_asked else ""
 
-    def take(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, events: Sequence[Event]) -> None:
         """Take in new events; ask the jobs to stop when all phases were seen, or when the time is over."""
         now = time.monotonic()
         if self._note(events):
@@ -89,17 +95,18 @@ class Canary(Watcher):
                 continue  # it ends by itself, as soon as the other ranks have left
             is_settled = not self._missing(job_id) and now - self._changed_at > _SETTLED_SECONDS
             has_begun = len(self._missing(job_id)) < len(self.settings.canary_phases)
-            if is_settled or self._is_covered(job_id) or (has_begun if status.state in ENDED else is_over):
+            is_enough = is_settled or self._is_covered(job_id) or (has_begun if status.state in ENDED else is_over)
+            if is_enough and not self.stop.level:  # else its user has stopped it
                 self._has_asked = True
                 self.stop.ask()
 
-    def _note(self, events: Sequence[Mapping[str, Any]]) -> bool:
+    def _note(self, events: Sequence[Event]) -> bool:
         """Take in events; return whether a rank entered a phase, or made a step."""
-        told = [one for one in events if fits(one, {"job": str, "kind": str, "rank": (int, type(None))})]
+        told = [one for one in events if fits(one, {"job": str, "rank": (int, type(None))})]
         for event in told:
             job_id, rank, kind = event["job"], event.get("rank") or 0, event["kind"]
             if kind == "step" and not rank and isinstance(event.get("step"), int):
-                self._steps[job_id].append((float(event["time"]), event["step"]))
+                self._steps[job_id].append((event["time"], event["step"]))
             elif kind == "rank_lost" and not event.get("asked") and isinstance(event.get("code"), int):
                 self._lost.setdefault(job_id, event)
             elif kind == "checkpoint":
@@ -115,9 +122,8 @@ class Canary(Watcher):
         telling = list(self._seen[job_id].values()) if job_id in self._seen else []
         if not telling:
             return [*self.settings.canary_phases]
-        have = {"checkpoint": any}
         names = self.settings.canary_phases
-        return [name for name in names if not have.get(name, all)(name in seen for seen in telling)]
+        return [one for one in names if not (any if one == "checkpoint" else all)(one in seen for seen in telling)]
 
     def _is_covered(self, job_id: str) -> bool:
         """Return whether a script has entered each phase from its first repeated one on twice, or all it was to enter.
@@ -135,7 +141,6 @@ class Canary(Watcher):
 
     def close(self, result: RunResult) -> RunResult:
         """Judge, and write ``canary.json``; a run that its user stopped stays as it is."""
-        self._note(self._events.read())
         shutil.rmtree(self._folder, ignore_errors=True)
         statuses = {job: self._with_lost(one) for job, one in result.statuses.items() if one.started is not None}
         broke = next((one for one in statuses.values() if _is_broken(one)), None)
@@ -273,3 +278,104 @@ def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
         f"{peak}; {settings.memory.slack:.0%} more for the request",
         long if found["memory"] else "what the long run needs is not known: it ended before its memory was measured",
     ]
+
+
+# As planned or not
+
+
+def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
+    """Return the forecasts of a plan by stage, and keep a copy in the run, which counts where the file is gone."""
+    copy = run.path / "planned.json"
+    found = read_json(file) or read_json(copy)
+    stages = found["stages"] if found and fits(found, _PLAN) else []
+    forecasts = {stage["name"]: stage["forecast"] for stage in stages if stage["forecast"]}
+    if not forecasts:
+        raise UsageError(
+            f"{file} holds no plan that a run can be compared with.",
+            rule="such a plan has lines: of loaders, ranks or a described machine.",
+            remedy="name the loaders and plan again: memfit run CONFIG --plan --out plan.json (docs/plan.md)",
+        )
+    write_json(copy, found)
+    return forecasts
+
+
+class Planned(Watcher):
+    """Follows a run's jobs, and says for each stage whether its first one is as planned.
+
+    It says so after the first epoch or at the end, and once more where a job that was as planned did not end so.
+    ``forecasts`` are those of `read_planned`.
+    """
+
+    def __init__(
+        self, order: Order, graph: Graph, forecasts: Mapping[str, Mapping[str, Any]], events: EventWriter
+    ) -> None:
+        self._order, self._graph, self._forecasts, self._write = order, graph, forecasts, events.write
+        self._said: dict[str, Mapping[str, Any]] = {}
+        self._used: dict[str, Mapping[str, Any]] = {}
+        self._phases: defaultdict[str, list[str]] = defaultdict(list)
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.get("job") is not None and not event.get("rank"):  # rank 0 tells of the job
+                self._take(event["job"], event)
+
+    def _take(self, job: str, event: Event) -> None:
+        kind, state = event.get("kind"), str(event.get("state"))
+        if kind == "planned":
+            self._said[str(event.get("stage"))] = event
+        elif kind == "loaders" and fits(event.get("settings"), {str: _VALUE}):
+            self._used[job] = event["settings"]
+        elif kind == "phase":
+            self._phases[job].append(str(event.get("phase")))
+        elif kind == "end" and state in ("preempted", "cancelled"):
+            return  # those go on later
+        elif kind == "end" or (kind == "epoch" and read_status(self._graph.run, job).peak_bytes):  # measured by now
+            named = {unit.job_id: name for name, units in self._graph.units.items() for unit in units}
+            stage = named.get(job, "")
+            before = self._said.get(stage, {"job": job, "holds": True})
+            if stage in self._forecasts and before["job"] == job and before.get("holds"):
+                found = self._compare(stage, job, state if kind == "end" else "")
+                if stage not in self._said or not found["holds"]:
+                    self._said[stage] = found
+                    self._write("planned", **found)
+
+    def _compare(self, stage: str, job: str, state: str) -> dict[str, Any]:
+        """Return what is as planned of a job that ended so, or has made its first epoch, and what is not."""
+        forecast, phases = self._forecasts[stage], self._forecasts[stage]["phases"]
+        planned, ranks = forecast["settings"], self._order.ranks_of(self._graph.stages[stage])
+        used = {**self._used.get(job, {}), "ranks": ranks}
+        absent = used.get("validation", True) is None
+        both = [name for name in planned if name in used]
+        others = [name for name in both if planned[name] != used[name]]
+        left = [name for name in planned if name not in used and not (absent and name.startswith("validation"))]
+        is_dead, seen = state not in ("", "completed"), list(dict.fromkeys(self._phases[job]))
+        words = [f"it ended {state.replace('_', ' ')}"] if is_dead else []
+        given = forecast.get("made_for") or {}
+        for name, then, now in differences(given, made_for(self._graph.stages[stage])) if given else ():
+            words.append("another command" if name == "command" else _told(name, repr(then)[:40], repr(now)[:40]))
+        words += [_told(name, _show(planned[name]), _show(used[name])) for name in others]
+        most, worst = max(phases.values(), default=0), max(phases, key=lambda name: phases[name], default="")
+        same = [f"{name} {_show(planned[name])}" for name in both if planned[name] and name not in others]
+        taken = read_status(self._graph.run, job).peak_bytes
+        if forecast.get("uncounted") or not (taken and most):
+            left.append("memory")
+        else:
+            sizes = _told("host memory", format_bytes(most), format_bytes(taken))
+            (words if taken > _MOST * most else same).append(sizes)
+        if not seen:
+            left.append("phases")
+        elif worst in seen:
+            same.append(f"phase {worst}, the worst planned, was seen")
+        elif not is_dead:
+            words.append(f"phase {worst}, the worst planned, was not seen ({list_some(seen)} was)")
+        what = f"not as planned: {'; '.join(words)}" if words else f"as planned: {', '.join(same)}"
+        text = f"{job} is {what}" + (f"; not compared: {list_some(left, 16)}" if left else "")
+        return {"job": job, "stage": stage, "differs": others, "holds": not words, "text": text}
+
+
+def _told(name: str, then: str, now: str) -> str:
+    return f"{name} {then} planned, {now} in the run"
+
+
+def _show(value: int | None) -> str:
+    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else f"{value:,}"
