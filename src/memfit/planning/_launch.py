@@ -82,8 +82,10 @@ class Launch:
         if not self.memory <= limit:
             found = replace(
                 self.forecast,
-                limit=Amount(int(limit.bytes / (1 + self.forecast.slack)), "node"),  # what is requested has the slack
+                limit=limit,
+                limit_from=where,
                 shm_limit=None,
+                slack_counts=True,
                 num_ranks=self.num_nodes * self.num_ranks,
                 num_nodes=num_nodes or self.num_nodes,
                 uncounted=(),
