@@ -42,7 +42,7 @@ def test_json_is_a_list_of_checks_and_nothing_else(memfit, script):
 
 
 def test_a_warning_counts_with_strict_alone(memfit, script):
-    words = ["--threads", "999", *script("print(1)\n")]
+    words = ["--workers", "999", *script("print(1)\n")]
     assert memfit("doctor", *words).exit_code == 0
     assert memfit("doctor", "--strict", *words).exit_code == 2
 
@@ -64,7 +64,6 @@ def test_the_settings_of_memfit_run_and_the_flags_are_those_that_are_examined(me
 
     monkeypatch.setenv("MEMFIT_THREADS_PER_JOB", "3")
     assert threads().startswith("OMP_NUM_THREADS=3;")
-    assert threads("--threads", "1").startswith("OMP_NUM_THREADS=1;")
     assert threads("--workers", "1").endswith("workers: --workers")
 
 

@@ -42,7 +42,7 @@ def diagnose(tmp_path, tree):
             root=root or tree(),
             env={"PATH": "/nowhere", **(env or {})},
             cwd=folder,
-            interpreter=asked or Interpreter("/python", version=(3, 11, 7), start_method="fork"),
+            interpreter=asked or Interpreter("3.11", "fork"),
         )
         found = {}
         for check in checks:

@@ -29,4 +29,3 @@ def test_a_container_is_examined_from_inside(tmp_path):
     assert found["/dev/shm"]["verdict"] == "problem"
     assert "2 workers x 2 batches x 20.0 MiB = 80.0 MiB; 64.0 MiB free of 64.0 MiB" in found["/dev/shm"]["finding"]
     assert "of 512.0 MiB" in found["budget"]["finding"]
-    assert "it goes with the container" in found["temp folder"]["finding"]

@@ -18,7 +18,6 @@ def doctor(
     context: typer.Context,
     workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None,
     batch: Annotated[str | None, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None,
-    threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None,
     strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False,
     verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False,
     as_json: AsJson = False,
@@ -42,7 +41,7 @@ def doctor(
     settings = resolve_settings(values={"experiment": "doctor"})
     are_set = settings.origins["threads_per_job"] != DEFAULT
     setup = Setup(
-        threads=settings.value.threads_per_job if threads is None and are_set else threads,
+        threads=settings.value.threads_per_job if are_set else None,
         cuda_allocator=settings.value.memory.cuda_allocator,
         runs_dir=Path(settings.value.runs_dir),
         num_workers=workers,

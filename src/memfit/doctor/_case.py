@@ -1,20 +1,22 @@
-"""What all checks look at: the place, the command, its script, its interpreter and its environment."""
+"""What all checks look at: a place, read below ``root``, and a command with its script and its environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from memfit.checks import Check
 from memfit.doctor._command import Command
-from memfit.doctor._interpreter import Interpreter
-from memfit.doctor._place import Place
 from memfit.doctor._script import Script, Start
 from memfit.jobs import own_threads
+from memfit.memory import Budget, memory_group, parse_limits, parse_mountinfo
 
 PREFETCH = 2  # batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
+REAL_ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,62 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Interpreter:
+    """What a command's interpreter says of itself."""
+
+    version: str = ""  # such as ``3.11``
+    start_method: str = ""  # the default of ``multiprocessing``
+    error: str = ""  # why nothing is known
+
+
+@dataclass(frozen=True)
 class Case:
     """A place and a command to examine."""
 
-    place: Place
+    root: Path  # the folder above proc and sys: that of this machine, or of a recorded tree
+    budget: Budget
     setup: Setup
     command: Command
     script: Script
-    interpreter: Interpreter | None  # what the command's own said of itself; None if none was started
+    interpreter: Interpreter | None  # None if none was started
     env: Mapping[str, str]  # of the command's interpreter
     cwd: Path
 
-    @property
-    def num_cpus(self) -> int:
-        return self.place.budget.num_cpus
+    def text(self, path: str) -> str:
+        """Return the text of a file below the root; empty if there is none."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def number(self, path: str) -> int | None:
+        """Return the first whole number of a file below the root, or None."""
+        match = re.match(r"-?\d+", self.text(path))
+        return int(match.group()) if match else None
+
+    @cached_property
+    def limits(self) -> dict[str, tuple[int | None, int | None]]:
+        """Soft and hard limits of this process; None for unlimited."""
+        return parse_limits(self.text("proc/self/limits"))
+
+    def is_in_memory(self, path: Path) -> bool:
+        """Whether files at a path lie in memory."""
+        mounts = [one for one in parse_mountinfo(self.text("proc/self/mountinfo")) if path.is_relative_to(one.point)]
+        return bool(mounts) and max(reversed(mounts), key=lambda one: len(one.point)).kind in ("tmpfs", "ramfs")
+
+    def group_files(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the path and the text of a file of this process's memory group, and of the groups above it."""
+        group = memory_group(root=self.root)
+        for folder in () if group is None else (group, *group.parents):
+            if folder == self.root:
+                return
+            with suppress(OSError):
+                yield "/" + str((folder / name).relative_to(self.root)), (folder / name).read_text().strip()
 
     @property
     def threads(self) -> int:
         """The threads of each numerical library in one process."""
-        return own_threads(self.env) or self.num_cpus
+        return own_threads(self.env) or self.budget.num_cpus
 
     @cached_property
     def loaders(self) -> list[Start]:
@@ -67,11 +106,6 @@ class Case:
         return max(named, key=lambda one: one[0], default=(0, "no loader with workers was found"))
 
     @property
-    def num_workers(self) -> int:
-        """The most loader workers at once that are known of."""
-        return self.workers[0]
-
-    @property
     def prefetch(self) -> int:
         """Batches that each worker keeps ready."""
         return max((one.prefetch_factor or PREFETCH for one in self.loaders), default=PREFETCH)
@@ -82,7 +116,7 @@ class Case:
         if self.script.start_methods:
             return self.script.start_methods[0].name, self.script.start_methods[0].site
         if (asked := self.interpreter) is not None and asked.start_method:
-            return asked.start_method, f"the default of Python {'.'.join(map(str, asked.version[:2]))}"
+            return asked.start_method, f"the default of Python {asked.version}"
         return "fork", "the default on Linux below Python 3.14"
 
 

@@ -31,8 +31,6 @@ class Command:
     script: Path | None = None
     code: str | None = None  # the text behind ``python -c``
     num_processes: int = 1  # that a launcher (torchrun, accelerate) starts on this host
-    missing: str = ""  # what Python is to run and is not there, in a sentence
-    module: str = ""  # the module behind ``python -m`` if the command's folder has nothing of its name
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:
@@ -43,8 +41,8 @@ def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) ->
         while rest and _ASSIGNMENT.fullmatch(rest[0]):
             name, _, value = rest.pop(0).partition("=")
             given[name] = value
-    if rest and Path(rest[0]).name in _WRAPPERS:
-        rest = rest[next((at for at, word in enumerate(rest) if _PYTHON.fullmatch(Path(word).name)), 0) :]
+    if rest and (rest[0].startswith("-") or Path(rest[0]).name in _WRAPPERS):  # options of ``env`` too
+        rest = next((rest[at:] for at, word in enumerate(rest) if _PYTHON.fullmatch(Path(word).name)), list(words))
     if not rest:
         return Command(env=given)
     is_python = _PYTHON.fullmatch(Path(rest[0]).name)
@@ -64,39 +62,23 @@ def _after_python(words: list[str], cwd: Path) -> Command:
             rest = [match[2], *words[at + 1 :]] if match[2] else words[at + 1 :]
             if not rest:
                 break
-            return Command(code=rest[0]) if match[1] == "c" else _of_module(rest[0], rest[1:], cwd)
-        if not word.startswith("-"):
-            return _of_file(word, cwd)
+            return Command(code=rest[0]) if match[1] == "c" else Command(script=_of_module(rest[0], rest[1:], cwd))
+        if not word.startswith("-"):  # a folder or a zip archive is not read
+            return Command(script=_first_script([word], cwd))
         at += 2 if _TAKE_A_WORD.fullmatch(word) else 1
     return Command()
 
 
-def _of_module(module: str, behind: list[str], cwd: Path) -> Command:
+def _of_module(module: str, behind: list[str], cwd: Path) -> Path | None:
     """What ``python -m`` runs: a file of the command's folder, or a launcher with its script behind it."""
-    base, top = cwd.joinpath(*module.split(".")), module.partition(".")[0]
-    with suppress(OSError, ValueError):
-        for one in (base.with_suffix(".py"), base / "__main__.py"):
-            if one.is_file():
-                return Command(script=one)
-        is_here = (cwd / top).exists()
-        return Command(script=_first_script(behind, cwd), module="" if is_here else module)
-    return Command()
-
-
-def _of_file(word: str, cwd: Path) -> Command:
-    """The file that Python runs; a folder or a zip archive is not read."""
-    path = cwd / word
-    try:
-        missing = "" if path.exists() else f"there is no file '{word}' in {cwd}"
-        return Command(script=path if path.is_file() and path.suffix == ".py" else None, missing=missing)
-    except OSError as error:  # also a word that is too long for a name
-        return Command(missing=f"'{word[:80]}' cannot be read: {error.strerror}")
+    base = "/".join(module.split("."))
+    return _first_script([f"{base}.py", f"{base}/__main__.py", *behind], cwd)
 
 
 def _first_script(words: list[str], cwd: Path) -> Path | None:
     """The first Python file among the words, as behind the options of a launcher."""
     for word in words:
-        with suppress(OSError):  # a word that is too long for a name
+        with suppress(OSError, ValueError):  # a word that is too long for a name, or has a NUL
             if word.endswith(".py") and (cwd / word).is_file():
                 return cwd / word
     return None

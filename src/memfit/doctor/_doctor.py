@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from memfit.checks import Check, worst_first
 from memfit.doctor import _checks_host as host
-from memfit.doctor import _checks_settings as settings
-from memfit.doctor import _checks_workers as workers
-from memfit.doctor._case import Case, Setup
+from memfit.doctor import _checks_script as script
+from memfit.doctor._case import REAL_ROOT, Case, Interpreter, Setup
 from memfit.doctor._command import parse_command
-from memfit.doctor._interpreter import Interpreter, ask_interpreter
-from memfit.doctor._place import REAL_ROOT, Place
 from memfit.doctor._script import read_script
 from memfit.jobs import Job, child_env, own_threads
 from memfit.memory import Budget
 from memfit.rundir import RunDir
 
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
-    settings.check_command,
-    workers.check_fork,
-    workers.check_guard,
-    workers.check_threads,
+    script.check_command,
+    script.check_fork,
+    script.check_guard,
+    script.check_threads,
     host.check_shm,
-    host.check_leftovers,
     host.check_limits,
     host.check_budget,
     host.check_walls,
     host.check_folders,
-    settings.check_allocator,
+    script.check_allocator,
 )
+#: What an interpreter says of itself, in any Python 3.
+_PROGRAM = "import sys, multiprocessing as m; print('\\nMEMFIT %d.%d' % sys.version_info[:2], m.get_start_method())"
 
 
 def examine(
@@ -51,23 +51,42 @@ def examine(
     """
     setup, given = setup or Setup(), dict(os.environ if env is None else env)
     folder = Path.cwd() if cwd is None else cwd.absolute()
-    place = Place(root, Budget.read(root=root, env=given))
-    job = Job(
-        "cmd_0001",
-        command=("true",),
-        threads=setup.threads or own_threads(given) or place.budget.num_cpus,
-        cuda_allocator=setup.cuda_allocator,
-    )
+    budget = Budget.read(root=root, env=given)
+    threads = setup.threads or own_threads(given) or budget.num_cpus
+    job = Job("cmd_0001", command=("true",), threads=threads, cuda_allocator=setup.cuda_allocator)
     one = parse_command(command, cwd=folder, env=given)
     inside = {**given, **child_env(job, RunDir(setup.runs_dir)), **one.env}
-    script = read_script(one.script, text=one.code, cwd=folder)
-    asked, executable = interpreter, one.interpreter if one.words else sys.executable
-    if asked is None and place.is_real and executable is not None:
-        env = dict(inside)
-        if entries := env.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
-            env["PYTHONPATH"] = os.pathsep.join(str(folder / entry) for entry in entries.split(os.pathsep))
-        asked = ask_interpreter(
-            executable, env=env, wanted=sorted({*script.imports, one.module.partition(".")[0]} - {""})
-        )
-    case = Case(place, setup, one, script, asked, inside, folder)
+    text = read_script(one, folder)
+    executable = one.interpreter if one.words else sys.executable
+    if interpreter is None and root == REAL_ROOT and executable is not None:
+        interpreter = ask_interpreter(executable, env=inside)
+    case = Case(root, budget, setup, one, text, interpreter, inside, folder)
     return worst_first([check for checks in _CHECKS for check in checks(case)])
+
+
+def ask_interpreter(executable: str, *, env: Mapping[str, str], timeout_seconds: float = 60.0) -> Interpreter:
+    """Return what an interpreter says of itself."""
+    try:
+        child = subprocess.Popen(
+            [executable, "-c", _PROGRAM],
+            env=dict(env),
+            cwd="/",  # `-c` imports from here first: no file of the user's is to pass for a module
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        out, said = child.communicate(timeout=timeout_seconds)
+    except (OSError, ValueError) as error:
+        return Interpreter(error=f"{type(error).__name__}: {error}")
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return Interpreter(error=f"no answer within {timeout_seconds:g} s")
+    _, mark, answer = out.rpartition("\nMEMFIT ")
+    if not mark:
+        last = said.strip().splitlines()[-1:] or [""]
+        return Interpreter(error=f"exit code {child.returncode}: {last[0]}")
+    return Interpreter(*answer.split()[:2])

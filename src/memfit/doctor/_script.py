@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from memfit.doctor._command import Command
+
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
 _LOADER_KEYWORD = "dataloader_num_workers"  # calls with this keyword make a loader with so many workers
 #: What starts processes, and the keyword that chooses how.
@@ -55,22 +57,20 @@ class Script:
     variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
     trainer: str | None = None  # the first Trainer of transformers or TRL
     cuda: str | None = None
-    threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
     all_cores: list[str] = field(default_factory=list)  # calls with ``n_jobs=-1``
-    errors: list[Site] = field(default_factory=list)  # by reason; ``more`` is ``syntax`` for a syntax error
+    errors: list[Site] = field(default_factory=list)  # why a file was not read
     has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
 
 
-def read_script(path: Path | None, *, text: str | None = None, cwd: Path = Path()) -> Script:
-    """Return what a script, or the ``text`` of ``python -c``, does; files below ``cwd`` are named from there."""
-    script = Script()
-    if text is not None:
-        _read_text(script, text.encode(errors="replace"), "-c")
+def read_script(command: Command, cwd: Path) -> Script:
+    """Return what a command's script, or the text of ``python -c``, does; files below ``cwd`` are named from there."""
+    script, path = Script(), command.script
+    if command.code is not None:
+        _read_text(script, command.code.encode(errors="replace"), "-c")
     elif path is not None:
         tree = _read_file(script, path, cwd)
         script.has_guard = any(isinstance(one, ast.If) and "__main__" in ast.unparse(one.test) for one in tree.body)
         for local in _local_files(tree, [cwd, path.parent]):
-            script.imports.pop(local.parent.name if local.name == "__init__.py" else local.stem, None)
             if local.resolve() != path.resolve():
                 _read_file(script, local, cwd)
     return script
@@ -96,7 +96,7 @@ def _read_text(script: Script, data: bytes, label: str) -> ast.Module:
         return tree
     except SyntaxError as error:
         site = label if error.lineno is None else f"{label}:{error.lineno}"
-        script.errors.append(Site(error.msg, site, "syntax"))
+        script.errors.append(Site(error.msg, site))
     except (ValueError, RecursionError) as error:
         script.errors.append(Site(str(error), label))
     return ast.Module(body=[], type_ignores=[])
@@ -170,8 +170,6 @@ class _Reader(ast.NodeVisitor):
             script.start_methods.append(Site(_text_of(node.args[0]) or "", site))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
             self._variable(node.args[0], node)
-        elif path == "torch.set_num_threads":
-            script.threads.append(site)
         elif "n_jobs" in given and ast.unparse(given["n_jobs"]) == "-1":
             script.all_cores.append(site)
         self._trainer(path, node)

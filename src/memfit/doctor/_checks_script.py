@@ -1,12 +1,15 @@
-"""Check processes and threads: forks after threads, threads times workers, thread limits that come too late."""
+"""Check a command: forks after threads, threads times workers, torch's allocator, settings that come too late."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 from memfit.checks import Check
-from memfit.doctor._case import Case, judge
+from memfit.doctor._case import REAL_ROOT, Case, judge
+from memfit.doctor._command import which
 from memfit.doctor._script import Start
+from memfit.estimation import ALLOCATOR_VARIABLES, allocator_faults
 from memfit.jobs import thread_env
 from memfit.units import format_count, list_some
 
@@ -32,6 +35,31 @@ _LOCKS = (
     "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
     "waits for ever"
 )
+
+
+def check_command(case: Case) -> Iterator[Check]:
+    """Whether the command's program starts, and its script can be read."""
+    command, script, asked = case.command, case.script, case.interpreter
+    program = command.interpreter or "Python"
+    if command.words and case.root == REAL_ROOT and which(command.words[0], case.cwd, case.env) is None:
+        finding = f"there is no program '{command.words[0]}'"
+        reason = "a command begins with a program on the PATH, or with the path of an executable file"
+        yield Check("command", "problem", finding, reason, "correct the name, or activate its environment", "PATH")
+    if asked is not None and asked.error:
+        finding, remedy = f"{program} gave no answer: {asked.error}", f"try: {program} -c pass"
+        yield Check("command", "problem", finding, "the command runs in it", remedy, program)
+    reason = "loaders, forks and imports are found in the script's text"
+    for error in script.errors:
+        remedy = f"correct {error.site}: it must be readable, and Python must compile it"
+        yield Check("script", "warning", f"not read: {error.site}: {error.name}", reason, remedy, error.site)
+    if command.words and not script.files:
+        finding = f"no Python script is seen in '{' '.join(command.words)[:80]}'"
+        remedy = "name the Python command and a file that is there: memfit doctor -- python train.py"
+        yield Check("script", "warning", finding, reason, remedy, "the command")
+    elif script.files and not script.errors:
+        more = f" and {format_count(len(script.files) - 1, 'module')} beside it" if len(script.files) > 1 else ""
+        found = f"{format_count(len(script.imports), 'import')}, {format_count(len(script.loaders), 'loader')}"
+        yield Check("script", "ok", f"{script.files[0]}{more} read: {found}", reason, "", script.files[0])
 
 
 def _method(case: Case, one: Start) -> str:
@@ -115,44 +143,57 @@ def _after_calls(case: Case, calls: list[Start]) -> Iterator[Check]:
 
 
 def _after_libraries(case: Case, what: str, source: str, remedy: str, *, certain: bool) -> Iterator[Check]:
-    """One finding for the libraries that are there, and one for those that are not installed."""
-    missing = case.interpreter.missing if case.interpreter is not None else ()
-    for is_missing in (False, True):
-        found = [name for name in _FORK_UNSAFE if name in case.script.imports and (name in missing) == is_missing]
-        if not found:
-            continue
+    if found := [name for name in _FORK_UNSAFE if name in case.script.imports]:
         finding = f"{what} after import of {', '.join(f'{name} ({case.script.imports[name]})' for name in found)}"
-        finding += ", not installed for this interpreter: the import fails first" if is_missing else ""
         reason = "; ".join([*(f"{name}: {_FORK_UNSAFE[name][1]}" for name in found), _LOCKS])
         sources = "; ".join([source, *(_FORK_UNSAFE[name][2] for name in found)])
-        is_problem = certain and not is_missing and any(_FORK_UNSAFE[name][0] for name in found)
+        is_problem = certain and any(_FORK_UNSAFE[name][0] for name in found)
         yield judge("fork", finding, reason, remedy, sources, problem=is_problem, warning=True)
 
 
 def check_threads(case: Case) -> Iterator[Check]:
     """Whether threads times processes fit the cores, and whether the number of threads is what was set."""
-    cores, workers, ranks, threads = case.num_cpus, case.num_workers, case.command.num_processes, case.threads
+    cores, ranks, threads = case.budget.num_cpus, case.command.num_processes, case.threads
+    workers, origin = case.workers
     has_pools = any(name in case.script.imports for name in _POOLS)
     each = threads if has_pools else 1
     total = ranks * (threads + workers * each)
     finding = format_count(threads, "thread") + (f" + {format_count(workers, 'worker')} x {each}" if workers else "")
     finding = f"{ranks} processes x ({finding})" if ranks > 1 else finding
     finding += f" = {total} threads" if ranks > 1 or workers else ""
-    finding += f" on {format_count(cores, 'core')} ({case.place.budget.cpus_source})"
-    if (host := case.place.num_host_cpus or 0) > cores:
-        finding += f"; a library without a setting would take {host}"
-    if own := case.script.threads:
-        finding += f"; torch.set_num_threads at {own[0]} changes it"
+    finding += f" on {format_count(cores, 'core')} ({case.budget.cpus_source})"
     remedy = f"memfit run --set threads_per_job={max(1, cores // (ranks * (1 + workers * has_pools)))} -- ..."
     if ranks * workers > cores:
         remedy = f"num_workers={max(1, cores // ranks - 1)}, and memfit run --set threads_per_job=1 -- ..."
     reason = "threads beyond the cores take turns: each step waits for the slowest, and every pool takes memory"
     is_many = total > 2 * cores or ranks * max(threads, workers) > cores
-    source = f"OMP_NUM_THREADS={threads}; workers: {case.workers[1]}"
+    source = f"OMP_NUM_THREADS={threads}; workers: {origin}"
     yield judge("threads", finding, reason, remedy, source, warning=is_many)
+    reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
+    remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
+    yield from _too_late(case, "threads", _THREAD_VARIABLES, reason, remedy)
+
+
+def _too_late(case: Case, check: str, names: Container[str], reason: str, remedy: str) -> Iterator[Check]:
     for one in case.script.variables:
-        if one.name in _THREAD_VARIABLES and one.more is not None:
+        if one.name in names and one.more is not None:
             finding = f"{one.name} is set at {one.site}, after import {one.more}"
-            reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
-            remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
-            yield Check("threads", "warning", finding, reason, remedy, one.site)
+            yield Check(check, "warning", finding, reason, remedy.replace("NAME", one.name), one.site)
+
+
+def check_allocator(case: Case) -> Iterator[Check]:
+    """torch's caching allocator: contradictions, and settings that come too late."""
+    given = {name: case.env[name] for name in ALLOCATOR_VARIABLES if case.env.get(name)}
+    reason = "torch reads the settings once, when it is imported or first allocates"
+    if not given:
+        yield Check("torch allocator", "ok", "default settings", reason, source=" and ".join(ALLOCATOR_VARIABLES[::2]))
+    for name, text in given.items():
+        faults = allocator_faults(text) or [Check("torch allocator", "ok", text, reason)]
+        yield from (replace(fault, source=f"{name}; {fault.source}".rstrip("; ")) for fault in faults)
+    if len(set(given.values())) > 1:
+        first, *others = given
+        finding = " and ".join(f"{name}={text}" for name, text in given.items())
+        why, source = f"torch 2.13 takes {first}; its other name is the newer one", "c10/cuda/CUDAAllocatorConfig.h"
+        yield Check("torch allocator", "problem", finding, why, f"unset {' '.join(others)}", source)
+    remedy = "set it before Python starts: NAME=... memfit run -- ..."
+    yield from _too_late(case, "torch allocator", ALLOCATOR_VARIABLES, reason, remedy)
