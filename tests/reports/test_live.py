@@ -152,37 +152,6 @@ def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made
     assert table_lines(view, 80)
 
 
-@pytest.fixture
-def running(made):
-    """Seven folds in the states that make the widest cells, in mid-run."""
-    made.event(0, "run", state="started")
-    wide = 1023 * MIB + 900 * 1024
-    for fold, state in enumerate(["completed", "out_of_memory", "running", "running", "node_fail"], 8):
-        made.admit(1, f"fold_{fold}", 2, wide)
-        made.event(3600, "step", f"fold_{fold}", epoch=1, step=10, num_steps=100, num_epochs=100)
-        made.event(7200, "step", f"fold_{fold}", epoch=12, step=50, num_steps=100, num_epochs=100)
-        name = "status.json" if state == "running" else "outcome.json"
-        sizes = {"peak_bytes": wide, "used_bytes": wide if state == "running" else 0}
-        made.job(f"fold_{fold}", state, seconds=90000.0, name=name, phase="checkpoint", **sizes)
-    return made
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_the_table_is_whole_at_this_width(running, width):
-    view = view_of(running, 7200)
-    lines = table_lines(view, width)
-    assert lines[0].split() == ["job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA"]
-    sizes = ["1023.9", "MiB"]
-    assert lines[1].split() == ["fold_8", "completed", "11.5/100", "-", *sizes * 2, "25h", "00m", "-"]
-    assert lines[3].split() == ["fold_10", "checkpoint", "11.5/100", *sizes * 3, "2h", "00m", "7h", "45m"]
-    assert lines[2].split()[:2] == ["fold_9", "out_of_memory"]
-    assert "…" not in "".join(lines)
-    assert len(lines) == 9 and max(map(len, lines)) <= width
-    assert lines[6] == "completed 1, running 2, node_fail 1, out_of_memory 1; about 7h 45m left"
-    assert lines[7] == f"[{'o' * 7}#{'.' * 32}] # jobs = reserved o others . free"
-    assert lines[8] == "jobs use 2.00 GiB of 2.00 GiB; 50.00 GiB free of 64.00 GiB (MemAvailable)"
-
-
 def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)

@@ -135,18 +135,6 @@ def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     assert "77.0" not in text, "another rank's part"
 
 
-def test_results_stand_by_unit_beside_mean_and_deviation_and_those_of_one_unit_without(finished) -> None:
-    text = write_page(finished.run, finished.path / "report.html").read_text()
-    said, cell = _Page(text).text, '</td><td class="number">'
-    numbers = cell.join(("rank_ic", "0.0207", "0.0178", "0.0081", "0.0333"))
-    assert f"<tr><td>{numbers}</td></tr>" in text
-    at = said.index("Results")
-    assert said[at : at + 5] == ["Results", "prepare", "value", "num_dates", "2766"]
-    at = said.index("mean", at)
-    assert said[at : at + 9] == ["mean", "sd", "1", "3", "rank_ic", "0.0207", "0.0178", "0.0081", "0.0333"]
-    assert "545" in said[at:] and "545.0000" not in said[at:]
-
-
 def test_what_commands_reported_last_stands_beside_their_params_as_results_do(commands) -> None:
     made = commands(3)
     made.job("cmd_0001")
@@ -164,21 +152,6 @@ def test_what_commands_reported_last_stands_beside_their_params_as_results_do(co
     said = _Page(write_page(made.run, made.path / "report.html").read_text()).text
     at = said.index("Results")
     assert said[at : at + 6] == ["Results", "width=1", "width=2", "epoch", "2", "2"]
-
-
-def test_the_page_shows_settings_with_their_origin_and_the_time_of_earlier_attempts(finished) -> None:
-    header = json.loads((finished.path / "run.json").read_text())
-    origins = {"retries": "default", "seed": "--set", "params.lr": "default", "params.api_key": "a.yaml:3"}
-    (finished.path / "run.json").write_text(json.dumps(header | {"origins": origins}))
-    (finished.path / "config.yaml").write_text("{seed: 7, retries: 2, params: {lr: 0.1, api_key: hunter2hunter2}}")
-    finished.event(7200, "retry", "fold_3", reservation_bytes=None, attempt=2, text="fold_3 restarts")
-    finished.admit(7300, "fold_3", 1)
-    finished.job("fold_3", at=7300, seconds=60, attempt=2)
-    said = _Page(write_page(finished.run, finished.path / "report.html").read_text()).text
-    at = said.index("from", said.index("Settings"))
-    rows = "seed 7 --set", "params.lr 0.1 default", "params.api_key *** a.yaml:3"
-    assert said[at + 1 : at + 10] == " ".join(rows).split()
-    assert "1 (1h 00m of earlier attempts)" in said
 
 
 @pytest.mark.proves("S1-32")
