@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memfit.reports._charts import COLOURS as COLOURS
     from memfit.reports._charts import Layer as Layer
     from memfit.reports._charts import draw_stack as draw_stack
+    from memfit.reports._columns import cells_of as cells_of
     from memfit.reports._compare import compare_numbers as compare_numbers
     from memfit.reports._compare import print_before_after as print_before_after
     from memfit.reports._compare import read_numbers as read_numbers
@@ -35,11 +36,9 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import format_number as format_number
     from memfit.reports._numbers import metrics_of as metrics_of
     from memfit.reports._numbers import or_dash as or_dash
-    from memfit.reports._numbers import plain_table as plain_table
-    from memfit.reports._numbers import sizes_of as sizes_of
     from memfit.reports._numbers import summarize_metrics as summarize_metrics
-    from memfit.reports._numbers import what_it_does as what_it_does
     from memfit.reports._page import write_page as write_page
+    from memfit.reports._parts import plain_table as plain_table
     from memfit.reports._plan import print_run_plan as print_run_plan
     from memfit.reports._rates import wilson_interval as wilson_interval
     from memfit.reports._runs import Overview as Overview

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory import Budget, Device
-from memfit.reports._numbers import plain_table, print_facts, say
+from memfit.reports._parts import plain_table, print_facts, say
 from memfit.units import format_bytes
 
 

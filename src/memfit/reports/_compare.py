@@ -11,7 +11,8 @@ from rich.console import Console
 
 from memfit.errors import UsageError, nearest
 from memfit.reports._differences import read_manifests
-from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
+from memfit.reports._numbers import format_number, metrics_of, summarize_metrics
+from memfit.reports._parts import plain_table, say
 from memfit.reports._rates import wilson_interval
 from memfit.reports._summary import BAD
 from memfit.rundir import RunDir, read

@@ -14,7 +14,7 @@ from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
 from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
-from memfit.reports._numbers import print_facts
+from memfit.reports._parts import print_facts
 from memfit.rundir import RunDir
 from memfit.units import list_some
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.reports._numbers import plain_table, say
+from memfit.reports._parts import plain_table, say
 from memfit.units import format_bytes
 
 _METRICS = {

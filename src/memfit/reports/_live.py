@@ -15,26 +15,12 @@ from rich.live import Live
 from rich.text import Text
 
 from memfit.files import open_own
-from memfit.reports._numbers import (
-    counter_of,
-    explain_memory,
-    format_number,
-    is_number,
-    say,
-    what_it_does,
-)
+from memfit.reports._columns import counter_of, epochs_done, explain_memory, what_it_does
+from memfit.reports._numbers import format_number, is_number
+from memfit.reports._parts import say
 from memfit.reports._study import StudyView, study_of
-from memfit.reports._table import WHOLE_ROWS, epochs_done, read_pressure, read_room, render, share_done
-from memfit.rundir import (
-    LEVELS,
-    Event,
-    JobState,
-    Reader,
-    RunDir,
-    RunState,
-    left_something,
-    level_of,
-)
+from memfit.reports._table import WHOLE_ROWS, read_pressure, read_room, render
+from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of
 from memfit.units import format_duration
 
 if TYPE_CHECKING:
@@ -257,7 +243,7 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
     parts = []
     for job in state.running[:_MOST_TOLD]:
         left = f", about {format_duration(job.eta_seconds, short=True)} left" if job.eta_seconds else ""
-        does = "waits for memory" if job.stalled else share_done(job) or what_it_does(job, state.run)
+        does = "waits for memory" if job.stalled else what_it_does(job, state.run)
         parts.append(f"{job.name} {does}{epochs_done(job)}{left}")
     if (more := len(state.running) - _MOST_TOLD) > 0:
         parts.append(f"{more} more run")

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.reports._numbers import plain_table, print_facts, say
+from memfit.reports._parts import plain_table, print_facts, say
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -11,11 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.reports._numbers import format_number, or_dash, plain_table, print_facts, say, short_path
+from memfit.reports._columns import size_text
+from memfit.reports._numbers import format_number, or_dash, short_path
+from memfit.reports._parts import Cell, Facts, Note, Part, Table, to_text
 from memfit.reports._runs import has_supervisor
 from memfit.reports._study import explain_counts, summarize_study
 from memfit.rundir import RunDir, RunState
-from memfit.units import format_bytes, format_duration, list_some
+from memfit.units import format_duration, list_some
 
 _MOST_ROWS = 10  # of more trials, the best so many are printed; so many failures, too
 
@@ -93,67 +95,74 @@ def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def print_study(state: RunState, console: Console) -> None:
     """Print a study: how far it is, its best trials, what failed, and what to do next."""
     summary = summarize_study(state)
-    print_trials(summary, console)
-    console.print()
-    print_facts(next_steps(state.run, summary), console)
+    to_text([*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)])], console)
 
 
-def print_trials(summary: Mapping[str, Any], console: Console, told: Collection[str] = ()) -> None:
-    """Print the summary of a study; the failures of the jobs in ``told`` are left out."""
-    print_facts(study_facts(summary), console)
-    _print_refused(summary["refused"]["settings"], console)
-    _print_best(summary, console)
-    _print_failures([one for one in summary["failures"] if one["job"] not in told], console)
-    for at, one in enumerate(summary["differs"][:_MOST_ROWS]):
-        say(console, ("" if at else "\nA rerun may end otherwise:\n") + f"  {one['trial']}: {one['why']}")
-    _say_more(len(summary["differs"]), console)
+def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:
+    """Yield the summary of a study; the failures of the jobs in ``told`` are left out.
+
+    A page has the ``whole``: all trials with their settings and causes, in place of the best and of each cause once.
+    """
+    yield Facts([*study_facts(summary)])
+    settings = {name.removeprefix("params."): one.values() for name, one in summary["refused"]["settings"].items()}
+    if settings:
+        rows = [(name, *map(explain_region, regions)) for name, regions in settings.items()]
+        yield from (Note(""), Table(("setting", "refused", "accepted"), rows, ("setting",)))
+    yield from _trials(summary, whole)
+    yield from () if whole else _failures([one for one in summary["failures"] if one["job"] not in told])
+    differs = summary["differs"] if whole else summary["differs"][:_MOST_ROWS]
+    for at, one in enumerate(differs):
+        yield Note(("" if at else "\nA rerun may end otherwise:\n") + f"  {one['trial']}: {one['why']}")
+    yield from _more(0 if whole else len(summary["differs"]))
 
 
-def _print_refused(settings: Mapping[str, Any], console: Console) -> None:
-    rows = [(name.removeprefix("params."), *map(explain_region, one.values())) for name, one in settings.items()]
-    if rows:
-        console.print("", plain_table("setting", "refused", "accepted", rows=rows, left=("setting",)), sep="\n")
-
-
-def _print_best(summary: Mapping[str, Any], console: Console) -> None:
-    """Print all trials if they are few, or the best ones."""
-    trials = [one for one in summary["trials"] if one["is_over"]]
+def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
+    """Yield all trials if they are few or the ``whole`` is wanted, or the best ones."""
+    trials = [one for one in summary["trials"] if whole or one["is_over"]]
     done = [one for one in trials if one["state"] == "completed"]
-    is_cut = len(trials) > _MOST_ROWS
+    is_cut = not whole and len(trials) > _MOST_ROWS
     if is_cut:
         sign = -1 if summary["direction"] == "maximize" else 1
         trials = sorted(done, key=lambda one: sign * one["value"])[:_MOST_ROWS]
     if not trials:
         return
-    kind = "device_peak_bytes" if any(one["device_peak_bytes"] for one in trials) else "peak_bytes"
-    heading = "device peak" if kind == "device_peak_bytes" else "peak"
-    table = plain_table("trial", "state", summary["number"], "time", heading, left=("trial", "state"))
+    sizes = {"peak": "peak_bytes", "device peak": "device_peak_bytes"}
+    sizes = {name: key for name, key in sizes.items() if any(one[key] for one in trials)}
+    names = dict.fromkeys(name for one in trials for name, _ in explain_params(one["params"])) if whole else {}
+    best, values = summary["best"], [one["value"] for one in done if one["value"] is not None]
+    reach = 2 * abs(best["value"] - statistics.median(values)) if best and values else 0.0
+    rows = list[list[Cell]]()
     for one in trials:
-        time, peak = or_dash(one["seconds"] or None, format_duration), or_dash(one[kind] or None, format_bytes)
-        table.add_row(one["trial"], one["state"], or_dash(one["value"], format_number), time, peak)
-    console.print("", table, sep="\n")
+        text, params = or_dash(one["value"], format_number), dict(explain_params(one["params"]))
+        is_ranked = best is not None and one["value"] is not None  # its bar is whole for the best, half for the median
+        value: Cell = (text, max(0.0, 1 - abs(best["value"] - one["value"]) / (reach or 1.0))) if is_ranked else text
+        time, peaks = or_dash(one["seconds"] or None, format_duration), [size_text(one[key]) for key in sizes.values()]
+        more = [*(params.get(name, "-") for name in names), *[one["cause"]] * whole]
+        rows.append([one["trial"], one["state"], value, time, *peaks, *more])
+    headings = ("trial", "state", summary["number"], "time", *sizes, *names, *["why"] * whole)
+    yield from (Note(""), Table(headings, rows, ("trial", "state", "why"), "trials"))
     if is_cut:
-        say(console, f"the best {len(trials)} of {len(done)} that completed; memfit report shows all")
+        yield Note(f"the best {len(trials)} of {len(done)} that completed; memfit report shows all")
 
 
-def _print_failures(failures: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print each cause of failure once, with the trials that failed alike."""
+def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    """Yield each cause of failure once, with the trials that failed alike."""
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for one in failures:
         alike.setdefault((one["state"], one["cause"]), []).append(one)
     for (state, cause), (first, *others) in list(alike.items())[:_MOST_ROWS]:
         kind = f" ({first['kind']})" if first["kind"] not in ("", state) else ""
-        say(console, f"\n{first['trial']} {state}{kind}: {cause}", "red")
+        yield Note(f"\n{first['trial']} {state}{kind}: {cause}", "red")
         if others:
-            say(console, f"  the same: {list_some([one['trial'] for one in others], 4)}")
+            yield Note(f"  the same: {list_some([one['trial'] for one in others], 4)}")
         if first["command"]:
-            say(console, f"  {first['command']}")
-    _say_more(len(alike), console)
+            yield Note(f"  {first['command']}")
+    yield from _more(len(alike))
 
 
-def _say_more(num: int, console: Console) -> None:
+def _more(num: int) -> Iterator[Part]:
     if num > _MOST_ROWS:
-        say(console, f"and {num - _MOST_ROWS} more; --json lists all")
+        yield Note(f"and {num - _MOST_ROWS} more; --json lists all")
 
 
 def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -13,8 +12,9 @@ from rich.text import Text
 
 from memfit.files import fits
 from memfit.memory import Budget
-from memfit.reports._numbers import explain_rank, or_dash, plain_table, sizes_of, what_it_does
-from memfit.rundir import JobState, RunDir, RunState, show_state
+from memfit.reports._columns import PHASE_COLUMNS, cells_of, explain_rank
+from memfit.reports._parts import plain_table
+from memfit.rundir import JobState, RunState
 from memfit.units import format_bytes, format_count, format_duration
 
 _STYLE = {
@@ -26,13 +26,13 @@ _STYLE = {
     "timeout": "red",
     "stalled": "yellow",
     "stopped": "yellow",
+    "rank": "dim",
 }
 _HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 _REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
 _OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
 #: Columns that give way where the terminal is narrow, one after the other.
 _GIVING_WAY = ("peak", "reserved", "node", "memory")
-_PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -80,29 +80,26 @@ def render(
 
     Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
     """
-    rows, lines, names = [*state.jobs.values()], list[list[str | Text]](), short_names(state)
-    for row in _shown(rows):
-        lines += [_cells(row, state.run), *_rank_cells(row)]
-    shown = [
-        name for at, name in enumerate(_HEADINGS) if name not in _OPTIONAL or any(line[at] != "-" for line in lines)
-    ]
+    rows, names = [*state.jobs.values()], short_names(state)
+    lines = [line for row in _shown(rows) for line in (cells_of(row, state.run), *_rank_lines(row))]
+    shown = [one for one in _HEADINGS if one not in _OPTIONAL or any(line.get(one, "-") != "-" for line in lines)]
     for dropped in range(-1, len(_GIVING_WAY) + 1):
         if dropped == 0:
-            lines = [[Text(names.get(str(job), str(job)), no_wrap=True), *cells] for job, *cells in lines]
+            lines = [line | {"job": names.get(line["job"], line["job"])} for line in lines]
         columns = [name for name in shown if name not in _GIVING_WAY[: max(0, dropped)]]
-        places = [_HEADINGS.index(name) for name in columns]
-        widths = [
-            max(map(len, (name, *(str(line[at]) for line in lines)))) for name, at in zip(columns, places, strict=True)
-        ]
+        widths = [max(map(len, (name, *(line.get(name, "") for line in lines)))) for name in columns]
         if sum(widths) + len(widths) <= width:
             break
-    table = plain_table(
-        *columns, rows=[[line[at] for at in places] for line in lines], left=("job", "node", "phase"), gap=1
-    )
+    cells = [[Text(line.get(name, ""), _style(name, line)) for name in columns] for line in lines]
+    table = plain_table(*columns, rows=cells, left=("job", "node", "phase"), gap=1)
     table.columns[0].overflow = "ellipsis"
     for column, least in zip(table.columns[1:], widths[1:], strict=True):
         column.min_width = least
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
+
+
+def _style(name: str, line: Mapping[str, str]) -> str:
+    return _STYLE.get(line["state"], "") if name == "phase" else ""
 
 
 def short_names(state: RunState) -> dict[str, str]:
@@ -173,41 +170,12 @@ def _progress(name: str, states: Sequence[str]) -> str:
     return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
 
 
-def _cells(job: JobState, run: RunDir) -> list[str | Text]:
-    state = "waiting" if job.state == "pending" else job.state
-    if state == "running":
-        state = "stalled" if job.stalled else state
-    text = show_state(state)
-    if state == "running":
-        text = share_done(job) or what_it_does(job, run)[:_PHASE_COLUMNS]
-    return [
-        Text(job.name, no_wrap=True),
-        job.node or "-",
-        Text(text, style=_STYLE.get(state, "")),
-        epochs_done(job).strip() or "-",
-        *sizes_of(job),
-        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (job.seconds, job.eta_seconds)),
-    ]
-
-
-def epochs_done(job: JobState) -> str:
-    """Return how many epochs a job has done, such as `` 2.5/8``; empty before the first step."""
-    return f" {int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else ""
-
-
-def _rank_cells(job: JobState) -> Iterator[list[str | Text]]:
+def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
     """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
-    ranks = job.ranks if job.state == "running" else ()
+    ranks, none = job.ranks if job.state == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
         does, *sizes = explain_rank(rank, job)
-        yield [Text(f"  rank {rank['rank']}"), "-", Text(does[:_PHASE_COLUMNS], style="dim"), "-", *sizes, "", ""]
+        named = dict(zip(("memory", "peak", "reserved"), sizes, strict=True))
+        yield none | {"job": f"  rank {rank['rank']}", "phase": does[:PHASE_COLUMNS], "state": "rank"} | named
     if len(ranks) > _MOST_RANKS:
-        yield [Text(f"  and {len(ranks) - _MOST_RANKS} more"), "-", Text(""), "-", "", "", "", "", ""]
-
-
-def share_done(job: JobState) -> str:
-    """Return a job's phase with the share that is done, such as ``build 45 %``."""
-    event = job.progress
-    if event is None or event["phase"] != job.phase or not event["total"]:
-        return ""
-    return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
+        yield none | {"job": f"  and {len(ranks) - _MOST_RANKS} more"}
