@@ -146,20 +146,18 @@ def draw_machine(
 ) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
     over_time = partial(_over_time, [*series.values()], start, seconds / num_points or 1.0, num_points)
-    for title, name, text, ticks in (
-        ("CPU: cores that the jobs kept busy", "cpu_seconds", "{:.2f}".format, number_ticks),
-        ("Disk: read and written per second", "disk_bytes", lambda value: f"{_size(value)}/s", _bytes),
-    ):
-        points = over_time(partial(_growth, name))
-        if any(value for _, value in points):
-            yield draw_lines([Line("all jobs", COLOURS[0], points)], title, seconds=seconds, y_text=text, ticks=ticks)
     devices = sorted({uuid for samples in series.values() for sample in samples for uuid in sample.device_bytes})
-    lines = [
-        Line(f"GPU {at}", COLOURS[at % _MOST_COLOURS], over_time(partial(_held, uuid)))
-        for at, uuid in enumerate(devices)
-    ]
-    if lines:
-        yield draw_lines(lines, "GPU: memory that the jobs hold", seconds=seconds, y_text=_size, ticks=_bytes)
+    held = {f"GPU {at}": partial(_held, uuid) for at, uuid in enumerate(devices)}
+    cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
+    for title, figures, text, ticks in (
+        ("CPU: cores that the jobs kept busy", cores, "{:.2f}".format, number_ticks),
+        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", _bytes),
+        ("GPU: memory that the jobs hold", held, _size, _bytes),
+    ):
+        found = {name: over_time(figure) for name, figure in figures.items()}
+        lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
+        if any(value for own in found.values() for _, value in own):
+            yield draw_lines(lines, title, seconds=seconds, y_text=text, ticks=ticks)
     for name, title in (("device_use", "GPU: busy, by epoch"), ("wait_share", "Steps that waited for data, by epoch")):
         shares: dict[str, list[tuple[float, float]]] = {}
         for event in events:

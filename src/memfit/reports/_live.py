@@ -37,21 +37,21 @@ class _Pace:
     """Forecasts the end of a job by the counter in its log: at the rate since that counter was first seen."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float, float, float]] = {}
+        self._seen: dict[str, list[tuple[float, float]]] = {}  # the start, the first count and the last: times, shares
 
     def seconds_left(self, job: JobState, run: RunDir, now: float) -> float | None:
         """Return how long a running job still takes; None while that is not known."""
-        found = counter_of(job, run)
+        found, start = counter_of(job, run), (job.started or 0.0, 0.0)
         if found.share is None or job.started is None:
             return None
-        begun, first, last, share = self._seen.get(job.id, (job.started, 0.0, job.started, 0.0))
-        if found.share < share or begun < job.started:  # it counts something else, or in another attempt
-            begun, first, last, share = job.started, 0.0, job.started, 0.0
-        if found.share > share:
-            if not first and share:  # the time before the first count is that of imports and loading
-                begun, first = last, share
-            last, share = found.time, found.share
-        self._seen[job.id] = begun, first, last, share
+        seen = self._seen.get(job.id, [start])
+        if seen[0] != start or found.share < seen[-1][1]:  # another attempt, or it counts something else
+            seen = [start]
+        if found.share > seen[-1][1]:
+            seen = [*seen[:2], (found.time, found.share)]
+        self._seen[job.id] = seen
+        # The time before the first count is that of imports and loading.
+        (begun, first), (last, share) = seen[len(seen) > 2], seen[-1]
         if share <= first or last <= begun:
             return None
         return max(0.0, (1 - share) * (last - begun) / (share - first) - (now - last))

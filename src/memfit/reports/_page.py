@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +21,10 @@ from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
 from memfit.reports._columns import COLUMNS, explain_rank
+from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
-from memfit.reports._differences import read_settings
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
-from memfit.reports._study import summarize_study
-from memfit.reports._study_text import view_trials
+from memfit.reports._study import summarize_study, view_trials
 from memfit.reports._summary import BAD, decisions, tables_of, totals, view_failures, view_results
 from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
@@ -36,7 +35,6 @@ _GAP_SECONDS = 30.0  # a job without a sample for so long was not running: it wa
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
-_LARGE, _SMALL = 960, 400  # the widths of a chart on a large and on a small screen, and the points that it has there
 _MOST_LETTERS = 200
 
 _CSS = """
@@ -64,11 +62,10 @@ p b{margin-right:.6rem}
 .wide{overflow-x:auto;margin-bottom:.8rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
-.small{display:none}
+.wide>svg{min-width:640px}
 @media(max-width:640px){
 body{margin:1rem auto;padding:0 .6rem}
 h1{font-size:1.2rem}
-.large{display:none}.small{display:block}
 table{font-size:13px}
 th,td{padding:.3rem .4rem}
 meter{display:block;margin:0 0 0 auto}
@@ -217,11 +214,6 @@ def _machine(seen: _Seen) -> str:
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
-def _both(draw: Callable[[int], str]) -> Chart:
-    """Return a chart for large screens and one for small ones, of which the browser shows one."""
-    return Chart(f'<div class="large">{draw(_LARGE)}</div><div class="small">{draw(_SMALL)}</div>')
-
-
 def _memory(seen: _Seen) -> Iterator[Part]:
     if not seen.peak_bytes:
         yield Note("No job has left a sample of its memory.")
@@ -235,7 +227,7 @@ def _memory(seen: _Seen) -> Iterator[Part]:
     label = f"Private memory of all jobs of {seen.name} over time, by phase"
     binding, layers = seen.state.budget.get("binding"), seen.layers
     limit = (str(binding["name"]), int(binding["limit_bytes"])) if binding else None
-    yield _both(lambda width: draw_stack(layers, seen.seconds, label, limit=limit, marks=marks, size=(width, 280)))
+    yield Chart(f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=marks)}</div>')
     yield Note(
         "The private memory of all jobs together, by what each job was doing. Memory that several jobs share, such as "
         "a mapped panel, is not in it. A red cross is a job that failed.",
@@ -261,7 +253,7 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
     jobs.sort(key=lambda job: seen.series[job.id][0].time)
     if jobs:
         bars, label = [_bar(job, seen) for job in jobs], f"When each job of {seen.name} ran, by phase"
-        yield _both(lambda width: draw_bars(bars, seen.seconds, label, width))
+        yield Chart(f'<div class="wide">{draw_bars(bars, seen.seconds, label)}</div>')
         if left := len(seen.series) - len(jobs):
             yield Note(f"{left} shorter jobs are not shown.", "dim")
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -31,6 +32,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     left: Collection[str]
     what: str = "figures"
+    fold: Collection[str] = ()  # columns that break between words on a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,18 @@ class Chart:
 Part = Facts | Table | Note | Chart
 
 
-def to_text(parts: Iterable[Part], console: Console) -> None:
+def to_text(parts: Iterable[Part], console: Console, indent: int = 0) -> None:
     """Print parts one below the other."""
     for part in parts:
         if isinstance(part, Facts):
             for name, text in part.rows:
                 console.print(Text.assemble((f"{name:<{part.width}}", "bold"), text), soft_wrap=True)
         elif isinstance(part, Table):
-            rows = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in part.rows]
-            console.print(plain_table(*part.headings, rows=rows, left=part.left))
+            rows = [[Text(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in part.rows]
+            table = plain_table(*part.headings, rows=rows, left=part.left, fold=part.fold)
+            console.print(Padding(table, (0, 0, 0, indent), expand=False) if indent else table)
         elif isinstance(part, Note):
-            say(console, part.text, part.style)
+            say(console, f"{'':<{indent}}{part.text}", part.style)
 
 
 def to_html(parts: Iterable[Part]) -> str:
@@ -97,12 +100,17 @@ def _cell(cell: Cell) -> str:
 
 
 def plain_table(
-    *headings: str, rows: Iterable[Sequence[str | Text]] = (), left: Collection[str] = (), gap: int = 2
+    *headings: str,
+    rows: Iterable[Sequence[str | Text]] = (),
+    left: Collection[str] = (),
+    fold: Collection[str] = (),
+    gap: int = 2,
 ) -> RichTable:
-    """Return a table without lines; the columns named in ``left`` hold words."""
+    """Return a table without lines; the columns named in ``left`` hold words, and those in ``fold`` may break."""
     table = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name in headings:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in fold)
+        table.columns[-1].overflow = "fold" if name in fold else "ellipsis"
     for row in rows:
         table.add_row(*row)
     return table
@@ -111,8 +119,3 @@ def plain_table(
 def say(console: Console, text: str, style: str | None = None) -> None:
     """Print text without markup and without folding long lines."""
     console.print(text, style=style, markup=False, soft_wrap=True)
-
-
-def print_facts(facts: Iterable[tuple[str, str]], console: Console, width: int = 10) -> None:
-    """Print a line for each fact: its name in bold, and its text from a column on."""
-    to_text([Facts([*facts], width)], console)

@@ -30,8 +30,7 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table, to_text
-from memfit.reports._study import summarize_study
-from memfit.reports._study_text import next_steps, view_trials
+from memfit.reports._study import next_steps, summarize_study, view_trials
 from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
