@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.reports import format_column, format_number, print_summary, summarize
+from memfit.reports import print_summary, summarize
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -212,25 +212,6 @@ def test_of_very_many_commands_only_those_of_note_have_a_line(commands):
         "2026-11-21 09:01:18  cmd_0077 fold=77 lr=1e-3 failed (1.0s), peak 270.0 MiB"
     ]
     assert "and 199 more; --json lists all" in text
-
-
-@pytest.mark.parametrize(
-    ("values", "statistics", "cells"),
-    [
-        ([545.0, 544.0], [544.5, 0.70710678], ["545", "544", "544.5", "0.7"]),
-        ([545.0, None], [545.0, None], ["545", "-", "545.0", "-"]),
-        ([1.0, 0.5], [0.75, 0.25], ["1.0000", "0.5000", "0.7500", "0.2500"]),
-        ([3e-6, 1e-6], [], ["3.000e-06", "1.000e-06"]),
-        ([float("nan"), 2.0], [], ["nan", "2.0000"]),
-        ([], [], []),
-    ],
-)
-def test_a_metrics_column_reads_as_what_it_counts(values, statistics, cells):
-    assert format_column(values, statistics) == cells
-
-
-def test_a_number_of_any_size_keeps_its_digits():
-    assert [format_number(value) for value in (12, 1e9, float("-inf"))] == ["12", "1.000e+09", "-inf"]
 
 
 @pytest.mark.parametrize("report", [5, "all is well", ["x", 2], None])

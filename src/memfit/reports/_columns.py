@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from memfit.files import fits, open_own
 from memfit.reports._numbers import or_dash
-from memfit.rundir import Event, JobState, RunDir, show_state
+from memfit.rundir import Event, JobState, RunDir, RunState, show_state
 from memfit.units import format_bytes, format_duration
 
 PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
@@ -79,6 +79,21 @@ def what_it_does(job: JobState, run: RunDir) -> str:
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
         return job.phase or "starts"
     return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"
+
+
+def varied_params(state: RunState) -> set[str]:
+    """Return the parameters in which the jobs differ."""
+    every = [*state.params.values()]
+    return {name for one in every for name in (*one, *every[0]) if one.get(name) != every[0].get(name)}
+
+
+def short_names(state: RunState) -> dict[str, str]:
+    """Return for each job's name the parameters in which the jobs differ; its id where it has none."""
+    varied, found = varied_params(state), {}
+    for job in state.jobs.values():
+        own = [f"{name}={value}" for name, value in job.params.items() if name in varied]
+        found[job.name] = " ".join(own) or job.id
+    return found
 
 
 class Counted(NamedTuple):

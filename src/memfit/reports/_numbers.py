@@ -25,7 +25,11 @@ def format_number(value: float) -> str:
 
 
 def format_column(values: Iterable[float | None], statistics: Iterable[float | None]) -> list[str]:
-    """A metric's values over folds and then their statistics; of counts the statistics get one decimal."""
+    """A metric's values over folds and then their statistics; of counts the statistics get one decimal.
+
+    >>> format_column([545.0, None], [545.0, None]), format_column([1.0, 0.5], [0.75, math.nan])
+    (['545', '-', '545.0', '-'], ['1.0000', '0.5000', '0.7500', 'nan'])
+    """
     values = list(values)
     if all(value is None or (math.isfinite(value) and value == int(value)) for value in values):
         cells = ["-" if value is None else str(int(value)) for value in values]

@@ -17,7 +17,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
-from memfit.reports._columns import COLUMNS, explain_memory
+from memfit.reports._columns import COLUMNS, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -31,7 +31,6 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._parts import Facts, Note, Part, Table, to_text
 from memfit.reports._study import next_steps, summarize_study, view_trials
-from memfit.reports._table import are_repetitions, short_names
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -40,6 +39,7 @@ _MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
+_REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
 _LEAST_WAIT = 0.02  # waits below this share of the time are left out
 _WAITED_FOR = {
     "memory": "for memory",
@@ -76,23 +76,18 @@ def summarize(state: RunState) -> dict[str, Any]:
         "waited_seconds": dict(state.waits),
         "host_cpu": dict(state.cpu),
         "jobs": [_job(state, job) | {"reported": reported.get(job.id, {})} for job in jobs],
-        "kills": count_kills(state.run),
-        "forecast_error": forecast_error(jobs),
+        "kills": _count_kills(state.run),
+        "forecast_error": _forecast_error(jobs),
     }
     return dict(finite(found)) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
     stage, units = state.stages.get(name, StageState()), state.units[name]
+    found = {"name": name, "counts": Counter(units.values()), "units": len(units), "why": stage.why}
     metrics = summarize_metrics([metrics_of(job.result) for job in state.jobs.values() if job.stage == name])
-    return {
-        "name": name,
-        "counts": Counter(units.values()),
-        "units": len(units),
-        "why": stage.why,
-        "saved_seconds": stage.saved_seconds,
-        "metrics": {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()},
-    }
+    means = {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}
+    return found | {"saved_seconds": stage.saved_seconds, "metrics": means}
 
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
@@ -168,7 +163,8 @@ def view_results(state: RunState, width: int | None, verbose: bool) -> Iterator[
         jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
         places = [name for name in PLACES if any(name in own for own in numbers)]
         columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
-        made = tables_of("job", jobs, columns, numbers, width, has_mean=are_repetitions(state))
+        has_mean = set() < varied_params(state) <= _REPEATED
+        made = tables_of("job", jobs, columns, numbers, width, has_mean=has_mean)
         yield from _tables(made, verbose)
 
 
@@ -290,10 +286,22 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         if warm and state.warm_bytes is not None:
             where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
             yield "start", f"{warm} of {len(rows)} were forked from {where}"
-        yield from explain_record(state.run, rows)
+        yield from _record(state)
     for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):
             yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
+
+
+def _record(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield how exact the forecasts were, and how many jobs ran out of memory, if any did."""
+    if error := _forecast_error([*state.jobs.values()]):
+        share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
+        of = f"(median of {format_count(error['num'], 'job')})"
+        yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
+    if (kills := _count_kills(state.run))["num_killed"]:
+        runs = format_count(kills["num_runs"], "run of this experiment")
+        of = f"of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
+        yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
 def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
@@ -312,7 +320,7 @@ def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str,
         yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
 
 
-def count_kills(run: RunDir) -> dict[str, Any]:
+def _count_kills(run: RunDir) -> dict[str, Any]:
     """Count the jobs that ended out of memory, over the newest runs of this experiment that have ended."""
     ended: list[list[str]] = []
     for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
@@ -323,7 +331,7 @@ def count_kills(run: RunDir) -> dict[str, Any]:
     return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
 
 
-def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
+def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     """Return by which share of their peaks what jobs had at their start was too much (above 0) or too little."""
     errors = [
         row.forecast_bytes / row.peak_bytes - 1
@@ -335,20 +343,6 @@ def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     num_under = sum(error < 0 for error in errors)
     spread = {"low": min(errors), "median": statistics.median(errors), "high": max(errors)}
     return {"num": len(errors), "num_under": num_under, **spread}
-
-
-def explain_record(run: RunDir, rows: Sequence[JobState]) -> list[tuple[str, str]]:
-    """Return both in words, with the number of jobs; kills only if there were any."""
-    lines, error, kills = [], forecast_error(rows), count_kills(run)
-    if error is not None:
-        share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
-        of = f"(median of {format_count(error['num'], 'job')})"
-        lines.append(("forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"))
-    if kills["num_killed"]:
-        runs = format_count(kills["num_runs"], "run of this experiment")
-        text = f"{kills['num_killed']} of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
-        lines.append(("OOM kills", text))
-    return lines
 
 
 def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Table]:
