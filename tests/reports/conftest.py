@@ -204,7 +204,7 @@ def searched(study):
     small = "fold takes at least 900.0 MiB by its estimate; the host has 8.00 GiB"
     refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": why}]
     refused += [{"params": {"params.layers": 6, "params.batch": 128}, "why": small}]
-    study.trial(4, "out_of_memory", refused=refused, cause="killed by the kernel", kind="out_of_memory")
+    study.trial(4, "out_of_memory", refused=refused, cause="killed <by> the kernel", kind="out_of_memory")
     study.trial(5, "infeasible", params=None, seconds=0.0, refused=refused[:1], cause="25 draws cannot run")
     study.trial(6, "running", seconds=0.0)
     (study.path / "best.yaml").write_text("experiment: demo\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memfit.reports import Room, print_study, print_summary, render, summarize, write_page
+from memfit.reports import LiveRun, Room, print_study, print_summary, render, summarize, write_page
 from memfit.rundir import read
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,11 +52,25 @@ def tell(run, now):
         yield f"summary {width}", printed(lambda log, w=width, v=verbose: print_summary(state, log, verbose=v), width)
     for width in (80, 57):
         yield f"table {width}", printed(lambda log, w=width: log.print(render(state, room, 1.25, width=w)), width)
+    yield "log", logged(run)
     if not state.running:
         yield "page", line_by_line(write_page(run, run.path / "page.html").read_text())
 
 
-@pytest.mark.proves("S3-26")
+def logged(run):
+    """Return what is printed of a run while it goes on, where there is no terminal."""
+    file, contents = io.StringIO(), {path: path.read_text() for path in sorted((run.path / "events").iterdir())}
+    for path in contents:
+        path.write_text("")
+    live = LiveRun(Console(file=file, width=80))
+    live.show(run)
+    for path, text in contents.items():
+        path.write_text(text)
+    live.close()
+    return file.getvalue()
+
+
+@pytest.mark.proves("S0-14", "S1-32", "S3-26")
 @pytest.mark.parametrize(
     "name", ["recorded", "reported", "gated", "units", "searched", "ranked", "ranking", "single", "running"]
 )

@@ -135,38 +135,6 @@ def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     assert "77.0" not in text, "another rank's part"
 
 
-def test_what_commands_reported_last_stands_beside_their_params_as_results_do(commands) -> None:
-    made = commands(3)
-    made.job("cmd_0001")
-    made.job("cmd_0002")
-    for epoch, loss in ((1, 0.9), (2, 0.5)):
-        made.event(100 + epoch, "epoch", "cmd_0001", epoch=epoch, num_epochs=2, valid_loss=loss)
-    made.event(103, "epoch", "cmd_0002", epoch=2, num_epochs=2, train_loss=0.25)
-
-    def results():
-        said = _Page(write_page(made.run, made.path / "report.html").read_text()).text
-        assert "last values" not in said
-        return said[said.index("Results") + 1 : said.index("Memory over time")]
-
-    table = ["job", "epoch", "loss, validation", "loss, training", "fold=1", "2", "0.5000", "-", "fold=2", "2", "-"]
-    assert results()[: len(table) + 1] == [*table, "0.2500"]
-    commands(3, "width")
-    assert [one for one in results() if "=" in one or "mean" in one] == ["width=1", "width=2"]
-
-
-@pytest.mark.proves("S1-32")
-def test_the_page_draws_cores_disk_and_gpus_from_the_samples_of_the_jobs(finished) -> None:
-    series = SeriesWriter(finished.path / "jobs" / "fold_1" / "memory.jsonl")
-    for at in range(11):
-        used = {"cpu_seconds": 15.0 * at, "disk_bytes": 10 * at << 20}
-        series.append(Sample(finished.start + 10 * at, 1, 1 << 20, 0, 0, 0, "train", {"GPU-a": 3 << 30}, 1, **used))
-    series.close()
-    text = write_page(finished.run, finished.path / "report.html").read_text()
-    assert "CPU, disk and GPU" in text
-    shown = [one.splitlines()[1] for one in titles_of(text) if one.startswith("after ")]
-    assert {"all jobs: 1.50", "all jobs: 1.0 MiB/s", "GPU 0: 3.00 GiB"} <= set(shown)
-
-
 def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
     empty = RunDir.create(tmp_path, "demo", "0" * 64)
     assert "No job has left a sample" in write_page(empty, tmp_path / "report.html").read_text()
@@ -201,26 +169,6 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme
     assert bars in seen, "the bars of the jobs"
     assert len(seen) > 50, "texts and charts, not an empty page"
     assert (corner > 128) == (theme == "light")
-
-
-def test_the_page_of_a_study_lists_its_trials_with_a_bar_for_the_objective(study) -> None:
-    run = study.begin()
-    refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": "fold takes at least 9.00 GiB"}]
-    study.trial(0, value=0.01)
-    study.trial(1, value=0.0341, refused=refused)
-    study.trial(2, "pruned", -7.0, cause="worse than the median")
-    study.trial(3, "out_of_memory", cause="killed <by> the kernel")
-    study.trial(4, "running")
-    text = write_page(run, study.path / "report.html").read_text()
-    page = _Page(text)
-    assert page.open == page.loads == []
-    assert page.text.index("Study") < page.text.index("Memory over time")
-    assert "trials 4 of 40: " in " ".join(page.text) and "rank_ic 0.0341 (trial_0001)" in page.text
-    shares = [float(part.partition('"')[0]) for part in text.split('<meter value="')[1:]]
-    assert shares == [0.0, 1.0, 0.0], "a trial without a value has no bar"
-    assert "killed <by> the kernel" in page.text
-    region = page.text.index("layers", page.text.index("accepted"))
-    assert page.text[region : region + 3] == ["layers", "8", "2"], "what was refused, and what was accepted"
 
 
 def test_a_trial_that_is_far_off_does_not_flatten_the_bars(study) -> None:

