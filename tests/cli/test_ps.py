@@ -55,7 +55,7 @@ def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memf
         assert re.fullmatch(
             rf"  supervisor {process.pid}; running 2, waiting 1; \S+ MiB used of \S+ MiB reserved", line
         )
-        assert table.split() == ["job", "pid", "phase", "used", "peak", "reserved", "time"]
+        assert table.split() == ["job", "pid", "phase", "memory", "peak", "reserved", "time"]
         assert [job.split()[:4] for job in jobs] == [
             [job["job"], f"fold={job['params']['fold']}", str(job["pid"]), "train"] for job in found["jobs"]
         ]

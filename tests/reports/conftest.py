@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from memfit.files import write_json
-from memfit.memory import Footprint, PhasePeak
+from memfit.memory import Footprint, PhasePeak, Sample, SeriesWriter
 from memfit.rundir import RunDir, level_of
 from memfit.tuning import Trial, TuneSettings
 
@@ -165,3 +165,171 @@ def study(made):
         write_json(made.path / "trials" / f"{name}.json", found.to_dict())
 
     return SimpleNamespace(run=made.run, path=made.path, made=made, begin=begin, trial=trial)
+
+
+@pytest.fixture
+def swept(commands):
+    """Four commands, two at once: one failed, one was put aside after 10 s and went on."""
+    made = commands(5)
+    made.event(0, "run", state="started")
+    for number, at in ((1, 0), (2, 0), (3, 60), (4, 60)):
+        made.admit(at, f"cmd_000{number}", 2)
+    made.event(70, "aside", "cmd_0004", reason="cmd_0003 waits at its wall", now=False)
+    made.event(71, "retry", "cmd_0004", attempt=2, reservation_bytes=300 * MIB, reason="it stepped aside for others")
+    made.admit(80, "cmd_0004", 2)
+    made.job("cmd_0001", at=0, seconds=60)
+    made.job("cmd_0002", "failed", at=0, seconds=3.2, cause="exit code 7 in phase train", exit_code=7)
+    made.job("cmd_0003", at=60, seconds=10)
+    made.job("cmd_0004", "preempted", at=60, seconds=10, name="outcome_1.json")
+    made.job("cmd_0004", at=80, seconds=20, attempt=2, peak_bytes=290 * MIB)
+    (made.path / "jobs/cmd_0002/err.log").write_text("")
+    (made.path / "jobs/cmd_0002/out.log").write_text("no more\n")
+    made.event(105, "run", state="failed")
+    write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
+    return made
+
+
+@pytest.fixture
+def searched(study):
+    """A study of 40 trials, of which six have ended: each in another way."""
+    study.begin()
+    study.trial(None, value=0.01, epochs=1)
+    study.trial(0, value=0.01, epochs=3, intermediate={1: 0.004, 2: 0.01}, by_unit={"1": 0.008, "2": 0.012})
+    study.trial(
+        1, value=0.0341, epochs=3, params=(4, 32), intermediate={1: 0.02, 2: 0.03}, by_unit={"1": 0.03, "2": 0.0382}
+    )
+    study.trial(2, "pruned", 0.001, seconds=30.0, num_seen=2, intermediate={1: 0.003, 2: 0.001}, cause="worse")
+    study.trial(3, "failed", kind="ValueError", cause="exit code 1: ValueError: no", job="trial_0003.fold_1")
+    why = "fold takes at least 12.00 GiB by its estimate; the host has 8.00 GiB"
+    small = "fold takes at least 900.0 MiB by its estimate; the host has 8.00 GiB"
+    refused = [{"params": {"params.layers": 8, "params.batch": 128}, "why": why}]
+    refused += [{"params": {"params.layers": 6, "params.batch": 128}, "why": small}]
+    study.trial(4, "out_of_memory", refused=refused, cause="killed <by> the kernel", kind="out_of_memory")
+    study.trial(5, "infeasible", params=None, seconds=0.0, refused=refused[:1], cause="25 draws cannot run")
+    study.trial(6, "running", seconds=0.0)
+    (study.path / "best.yaml").write_text("experiment: demo\n")
+    return study
+
+
+@pytest.fixture
+def running(made):
+    """Seven folds in the states that make the widest cells, in mid-run."""
+    made.event(0, "run", state="started")
+    wide = 1023 * MIB + 900 * 1024
+    for fold, state in enumerate(["completed", "out_of_memory", "running", "running", "node_fail"], 8):
+        made.admit(1, f"fold_{fold}", 2, wide)
+        made.event(3600, "step", f"fold_{fold}", epoch=1, step=10, num_steps=100, num_epochs=100)
+        made.event(7200, "step", f"fold_{fold}", epoch=12, step=50, num_steps=100, num_epochs=100)
+        name = "status.json" if state == "running" else "outcome.json"
+        sizes = {"peak_bytes": wide, "used_bytes": wide if state == "running" else 0}
+        made.job(f"fold_{fold}", state, seconds=90000.0, name=name, phase="checkpoint", **sizes)
+    return made
+
+
+@pytest.fixture
+def recorded(finished):
+    """The three folds, with their memory, their epochs, their settings, and a restart of the third."""
+    header = json.loads((finished.path / "run.json").read_text())
+    origins = {"retries": "default", "seed": "--set", "params.lr": "default", "params.api_key": "a.yaml:3"}
+    write_json(finished.path / "run.json", header | {"origins": origins})
+    (finished.path / "config.yaml").write_text("{seed: 7, retries: 2, params: {lr: 0.1, api_key: hunter2hunter2}}")
+    for job, samples in {
+        "fold_1": [("load", 0, 10), ("train", 10, 100), ("", 20, 90), ("load", 1590, 10), ("train", 1620, 100)],
+        "fold_2": [("train", 1000, 70), ("train", 1020, 90)],
+    }.items():
+        series = SeriesWriter(finished.path / "jobs" / job / "memory.jsonl")
+        for phase, at, mib in samples:
+            used = {"cpu_seconds": 1.5 * at, "disk_bytes": at << 20}
+            held = {"GPU-a": 3 << 30}
+            series.append(Sample(START + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase, held, 1, **used))
+        series.close()
+        for epoch in (1, 2):
+            numbers = {"train_loss": 1 / epoch, "valid_loss": 2 / epoch, "device_use": 0.5}
+            finished.event(1000 * epoch, "epoch", job, epoch=epoch, num_epochs=2, **numbers)
+    finished.event(7200, "retry", "fold_3", reservation_bytes=None, attempt=2, text="fold_3 restarts")
+    finished.admit(7300, "fold_3", 1)
+    finished.job("fold_3", at=7300, seconds=60, attempt=2)
+    return finished
+
+
+@pytest.fixture
+def reported(swept):
+    """The four commands, of which each completed one reported its loss."""
+    for fold in (1, 3):
+        swept.event(fold, "epoch", f"cmd_{fold:04}", epoch=3, num_epochs=3, valid_loss=0.25 * fold)
+    return swept
+
+
+@pytest.fixture
+def gated(made):
+    """A run that a gate stopped, and a stage of two units of the command line."""
+    made.event(0, "run", state="started")
+    made.stage(0, "prepare", "reused", why="/runs/demo/run_1/checkpoints/stage_prepare.json", seconds=7.5)
+    made.stage(1, "fold", "stopped", "fold", why="the first fold loses money")
+    made.stage(1, "judge", "skipped", why="fold stopped the run: the first fold loses money")
+    made.job("fold", seconds=9)
+    made.result("prepare", sharpe=-1.25, sign="red", days=[1, 2])
+    made.result("fold", sharpe=-1.25, report=["red: Sharpe", "sell"])
+    outcome = {"state": "stopped", "exit_code": 11, "why": "the first fold loses money"}
+    write_json(made.path / "outcome.json", outcome)
+    return made
+
+
+@pytest.fixture
+def units(made):
+    """A stage whose two units the command line gave."""
+    header = {"schema_version": 2, "kind": "stages", "units": [{"lr": "0.1"}, {"lr": "0.2"}]}
+    write_json(made.path / "run.json", header)
+    write_json(made.path / "graph.json", {"stages": [{"name": "train", "each": None}]})
+    for number in (1, 2):
+        made.job(f"train_000{number}")
+        made.result(f"train_000{number}", loss=0.5 * number)
+    write_json(made.path / "outcome.json", {"state": "completed"})
+    return made
+
+
+@pytest.fixture
+def single(commands):
+    """A single command, which has ended."""
+    made = commands(1)
+    made.admit(0, "cmd_0001", 1, None)
+    footprint = Footprint(270 * MIB, phases={"load": PhasePeak(200 * MIB), "train": PhasePeak(270 * MIB)})
+    made.job("cmd_0001", seconds=12, footprint=footprint.to_dict(), phase="train")
+    write_json(made.path / "outcome.json", {"state": "completed"})
+    return made
+
+
+@pytest.fixture
+def with_ranks(made):
+    """Makes the run one of a fold of two ranks, of which one was lost."""
+
+    def make(state):
+        lost = {"rank": 1, "generation": 0, "code": -9, "place": "microbatch", "step": 8}
+        rank = {"pid": 70, "step": 12, "pss_bytes": 200 * MIB, "device_bytes": 0, "peak_bytes": 300 * MIB}
+        ranks = [
+            rank | {"rank": 0, "place": "vote"},
+            rank | {"rank": 1, "place": "microbatch", "device_bytes": 2 * GIB},
+        ]
+        made.event(1, "run", state="started")
+        made.admit(2, "fold_1", 1, GIB)
+        text = "fold_1 rank 1 was ended by SIGKILL in microbatch of step 8"
+        made.event(3, "rank_lost", "fold_1", file="host-70-1", **lost, text=text)
+        name = "status.json" if state == "running" else "outcome.json"
+        made.job("fold_1", state, name=name, ranks=ranks, used_bytes=410 * MIB)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def ranked(with_ranks):
+    """A job of two ranks, which has ended."""
+    made = with_ranks("completed")
+    write_json(made.path / "outcome.json", {"state": "completed"})
+    return made
+
+
+@pytest.fixture
+def ranking(with_ranks):
+    """A job of two ranks, which runs."""
+    return with_ranks("running")

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from memfit.diagnosis import Diagnosis, Evidence, Remedy
-from memfit.reports import explain_in_a_line, print_diagnosis
+from memfit.reports import print_diagnosis
 
 SEEN = Diagnosis(
     True, False, "shm", "out_of_memory", "load", "proved",
@@ -56,7 +56,3 @@ def test_remedies_show_their_bytes_and_cost_and_what_is_useless_comes_without():
 
 def test_what_recovered_is_said_to_have_recovered():
     assert "; the work went on" in printed(Diagnosis(True, True, "gpu", "out_of_memory", "train", "likely"))
-
-
-def test_one_line_has_the_cause_and_its_proof():
-    assert explain_in_a_line(SEEN) == ("out of /dev/shm in phase load (proved); line 1: [bold]Bus error[/bold]")

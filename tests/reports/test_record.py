@@ -1,48 +1,47 @@
 """What can be said of the next run from the runs so far."""
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from memfit.reports import count_kills, explain_record, forecast_error
-from memfit.rundir import JobState, RunDir
+from memfit.reports import print_summary, summarize
+from memfit.rundir import RunDir, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def row(peak, reserved, state="completed"):
-    return JobState("fold_1", own=state, peak_bytes=peak, forecast_bytes=reserved)
+def recorded(run):
+    """Return the summary of a run as JSON, and what its text says of forecasts and kills."""
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(read(run), console, verbose=True)
+    lines = console.file.getvalue().splitlines()
+    return summarize(read(run)), [line for line in lines if line.startswith(("forecast", "OOM kills"))]
 
 
 def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
     runs = [RunDir.create(tmp_path, "demo", f"{number}" * 64) for number in range(4)]
+    assert recorded(runs[3])[1] == []
     for run, states in zip(runs[:2], (["completed"] * 3, ["completed", "out_of_memory"]), strict=True):
         jobs = {f"fold_{i}": {"state": state, "cause": ""} for i, state in enumerate(states)}
         (run.path / "outcome.json").write_text(json.dumps({"state": "failed", "jobs": jobs}))
     (runs[2].path / "outcome.json").write_text("torn")
-    found = count_kills(runs[3])
-    assert (found["num_killed"], found["num_jobs"], found["num_runs"]) == (1, 5, 2)
-    assert explain_record(runs[3], []) == [
-        ("OOM kills", "1 of 5 jobs in 2 runs of this experiment ended out of memory")
-    ]
-
-
-def test_a_record_without_a_kill_is_in_the_json_form_alone(tmp_path):
-    run = RunDir.create(tmp_path, "demo", "0" * 64)
-    (run.path / "outcome.json").write_text('{"state": "completed", "jobs": {"fold_1": {"state": "completed"}}}')
-    assert count_kills(run)["num_jobs"] == 1 and explain_record(run, []) == []
+    found, lines = recorded(runs[3])
+    assert found["kills"] == {"num_killed": 1, "num_jobs": 5, "num_runs": 2}
+    assert lines == ["OOM kills 1 of 5 jobs in 2 runs of this experiment ended out of memory"]
 
 
 @pytest.mark.proves("C-09")
-def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed(tmp_path):
-    rows = [row(100, 110), row(100, 90), row(100, 130), row(100, None), row(100, 500, "failed")]
-    found = forecast_error(rows)
-    assert (found["num"], found["num_under"], round(found["median"], 6)) == (3, 1, 0.1)
-    assert forecast_error([row(100, None)]) is None
-    told = [("forecast", "10 % above the peaks (median of 3 jobs); too small: 1")]
-    assert explain_record(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
+def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed(made):
+    for number, reserved in enumerate((110, 90, 130, None, 500), 1):
+        made.admit(0, f"fold_{number}", 1, reserved)
+        made.job(f"fold_{number}", "failed" if number == 5 else "completed", peak_bytes=100)
+    found, lines = recorded(made.run)
+    assert (found["forecast_error"]["num"], found["forecast_error"]["num_under"]) == (3, 1)
+    assert lines == ["forecast  10 % above the peaks (median of 3 jobs); too small: 1"]
 
 
 @pytest.mark.proves("S0-22")

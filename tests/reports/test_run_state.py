@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from memfit.errors import DamagedError
-from memfit.reports import metrics_of, print_summary, read_room, render, summarize, summarize_metrics, write_page
+from memfit.reports import print_summary, read_room, render, summarize, write_page
 from memfit.rundir import LEVELS, Reader, level_of, read
 
 MIB = 1 << 20
@@ -320,18 +320,6 @@ def test_a_file_that_was_changed_from_outside_is_named(finished):
     (finished.path / "plan.json").write_text('{"why"')
     with pytest.raises(DamagedError, match=r"plan\.json"):
         _ = view_of(finished).run.plan
-
-
-def test_metrics_are_summed_up_over_the_units_that_have_them(finished):
-    summary = summarize_metrics([metrics_of(row.result) for row in [*view_of(finished).jobs.values()][1:]])
-    assert summary["num_dates"] == (544.5, pytest.approx(0.5**0.5), 2)
-    assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
-    (finished.path / "checkpoints/fold_3.json").unlink()
-    assert summarize_metrics([metrics_of(row.result) for row in [*view_of(finished).jobs.values()]])["rank_ic"] == (
-        0.0081,
-        None,
-        1,
-    )
 
 
 HOSTILE = ["absent", "9" * 400, "1e400", "-1e400", "NaN", "9" * 18, "-1", "1e300", '"x"', "null", "[1]", "{}", "true"]

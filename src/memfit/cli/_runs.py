@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
 from rich.text import Text
 
 from memfit.cli._settings import Output, with_flags
@@ -20,16 +21,14 @@ from memfit.jobs import stop as stop_run
 from memfit.reports import (
     LiveRun,
     Overview,
+    cells_of,
     find_run,
     find_target,
     has_supervisor,
     is_live,
     list_runs,
-    or_dash,
     plain_table,
-    sizes_of,
-    what_it_does,
-)  # fmt: skip
+)
 from memfit.rundir import show_state
 from memfit.units import format_bytes, format_duration
 
@@ -120,17 +119,9 @@ def _print_run(one: Overview, log: Console) -> None:
     log.say(f"  {text}")
     if not one.running:
         return
-    shown = plain_table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
-    for row in one.running:
-        phase = "stalled" if row.stalled else what_it_does(row, one.run)
-        shown.add_row(
-            Text(f"  {row.name}"),
-            f"{row.node}{row.node and ':'}{row.pid or '-'}",
-            phase,
-            *sizes_of(row),
-            or_dash(row.seconds, partial(format_duration, short=True)),
-        )
-    log.print(shown)
+    headings = ("job", "pid", "phase", "memory", "peak", "reserved", "time")
+    rows = [[Text(cells[name]) for name in headings] for row in one.running for cells in [cells_of(row, one.run)]]
+    log.print(Padding(plain_table(*headings, rows=rows, left=("job", "phase")), (0, 0, 0, 2)))
 
 
 def stop(

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from memfit.memory import Budget, Device
-from memfit.reports._numbers import plain_table, print_facts, say
+from memfit.reports._parts import Facts, Note, plain_table, say, to_text
 from memfit.units import format_bytes
 
 
@@ -23,21 +22,15 @@ def print_budget(budget: Budget, console: Console) -> None:
     console.print(Text.assemble((verdict, "bold"), text), soft_wrap=True)
     lendable, reserve = format_bytes(budget.lendable_bytes), format_bytes(budget.reserve_bytes)
     say(console, f"Jobs can have {lendable}. memfit keeps {reserve} free: {budget.reserve_note}.\n")
-    console.print(_limit_table(budget))
-    console.print()
-    print_facts(_facts(budget), console)
-
-
-def _limit_table(budget: Budget) -> Table:
-    table = plain_table("limit", "scope", "size", "used", "left", "source", left=("limit", "scope", "source"))
-    for place in (0, 1, 5):
-        table.columns[place].no_wrap, table.columns[place].overflow = False, "fold"
+    words = ("limit", "scope", "source")
+    table = plain_table("limit", "scope", "size", "used", "left", "source", left=words, fold=words)
     for number, one in enumerate(budget.limits):
         says = _short(one.source) + (f": {one.note}" if one.note else "")
         sizes = map(format_bytes, (one.limit_bytes, one.used_bytes, one.headroom_bytes))
-        row = (one.name, one.scope, *sizes, says)
-        table.add_row(*map(Text, row), style="bold" if number == 0 else "" if one.binds else "dim")
-    return table
+        row = map(Text, (one.name, one.scope, *sizes, says))
+        table.add_row(*row, style="bold" if number == 0 else "" if one.binds else "dim")
+    console.print(table)
+    to_text([Note(""), Facts([*_facts(budget)])], console)
 
 
 def _short(path: str) -> str:

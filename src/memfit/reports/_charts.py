@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
 from memfit.reports._numbers import format_number
@@ -22,7 +22,6 @@ CHART_STYLE = (
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
 _ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
 _LINES_SIZE = (440, 240)  # the width and height of a chart of lines; there are several beside each other
-_NARROW = 600  # a narrower chart gives a bar's texts a row of their own
 #: More points than this are lines without dots; more places on the x axis share what a pointer shows.
 _MOST_DOTS, _MOST_PLACES = 40, 80
 _SHOWS_LIMIT = 0.2  # above this share of a limit the chart shows the limit; below, the data fill the chart
@@ -59,6 +58,50 @@ class Bar:
     is_bad: bool
 
 
+@dataclass
+class _Frame:
+    """The edges of a chart, the values at them, and what it drew."""
+
+    size: tuple[int, int]
+    left: float
+    right: float
+    top: float
+    bottom: float
+    xs: tuple[float, float]
+    ys: tuple[float, float] = (0.0, 1.0)
+    parts: list[str] = field(default_factory=list)
+
+    def x(self, at: float) -> float:
+        return self.left + (self.right - self.left) * (at - self.xs[0]) / max(self.xs[1] - self.xs[0], 1e-9)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (self.bottom - self.top) * (value - self.ys[0]) / (self.ys[1] - self.ys[0])
+
+    def text(self, x: float, y: float, text: str, *, anchor: str = "start", kind: str = "ink", title: str = "") -> None:
+        more = f"<title>{escape(title)}</title>" if title else ""
+        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
+        self.parts.append(f"<text {place}>{escape(text)}{more}</text>")
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        self.parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>')
+
+    def scale(self, ticks: Mapping[float, str]) -> None:
+        """Draw a grid line for each tick of the y axis, and its text."""
+        for tick, text in ticks.items():
+            self.line(self.left, self.y(tick), self.right, self.y(tick), "grid")
+            self.text(self.left - 8, self.y(tick) + 4, text, anchor="end", kind="dim")
+
+    def time_axis(self) -> None:
+        for tick in time_ticks(self.xs[1]):
+            self.line(self.x(tick), self.top, self.x(tick), self.bottom, "grid")
+            text = format_duration(tick, short=True) if tick else "0"
+            self.text(self.x(tick), self.bottom + 16, text, anchor="middle", kind="dim")
+
+    def svg(self, label: str) -> str:
+        box = f'viewBox="0 0 {self.size[0]} {self.size[1]}" role="img" aria-label="{escape(label, quote=True)}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(self.parts)}</svg>'
+
+
 def draw_stack(
     layers: Sequence[Layer],
     seconds: float,
@@ -78,35 +121,29 @@ def draw_stack(
     most = max(totals, default=0) or 1.0
     near = limit is not None and most >= _SHOWS_LIMIT * limit[1]
     end = max(most, limit[1] if limit and near else 0) * 1.06
-    left, right, top, bottom = _LEFT, size[0] - _RIGHT, _TOP + (18 if title else 0), size[1] - _BOTTOM
-
-    def x_of(at: float) -> float:
-        return left + (right - left) * at / max(seconds, 1e-9)
-
-    def y_of(memory: float) -> float:
-        return bottom - (bottom - top) * memory / end
-
-    parts = [_text(left, 16, title, kind="ink head")] if title else []
-    for tick in byte_ticks(end):
-        parts.append(_line(left, y_of(tick), right, y_of(tick), "grid"))
-        parts.append(_text(left - 8, y_of(tick) + 4, format_bytes(round(tick)), anchor="end", kind="dim"))
-    parts += _time_axis(seconds, x_of, top, bottom)
-    below, xs = [0.0] * len(totals), [x_of(seconds * at / max(1, len(totals) - 1)) for at in range(len(totals))]
+    edges = _LEFT, size[0] - _RIGHT, _TOP + (18 if title else 0), size[1] - _BOTTOM
+    frame = _Frame(size, *edges, (0.0, seconds), (0.0, end))
+    if title:
+        frame.text(_LEFT, 16, title, kind="ink head")
+    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(end)})
+    frame.time_axis()
+    below, xs = [0.0] * len(totals), [frame.x(seconds * at / max(1, len(totals) - 1)) for at in range(len(totals))]
     for layer in layers:
         above = [low + value for low, value in zip(below, layer.values, strict=True)]
-        edge, back = ([f"{x:.1f},{y_of(one):.1f}" for x, one in zip(xs, ys, strict=True)] for ys in (above, below))
+        edge, back = ([f"{x:.1f},{frame.y(one):.1f}" for x, one in zip(xs, ys, strict=True)] for ys in (above, below))
         points = f'points="{" ".join(edge + back[::-1])}" fill="{layer.colour}" fill-opacity=".85"'
-        parts.append(f"<polygon {points}><title>{escape(layer.name)}</title></polygon>")
+        frame.parts.append(f"<polygon {points}><title>{escape(layer.name)}</title></polygon>")
         below = above
     if limit is not None:
-        text = f"{limit[0]}: {format_bytes(limit[1])}"
+        text, at = f"{limit[0]}: {format_bytes(limit[1])}", frame.y(limit[1])
         if near:
-            parts.append(_line(left, y_of(limit[1]), right, y_of(limit[1]), "limit"))
-            parts.append(_text(left + 6, y_of(limit[1]) - 5, text, kind="bad"))
+            frame.line(frame.left, at, frame.right, at, "limit")
+            frame.text(frame.left + 6, at - 5, text, kind="bad")
         else:
-            parts.append(_text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim"))
-    parts += [_text(x_of(at), top + 14, "✕", anchor="middle", kind="bad", title=text) for at, text in marks]
-    return _svg(parts, label, size)
+            frame.text(frame.right, frame.top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
+    for when, text in marks:
+        frame.text(frame.x(when), frame.top + 14, "✕", anchor="middle", kind="bad", title=text)
+    return frame.svg(label)
 
 
 def draw_lines(
@@ -133,29 +170,20 @@ def draw_lines(
     begin, end = (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
     places = {tick: (y_text or "{:g}".format)(tick) for tick in (ticks or number_ticks)(low, high)}
     left = 16 + 0.9 * _LETTER * max(map(len, places.values()), default=0)
-    right, top, bottom = _LINES_SIZE[0] - _RIGHT, _TOP + 18, _LINES_SIZE[1] - _BOTTOM
-
-    def x_of(at: float) -> float:
-        return left + (right - left) * (at - begin) / (end - begin)
-
-    def y_of(value: float) -> float:
-        return bottom - (bottom - top) * (value - low) / (high - low)
-
-    parts = [_text(8, 16, title, kind="ink head")]
-    for tick, text in places.items():
-        parts.append(_line(left, y_of(tick), right, y_of(tick), "grid"))
-        parts.append(_text(left - 8, y_of(tick) + 4, text, anchor="end", kind="dim"))
+    edges = left, _LINES_SIZE[0] - _RIGHT, _TOP + 18, _LINES_SIZE[1] - _BOTTOM
+    frame = _Frame(_LINES_SIZE, *edges, (begin, end), (low, high))
+    frame.text(8, 16, title, kind="ink head")
+    frame.scale(places)
     if seconds:
-        parts += _time_axis(seconds, x_of, top, bottom)
+        frame.time_axis()
     else:
         for tick in number_ticks(begin, end, whole=True):
-            parts.append(_text(x_of(tick), bottom + 16, f"{tick:g}", anchor="middle", kind="dim"))
-        parts.append(_text(right, 16, "by epoch", anchor="end", kind="dim"))
+            frame.text(frame.x(tick), frame.bottom + 16, f"{tick:g}", anchor="middle", kind="dim")
+        frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
     for line, points in list(zip(lines, finite, strict=True))[::-1]:
-        parts += _curve(line, [(x_of(x), y_of(y)) for x, y in points])
-    frame = (x_of, top, bottom, right)
-    parts += _shown_at(lines, finite, frame, y_text or format_number, "" if seconds else "epoch")
-    return _svg(parts, title, _LINES_SIZE)
+        frame.parts += _curve(line, [(frame.x(x), frame.y(y)) for x, y in points])
+    frame.parts += _shown_at(lines, finite, frame, y_text or format_number, "" if seconds else "epoch")
+    return frame.svg(title)
 
 
 def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
@@ -171,76 +199,43 @@ def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
 def _shown_at(
     lines: Sequence[Line],
     finite: Sequence[Sequence[tuple[float, float]]],
-    frame: tuple[Callable[[float], float], float, float, float],
+    frame: _Frame,
     y_text: Callable[[float], str],
     x_name: str,
 ) -> Iterator[str]:
     """Yield a band for each place of the x axis: a pointer in it shows the values there."""
-    x_of, top, bottom, right = frame
     known = sorted({x for points in finite for x, _ in points})
     known = known[:: math.ceil(len(known) / _MOST_PLACES) or 1]
-    edges = [x_of(x) for x in known]
+    edges = [frame.x(x) for x in known]
     for at, x in enumerate(known):
         start = (edges[at - 1] + edges[at]) / 2 if at else edges[at] - 8
-        stop = (edges[at] + edges[at + 1]) / 2 if at + 1 < len(edges) else min(edges[at] + 8, right + 8)
+        stop = (edges[at] + edges[at + 1]) / 2 if at + 1 < len(edges) else min(edges[at] + 8, frame.right + 8)
         said = [f"{x_name} {x:g}" if x_name else f"after {format_duration(x, short=True)}"]
         for line, points in zip(lines, finite, strict=True):
             until = x if x_name else (known[at + 1] if at + 1 < len(known) else math.inf)
             here = [y for px, y in points if px == x or (not x_name and x <= px < until)]
             said += [f"{line.name}: {y_text(here[-1])}"] if here and not (line.is_faint and len(said) > 12) else []
-        place = f'x="{start:.1f}" y="{top}" width="{stop - start:.1f}" height="{bottom - top}"'
+        place = f'x="{start:.1f}" y="{frame.top}" width="{stop - start:.1f}" height="{frame.bottom - frame.top}"'
         yield f'<rect class="at" {place}><title>{escape(chr(10).join(said))}</title></rect>'
 
 
-def draw_bars(bars: Sequence[Bar], seconds: float, label: str, width: int = 960) -> str:
-    """Return one bar per job over time, from above. In a narrow chart, the text of a job stands above its bar."""
-    is_narrow = width < _NARROW
-    row, below = (2 * _ROW - 4, 16) if is_narrow else (_ROW, 0)
-    height = _TOP + row * len(bars) + _BOTTOM
+def draw_bars(bars: Sequence[Bar], seconds: float, label: str) -> str:
+    """Return one bar per job over time, from above."""
+    width, height = 960, _TOP + _ROW * len(bars) + _BOTTOM
     names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
-    left, right = 8.0, width - 8.0
-    if not is_narrow:
-        left += 8 + _LETTER * max(map(len, names), default=0)
-        right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
-
-    def x_of(at: float) -> float:
-        return left + (right - left) * at / max(seconds, 1e-9)
-
-    parts = _time_axis(seconds, x_of, _TOP - 8, height - _BOTTOM)
+    left = 16 + _LETTER * max(map(len, names), default=0)
+    right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
+    frame = _Frame((width, height), left, right, _TOP - 8, height - _BOTTOM, (0.0, seconds))
+    frame.time_axis()
     for number, (bar, name) in enumerate(zip(bars, names, strict=True)):
-        y = _TOP + row * number
-        name_at, note_at = (left, right) if is_narrow else (left - 8, right + 8)
-        anchors = ("start", "end") if is_narrow else ("end", "start")
-        parts.append(_text(name_at, y + _BAR - 3, name, anchor=anchors[0]))
-        parts.append(_text(note_at, y + _BAR - 3, bar.note, anchor=anchors[1], kind="bad" if bar.is_bad else "dim"))
+        y = _TOP + _ROW * number
+        frame.text(left - 8, y + _BAR - 3, name, anchor="end")
+        frame.text(right + 8, y + _BAR - 3, bar.note, kind="bad" if bar.is_bad else "dim")
         for start, stop, colour in bar.parts:
-            place = f'x="{x_of(start):.1f}" y="{y + below}" width="{max(1.0, x_of(stop) - x_of(start)):.1f}"'
-            parts.append(f'<rect {place} height="{_BAR}" fill="{colour}"/>')
-    return _svg(parts, label, (width, height))
-
-
-def _svg(parts: Sequence[str], label: str, size: tuple[int, int]) -> str:
-    box = f'viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label, quote=True)}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "ink", title: str = "") -> str:
-    more = f"<title>{escape(title)}</title>" if title else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
-    return f"<text {place}>{escape(text)}{more}</text>"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def _time_axis(seconds: float, x_of: Callable[[float], float], top: float, bottom: float) -> list[str]:
-    parts = []
-    for tick in time_ticks(seconds):
-        text = format_duration(tick, short=True) if tick else "0"
-        parts.append(_line(x_of(tick), top, x_of(tick), bottom, "grid"))
-        parts.append(_text(x_of(tick), bottom + 16, text, anchor="middle", kind="dim"))
-    return parts
+            begin, end = frame.x(start), frame.x(stop)
+            place = f'x="{begin:.1f}" y="{y}" width="{max(1.0, end - begin):.1f}"'
+            frame.parts.append(f'<rect {place} height="{_BAR}" fill="{colour}"/>')
+    return frame.svg(label)
 
 
 def time_ticks(seconds: float) -> list[float]:

@@ -1,22 +1,196 @@
-"""Compare the numbers of two runs: before and after a change."""
+"""Compare two runs, before and after a change: what differs between them, and their numbers.
+
+One difference of settings, code or data is the change; the others must be named.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
-from memfit.reports._differences import read_manifests
-from memfit.reports._numbers import format_number, metrics_of, plain_table, say, summarize_metrics
-from memfit.reports._rates import wilson_interval
+from memfit.files import damaged, read_json, read_own
+from memfit.masking import mask
+from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
+from memfit.reports._parts import Facts, Note, Table, to_text
 from memfit.reports._summary import BAD
 from memfit.rundir import RunDir, read
+from memfit.units import list_some
 
-_NO_PROOF = "One run each proves no difference: run both with five seeds or more."
+#: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
+_NO_RESULT = re.compile(
+    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune|planned"
+    r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|resources\.memory"
+    r"|stages\.\w+\.(memory|gpu_memory|like|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
+)
+_MANIFEST = {
+    "stage": str,
+    "job": str,
+    "parts": {str: str},
+    "code": {str: str},
+    "result": dict,
+    "digest": str,
+    "versions": ({str: str}, type(None)),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs; ``code`` and ``data`` too, whose values are digests by what they are of."""
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        if self.name not in ("code", "data"):
+            return f"{self.name}: {self.before!r:.40} -> {self.after!r:.40}"
+        return f"{self.name} of {list_some([*self.before], 3)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between two runs.
+
+    Attributes:
+        found: All differences that may change a result.
+        named: The names of those that the user named.
+        notes: What else may explain a difference of results.
+    """
+
+    found: Sequence[Difference]
+    named: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def change(self) -> Difference | None:
+        """The one difference that was not named."""
+        return next((one for one in self.found if one.name not in self.named), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        change = self.change.name if self.change else None
+        return {"change": change, "differences": [asdict(one) for one in self.found], "notes": list(self.notes)}
+
+
+def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
+    """Return the manifests of a run by path."""
+    read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
+    return {path: manifest for path, manifest in read.items() if manifest is not None}
+
+
+def read_settings(run: RunDir) -> dict[str, Any]:
+    """Return a run's resolved config, of commands also their parameters and folder; secrets are masked."""
+    config, header = run.path / "config.yaml", run.header
+    try:
+        found = read_file(config, read_own(config).decode())
+    except FileNotFoundError:
+        found = {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(config, f"cannot be read: {error}") from None
+    found |= {name: header.get(name) for name in ("combinations", "cwd") if header.get("kind") == "commands"}
+    shown: dict[str, Any] = mask(found)
+    return shown
+
+
+def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
+    """Return what differs from B to A, and refuse to compare them if more than one difference was not named.
+
+    Args:
+        a: The run after the change.
+        b: The run before it.
+        named: The differences that the user named.
+
+    Raises:
+        UsageError: If more than one difference is not named, or one that was named is none.
+
+    Example:
+        >>> import tempfile
+        >>> a, b = (RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64) for _ in range(2))
+        >>> for run, rate in ((a, 0.2), (b, 0.1)):
+        ...     _ = (run.path / "config.yaml").write_text(f"params: {{lr: {rate}}}")
+        >>> str(find_changes(a, b).change)
+        'params.lr: 0.1 -> 0.2'
+    """
+    found = find_differences(a, b)
+    silent = [one for one in found if one.name not in named]
+    for name in named:
+        if name not in [one.name for one in found]:
+            raise UsageError(
+                f"A and B do not differ in {name}.",
+                rule="--differs names a difference of the two runs.",
+                remedy=nearest(name, [one.name for one in found]) if found else f"leave out --differs {name}",
+            )
+    if len(silent) > 1:
+        flags = " ".join(f"--differs {one.name}" for one in silent[1:])
+        raise UsageError(
+            f"A and B differ in {len(silent)} things (B -> A): {'; '.join(map(str, silent))}.",
+            rule="a comparison shows what one change did, so every further difference must be named.",
+            remedy=f"run one of them again with one change, or accept the others: {flags}",
+        )
+    return Changes(found, named, _notes(a, b))
+
+
+def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
+    """Return all that differs from B to A and may change a result; secrets are masked and do not count."""
+    from memfit.pipeline import StageSettings  # loaded only here: it brings the settings of a run
+
+    before, after = (read_settings(run) for run in (b, a))
+    blank = StageSettings().model_dump(mode="json")
+    stages = {name: blank for one in (before, after) for name in one.get("stages") or {}}
+    for one in (before, after):
+        one["stages"] = stages | {name: blank | own for name, own in (one.get("stages") or {}).items()}
+    found = [Difference(*one) for one in differences(before, after) if not _NO_RESULT.fullmatch(one[0])]
+    found.sort(key=lambda one: not one.name.startswith(("params.", "stages.")))  # what is tried, then its conditions
+    old, new = (_made(run, "stage") for run in (b, a))
+    both = [stage for stage in old if stage in new]
+    for part in ("code", "data"):
+        then, now = (
+            {stage: made[stage]["code"] if part == "code" else made[stage]["parts"].get("data") for stage in both}
+            for made in (old, new)
+        )
+        if changes := [*differences(then, now)]:
+            sides = ({name: one for name, one, _ in changes}, {name: one for name, _, one in changes})
+            found.append(Difference(part, *sides))
+    return found
+
+
+def _made(run: RunDir, by: str) -> dict[str, dict[str, Any]]:
+    """Return the manifests of a run by stage, of which the last one stands for all, or by job."""
+    return {one[by]: one for one in read_manifests(run).values()}
+
+
+def _notes(a: RunDir, b: RunDir) -> list[str]:
+    before, after = (_made(run, "job") for run in (b, a))
+    both = [job for job in before if job in after]
+    if not both:
+        return ["no stage has a result in both runs, so code and data are not compared"]
+    then, now = (
+        {name: text for job in both for name, text in (made[job].get("versions") or {}).items()}
+        for made in (before, after)
+    )
+    found = [f"{name} {old} -> {new}" for name, old, new in differences(then, now)]
+    alike = [job for job in both if before[job]["parts"] == after[job]["parts"]]
+    for stage in dict.fromkeys(before[job]["stage"] for job in alike if before[job]["digest"] != after[job]["digest"]):
+        cause = "it does not repeat exactly, or reads data that no fingerprint names"
+        found.append(f"{stage} gave another result from equal settings, code and data: {cause}")
+    return found
+
+
+def print_changes(changes: Changes, console: Console) -> None:
+    """Print what differs from B to A, the change first."""
+    change = changes.change
+    facts = [("change", f"{change}   (B -> A)")] if change else []
+    facts += [("named", str(one)) for one in changes.found if one is not change]
+    facts = facts or [("change", "none found in settings, code and data")]
+    to_text([Facts([*facts, *(("note", text) for text in changes.notes)])], console)
 
 
 @dataclass(frozen=True)
@@ -43,16 +217,17 @@ def read_numbers(run: RunDir) -> dict[str, Number]:
     return found
 
 
-# Before and after
-
-
 def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> dict[str, Any]:
     """Return as JSON the numbers that both runs have (or one of them), before (B) and after (A), and their jobs."""
     before, after = read_numbers(b), read_numbers(a)
     shared = {name: {"before": asdict(before[name]), "after": asdict(after[name])} for name in before if name in after}
     if metric is not None:
         if metric not in shared:
-            raise _no_number(metric, shared)
+            raise UsageError(
+                f"A and B have no number {metric} in common.",
+                rule="a number is named stage.number, as the stage returned it.",
+                remedy=nearest(metric, shared) if shared else "run A and B to their end first",
+            )
         shared = {metric: shared[metric]}
     return {"numbers": shared, "jobs": {"before": _completed(b), "after": _completed(a)}, "verdict": None}
 
@@ -60,18 +235,7 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> dict[str
 def _completed(run: RunDir) -> dict[str, float]:
     """Return how many jobs completed of those that ended, with Wilson's interval of the rate."""
     counts = read(run).counts
-    done, n = counts.get("completed", 0), sum(counts.get(state, 0) for state in ("completed", *BAD))
-    lower, upper = wilson_interval(done, n)
-    return {"completed": done, "n": n, "lower": lower, "upper": upper}
-
-
-def _no_number(metric: str, known: Iterable[str]) -> UsageError:
-    known = list(known)
-    return UsageError(
-        f"A and B have no number {metric} in common.",
-        rule="a number is named stage.number, as the stage returned it.",
-        remedy=nearest(metric, known) if known else "run A and B to their end first",
-    )
+    return rate_of("completed", counts.get("completed", 0), sum(counts.get(one, 0) for one in ("completed", *BAD)))
 
 
 def print_before_after(found: Mapping[str, Any], console: Console) -> None:
@@ -80,9 +244,15 @@ def print_before_after(found: Mapping[str, Any], console: Console) -> None:
         f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found["jobs"].values()
     )
     rows = [("jobs completed", *jobs, "")]
-    for name, sides in found["numbers"].items():
-        before, after = (Number(**side) for side in sides.values())
+    for name, numbers in found["numbers"].items():
+        before, after = (Number(**side) for side in numbers.values())
         rows.append((name, str(before), str(after), f"{after.mean - before.mean:+.4g}"))
-    console.print(plain_table("number", "before (B)", "after (A)", "A less B", rows=rows, left=("number",)))
-    say(console, _NO_PROOF if found["numbers"] else "No number is in both runs.")
-    say(console, "±: standard error over n units. Jobs: 95 % interval of the rate.")
+    proof = "One run each proves no difference: run both with five seeds or more."
+    to_text(
+        [
+            Table(("number", "before (B)", "after (A)", "A less B"), rows, ("number",)),
+            Note(proof if found["numbers"] else "No number is in both runs."),
+            Note("±: standard error over n units. Jobs: 95 % interval of the rate."),
+        ],
+        console,
+    )

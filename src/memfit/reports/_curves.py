@@ -40,8 +40,8 @@ _LOGGED = [
     )
 ]
 _MOST_LOG_BYTES = 1 << 20
-#: The numbers that jobs reported: by metric without its part, then by job and part (training or not), then by epoch.
-Curves = dict[str, dict[tuple[str, bool], dict[float, float]]]
+#: The numbers that jobs reported: by metric without its part, job and part (training or not), then by epoch.
+Curves = dict[tuple[str, str, bool], dict[float, float]]
 
 
 def read_curves(state: RunState, events: Sequence[Event]) -> Curves:
@@ -54,22 +54,24 @@ def read_curves(state: RunState, events: Sequence[Event]) -> Curves:
         if kind == "epoch" and not event.get("rank"):
             for name in [name for name, value in event.items() if name not in _NO_METRIC and _is_sane(value)]:
                 part = _PART.match(name)
-                own = found.setdefault(name[part.end() :] if part else name, {})
-                own.setdefault((job, bool(part and part[1]) or name == "loss"), {})[float(event["epoch"])] = float(
-                    event[name]
-                )
+                metric, is_training = name[part.end() :] if part else name, bool(part and part[1]) or name == "loss"
+                found.setdefault((metric, job, is_training), {})[float(event["epoch"])] = float(event[name])
         elif kind == "step" and all(_is_sane(event.get(one)) for one in ("loss", "step", "num_steps")):
             done = event["epoch"] - 1 + event["step"] / max(1, event["num_steps"])
             by_step.setdefault(job, {})[float(done)] = float(event["loss"])
-    several = {job for of in found.values() for (job, _), points in of.items() if len(points) > 1}
-    for job, points in by_step.items():
-        if job not in several and len(points) > 1:
-            found.setdefault("loss", {})[job, True] = points
-    return found
+    several = {job for (_, job, _), points in found.items() if len(points) > 1}
+    steps = {job: points for job, points in by_step.items() if job not in several and len(points) > 1}
+    return found | {("loss", job, True): points for job, points in steps.items()}
 
 
 def _jobs_of(curves: Curves) -> list[str]:
-    return sorted({job for of in curves.values() for job, _ in of}, key=natural_order)
+    return sorted({job for _, job, _ in curves}, key=natural_order)
+
+
+def _of_both_parts(curves: Curves) -> set[str]:
+    """Return the metrics that training and validation have."""
+    of, of_others = ({metric for metric, _, part in curves if part is one} for one in (True, False))
+    return of & of_others
 
 
 def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> Iterator[str]:
@@ -78,25 +80,22 @@ def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> 
     order = list(dict.fromkeys([*(one for one in ranked if one in of.values()), *of.values()]))
     colours = {one: COLOURS[min(at, _MOST_COLOURS)] for at, one in enumerate(order)}
     jobs = sorted(of, key=lambda job: order.index(of[job]))[:_MOST_LINES]
-    charts, have_both = [], False
-    metrics = sorted(curves, key=lambda metric: metric != "loss")
-    for metric in metrics[:_MOST_CHARTS]:
-        own = curves[metric]
-        both = {True, False} <= {is_training for _, is_training in own}
-        have_both = have_both or both
-        lines = []
-        for job in jobs:
-            for is_training in (False, True):
-                if points := own.get((job, is_training)):
-                    part = (" training" if is_training else " validation") if both else ""
-                    colour, places = colours[of[job]], sorted(points.items())
-                    faint = colour == COLOURS[-1]
-                    lines.append(Line(f"{state.name(job)}{part}", colour, places, both and is_training, faint))
+    metrics, both = dict.fromkeys(metric for metric, _, _ in curves), _of_both_parts(curves)
+    shown = sorted(metrics, key=lambda metric: metric != "loss")[:_MOST_CHARTS]
+    charts = []
+    for metric in shown:
+        parts = {False: " validation", True: " training"} if metric in both else {False: "", True: ""}
+        lines = [
+            Line(f"{state.name(job)}{text}", colour, sorted(points.items()), bool(text) and part, colour == COLOURS[-1])
+            for job in jobs
+            for part, text in parts.items()
+            if (points := curves.get((metric, job, part))) and (colour := colours[of[job]])
+        ]
         charts.append(draw_lines(lines, metric))
     others = [(format_count(len(order) - _MOST_COLOURS, "other"), COLOURS[-1])] if order[_MOST_COLOURS:] else []
     yield legend([*((state.name(one), colours[one]) for one in order[:_MOST_COLOURS]), *others])
     yield f'<div class="charts">{"".join(charts)}</div>'
-    notes = ["Dashed: training; solid: validation."] if have_both else []
+    notes = ["Dashed: training; solid: validation."] if both.intersection(shown) else []
     if (left := len(metrics) - _MOST_CHARTS) > 0:
         notes.append(f"The table below has {format_count(left, 'more metric')}.")
     yield f'<p class="note">{" ".join([*notes, "Point at a chart to see its values."])}</p>'
@@ -104,17 +103,16 @@ def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> 
 
 def last_values(curves: Curves) -> dict[str, dict[str, float]]:
     """Return for each job its last epoch, and behind it the last value of each number, by name."""
-    columns = [(metric, part) for metric, of in curves.items() for part in sorted({part for _, part in of})]
-    both = {metric for metric, part in columns if (metric, not part) in columns}
+    metrics, both = dict.fromkeys(metric for metric, _, _ in curves), _of_both_parts(curves)
     found = {}
     for job in _jobs_of(curves):
         points = {
             f"{metric}, {'training' if part else 'validation'}" if metric in both else metric: own
-            for metric, part in columns
-            if (own := curves[metric].get((job, part)))
+            for metric in metrics
+            for part in (False, True)
+            if (own := curves.get((metric, job, part)))
         }
-        last = {name: own[max(own)] for name, own in points.items()}
-        found[job] = {"epoch": max(map(max, points.values()))} | last
+        found[job] = {"epoch": max(map(max, points.values()))} | {name: own[max(own)] for name, own in points.items()}
     return found
 
 
@@ -146,32 +144,28 @@ def draw_machine(
 ) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
     over_time = partial(_over_time, [*series.values()], start, seconds / num_points or 1.0, num_points)
-    for title, name, text, ticks in (
-        ("CPU: cores that the jobs kept busy", "cpu_seconds", "{:.2f}".format, number_ticks),
-        ("Disk: read and written per second", "disk_bytes", lambda value: f"{_size(value)}/s", _bytes),
-    ):
-        points = over_time(partial(_growth, name))
-        if any(value for _, value in points):
-            yield draw_lines([Line("all jobs", COLOURS[0], points)], title, seconds=seconds, y_text=text, ticks=ticks)
     devices = sorted({uuid for samples in series.values() for sample in samples for uuid in sample.device_bytes})
-    lines = [
-        Line(f"GPU {at}", COLOURS[at % _MOST_COLOURS], over_time(partial(_held, uuid)))
-        for at, uuid in enumerate(devices)
-    ]
-    if lines:
-        yield draw_lines(lines, "GPU: memory that the jobs hold", seconds=seconds, y_text=_size, ticks=_bytes)
+    held = {f"GPU {at}": partial(_held, uuid) for at, uuid in enumerate(devices)}
+    cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
+    for title, figures, text, ticks in (
+        ("CPU: cores that the jobs kept busy", cores, "{:.2f}".format, number_ticks),
+        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", _bytes),
+        ("GPU: memory that the jobs hold", held, _size, _bytes),
+    ):
+        found = {name: over_time(figure) for name, figure in figures.items()}
+        lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
+        if any(value for own in found.values() for _, value in own):
+            yield draw_lines(lines, title, seconds=seconds, y_text=text, ticks=ticks)
     for name, title in (("device_use", "GPU: busy, by epoch"), ("wait_share", "Steps that waited for data, by epoch")):
         shares: dict[str, list[tuple[float, float]]] = {}
         for event in events:
             if event.get("kind") == "epoch" and _is_sane(event.get(name)) and event_time(event):
-                shares.setdefault(str(event["job"]), []).append(
-                    (max(0.0, float(event["time"]) - start), float(event[name]))
-                )
-        lines = [
+                point = max(0.0, float(event["time"]) - start), float(event[name])
+                shares.setdefault(str(event["job"]), []).append(point)
+        if lines := [
             Line(job, COLOURS[min(at, _MOST_COLOURS)], points, is_faint=at >= _MOST_COLOURS)
             for at, (job, points) in enumerate([*shares.items()][:_MOST_LINES])
-        ]
-        if lines:
+        ]:
             yield draw_lines(lines, title, seconds=seconds, y_text=lambda one: f"{100 * one:.0f} %", ticks=number_ticks)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.masking import mask, strip_controls
-from memfit.reports._numbers import say
+from memfit.reports._parts import say
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,45 +1,59 @@
-"""A run while it goes on: a live table on a terminal, timestamped lines elsewhere."""
+"""A run while it goes on: a live table on a terminal, with the budget below; timestamped lines elsewhere."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from memfit.files import open_own
-from memfit.reports._numbers import (
+from memfit.files import fits, open_own
+from memfit.memory import Budget
+from memfit.reports._columns import (
+    PHASE_COLUMNS,
+    cells_of,
     counter_of,
+    epochs_done,
     explain_memory,
-    format_number,
-    is_number,
-    say,
+    explain_rank,
+    short_names,
     what_it_does,
 )
+from memfit.reports._numbers import format_number, is_number
+from memfit.reports._parts import plain_table, say
 from memfit.reports._study import StudyView, study_of
-from memfit.reports._table import WHOLE_ROWS, epochs_done, read_pressure, read_room, render, share_done
-from memfit.rundir import (
-    LEVELS,
-    Event,
-    JobState,
-    Reader,
-    RunDir,
-    RunState,
-    left_something,
-    level_of,
-)
-from memfit.units import format_duration
+from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of
+from memfit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from memfit.tuning import Study
 
+_STYLE = {
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "out_of_memory": "red",
+    "node_fail": "red",
+    "timeout": "red",
+    "stalled": "yellow",
+    "stopped": "yellow",
+    "rank": "dim",
+}
+_HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+_OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
+#: Columns that give way where the terminal is narrow, one after the other.
+_GIVING_WAY = ("peak", "reserved", "node", "memory")
+#: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
+_WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
+_BAR_COLUMNS = 40
+_MOST_RANKS = 8  # more ranks of one job are counted
 _REFRESH_SECONDS = 0.5
 _MOST_NEW_BYTES = 1 << 16  # what is read of a log at one look
 #: Where there is no table, a line says what goes on after so long a silence; the next after twice as long, up to this.
@@ -51,21 +65,21 @@ class _Pace:
     """Forecasts the end of a job by the counter in its log: at the rate since that counter was first seen."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float, float, float]] = {}
+        self._seen: dict[str, list[tuple[float, float]]] = {}  # the start, the first count and the last: times, shares
 
     def seconds_left(self, job: JobState, run: RunDir, now: float) -> float | None:
         """Return how long a running job still takes; None while that is not known."""
-        found = counter_of(job, run)
+        found, start = counter_of(job, run), (job.started or 0.0, 0.0)
         if found.share is None or job.started is None:
             return None
-        begun, first, last, share = self._seen.get(job.id, (job.started, 0.0, job.started, 0.0))
-        if found.share < share or begun < job.started:  # it counts something else, or in another attempt
-            begun, first, last, share = job.started, 0.0, job.started, 0.0
-        if found.share > share:
-            if not first and share:  # the time before the first count is that of imports and loading
-                begun, first = last, share
-            last, share = found.time, found.share
-        self._seen[job.id] = begun, first, last, share
+        seen = self._seen.get(job.id, [start])
+        if seen[0] != start or found.share < seen[-1][1]:  # another attempt, or it counts something else
+            seen = [start]
+        if found.share > seen[-1][1]:
+            seen = [*seen[:2], (found.time, found.share)]
+        self._seen[job.id] = seen
+        # The time before the first count is that of imports and loading.
+        (begun, first), (last, share) = seen[len(seen) > 2], seen[-1]
         if share <= first or last <= begun:
             return None
         return max(0.0, (1 - share) * (last - begun) / (share - first) - (now - last))
@@ -202,7 +216,7 @@ class LiveRun:
             self._live = None
 
     def _print_lines(self, events: Sequence[Event], state: RunState, study: StudyView | None) -> None:
-        is_many = len(state.params) > WHOLE_ROWS or any(len(one.units) > WHOLE_ROWS for one in state.stages.values())
+        is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
         lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or study else "table")
         # Once a look for each stage.
         ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
@@ -257,7 +271,7 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
     parts = []
     for job in state.running[:_MOST_TOLD]:
         left = f", about {format_duration(job.eta_seconds, short=True)} left" if job.eta_seconds else ""
-        does = "waits for memory" if job.stalled else share_done(job) or what_it_does(job, state.run)
+        does = "waits for memory" if job.stalled else what_it_does(job, state.run)
         parts.append(f"{job.name} {does}{epochs_done(job)}{left}")
     if (more := len(state.running) - _MOST_TOLD) > 0:
         parts.append(f"{more} more run")
@@ -271,3 +285,131 @@ def _has_output(state: RunState, seconds: float) -> bool:
     """Whether a running job wrote into its logs in the last seconds."""
     logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
     return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limit that binds a run now, and how much of it everyone uses."""
+
+    limit_bytes: int
+    used_bytes: int
+    name: str
+
+
+def read_room(state: RunState, *, here: bool = True) -> Room:
+    """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
+    told, used = state.budget, sum(job.used_bytes for job in state.jobs.values())
+    if told and (not here or told.get("backend") == "slurm"):
+        binding = told["binding"]
+        said = binding.get("used_bytes") if state.told_bytes is None else state.told_bytes
+        return Room(binding["limit_bytes"], max(used, said if fits(said, int) else 0), binding["name"])
+    cap = next((limit["limit_bytes"] for limit in told.get("limits", ()) if limit["name"] == "cap"), None)
+    budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
+    return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
+
+
+def read_pressure(root: Path = Path("/")) -> float | None:
+    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
+
+    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
+    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
+    """
+    try:
+        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
+    except OSError:
+        return None
+    return float(found.group(1)) if found else None
+
+
+def render(
+    state: RunState, room: Room, pressure: float | None = None, headline: str = "", *, width: int = 80
+) -> RenderableType:
+    """Return the table of jobs, their counts and the budget, with a headline above.
+
+    Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
+    """
+    rows, names = [*state.jobs.values()], short_names(state)
+    lines = [line for row in _shown(rows) for line in (cells_of(row, state.run), *_rank_lines(row))]
+    shown = [one for one in _HEADINGS if one not in _OPTIONAL or any(line.get(one, "-") != "-" for line in lines)]
+    for dropped in range(-1, len(_GIVING_WAY) + 1):
+        if dropped == 0:
+            lines = [line | {"job": names.get(line["job"], line["job"])} for line in lines]
+        columns = [name for name in shown if name not in _GIVING_WAY[: max(0, dropped)]]
+        widths = [max(map(len, (name, *(line.get(name, "") for line in lines)))) for name in columns]
+        if sum(widths) + len(widths) <= width:
+            break
+    cells = [[Text(line.get(name, ""), _style(name, line)) for name in columns] for line in lines]
+    table = plain_table(*columns, rows=cells, left=("job", "node", "phase"), gap=1)
+    table.columns[0].overflow = "ellipsis"
+    for column, least in zip(table.columns[1:], widths[1:], strict=True):
+        column.min_width = least
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
+
+
+def _style(name: str, line: Mapping[str, str]) -> str:
+    return _STYLE.get(line["state"], "") if name == "phase" else ""
+
+
+def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
+    if len(rows) <= _WHOLE_ROWS:
+        return rows
+    running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
+    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
+    return [*ended[-_ENDED_ROWS:], *running]
+
+
+def _footer(
+    state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None, width: int
+) -> Iterator[Text]:
+    if len(state.stages) > 1 and state.kind != "tune":
+        names = state.stage_names
+        yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
+    if counts := ", ".join(f"{name} {number}" for name, number in state.counts.items()):
+        num_stalled = sum(row.stalled for row in rows)
+        counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
+        for stage in state.stage_names if state.kind != "tune" else ():
+            eta = state.left(stage)[1]
+            of = f" of {stage}" if len(state.stages) > 1 else ""
+            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
+        yield Text(counts)
+    used = sum(row.used_bytes for row in rows)
+    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
+    free = max(0, room.limit_bytes - room.used_bytes)
+    others = max(0, room.used_bytes - used)
+    if state.budget.get("backend") == "slurm":
+        num_nodes = len({row.node for row in rows if row.own == "running"})
+        nodes = format_count(num_nodes, "node")
+        yield Text(
+            f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
+        )
+        return
+    sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
+    length = max(10, min(_BAR_COLUMNS, width - _BAR_COLUMNS))
+    columns = [length * size // max(1, room.limit_bytes) for size in sizes]
+    bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:length]
+    yield Text(f"[{bar:.<{length}}] # jobs = reserved o others . free", style="dim")
+    left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
+    yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
+    if pressure is not None:
+        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
+
+
+def _progress(name: str, states: Sequence[str]) -> str:
+    """Return a stage's progress, such as ``prepare kept`` or ``fold 2 of 5``."""
+    if len(set(states)) == 1 and (len(states) == 1 or states[0] != "running"):
+        return f"{name} {states[0]}"
+    return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
+
+
+def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
+    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
+    ranks, none = job.ranks if job.state == "running" else (), {"state": "", "node": "-", "epoch": "-"}
+    for rank in ranks[:_MOST_RANKS]:
+        does, *sizes = explain_rank(rank, job)
+        named = dict(zip(("memory", "peak", "reserved"), sizes, strict=True))
+        yield none | {"job": f"  rank {rank['rank']}", "phase": does[:PHASE_COLUMNS], "state": "rank"} | named
+    if len(ranks) > _MOST_RANKS:
+        yield none | {"job": f"  and {len(ranks) - _MOST_RANKS} more"}

@@ -1,27 +1,14 @@
-"""Numbers of unknown meaning as text, for a metric may be a count, a share or a loss; and plain tables of figures."""
+"""Numbers of unknown meaning as text, for a metric may be a count, a share or a loss."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from memfit.files import fits, open_own
-from memfit.rundir import Event, JobState, RunDir
-from memfit.units import format_bytes, format_duration
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-_END_BYTES = 4096  # what is read of a log to find its last counter
-_PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
-_MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
 
 
 def format_number(value: float) -> str:
@@ -38,7 +25,11 @@ def format_number(value: float) -> str:
 
 
 def format_column(values: Iterable[float | None], statistics: Iterable[float | None]) -> list[str]:
-    """A metric's values over folds and then their statistics; of counts the statistics get one decimal."""
+    """A metric's values over folds and then their statistics; of counts the statistics get one decimal.
+
+    >>> format_column([545.0, None], [545.0, None]), format_column([1.0, 0.5], [0.75, math.nan])
+    (['545', '-', '545.0', '-'], ['1.0000', '0.5000', '0.7500', 'nan'])
+    """
     values = list(values)
     if all(value is None or (math.isfinite(value) and value == int(value)) for value in values):
         cells = ["-" if value is None else str(int(value)) for value in values]
@@ -64,29 +55,6 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print text without markup and without folding long lines."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
-
-
-def print_facts(facts: Iterable[tuple[str, str]], console: Console, width: int = 10) -> None:
-    """Print a line for each fact: its name in bold, and its text from a column on."""
-    for name, text in facts:
-        console.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
-
-
-def plain_table(
-    *headings: str, rows: Iterable[Sequence[str | Text]] = (), left: Collection[str] = (), gap: int = 2
-) -> Table:
-    """Return a table without lines; the columns named in ``left`` hold words."""
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for name in headings:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def summarize_metrics(units: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float | None, int]]:
     """Per metric the mean over units, the standard deviation (n - 1; None for one) and n."""
     found: dict[str, tuple[float, float | None, int]] = {}
@@ -106,74 +74,21 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in result.items() if is_number(value)}
 
 
-def explain_time(job: JobState) -> str:
-    """Return how long a job ran, and how long its earlier attempts did, such as ``22.1s + 33.0s``."""
-    text = or_dash(job.seconds, format_duration)
-    return f"{text} + {format_duration(job.earlier_seconds)}" if job.earlier_seconds else text
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """Return the lower and upper end of a 95 % interval for a rate, by E. Wilson's score method (1927).
 
-
-def sizes_of(job: JobState) -> tuple[str, str, str]:
-    """Return what a job uses, its peak and its reservation, as text."""
-    used, peak, reserved = (
-        format_bytes(size) if size else "-" for size in (job.used_bytes, job.peak_bytes, job.reserved_bytes)
-    )
-    return used, peak, reserved
-
-
-def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:
-    """Return what a rank does and where, what it holds, its peak, and which part of its job's reservation that is."""
-    sizes = [format_bytes(rank[name]) if rank[name] else "-" for name in ("pss_bytes", "peak_bytes")]
-    if rank["device_bytes"]:
-        sizes[0] += f" + {format_bytes(rank['device_bytes'])}"
-    step = rank.get("step")
-    does = rank["place"] if step is None else f"{rank['place']} {step}"
-    does += f" on {rank['node']}" if rank.get("node") else ""
-    share = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %" if job.reserved_bytes else "-"
-    return [does, *sizes, share]
-
-
-def what_it_does(job: JobState, run: RunDir) -> str:
-    """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
-    if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
-        return job.phase or "starts"
-    return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"
-
-
-class Counted(NamedTuple):
-    """The last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing.
-
-    ``share`` is how much of the job that is, None where the whole is not known; ``time`` when the log grew last.
+    It stays within 0 and 1, and has a width also where all or none succeeded: one success of one proves little.
     """
-
-    text: str = ""
-    share: float | None = None
-    time: float = 0.0
-
-
-def counter_of(job: JobState, run: RunDir) -> Counted:
-    """Return the last counter in a job's logs."""
-    found = Counted()
-    for name in ("out.log", "err.log"):
-        with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:
-            stat = os.fstat(log.fileno())
-            if not found.text and stat.st_mtime > (job.started or 0.0):  # not an earlier attempt's
-                from memfit.diagnosis import last_counter
-
-                log.seek(max(0, stat.st_size - _END_BYTES))
-                found = Counted(*last_counter(log.read(_END_BYTES)), stat.st_mtime)
-    return found
+    if n == 0:
+        return 0.0, 1.0
+    squared = statistics.NormalDist().inv_cdf(0.975) ** 2
+    middle = successes + squared / 2
+    reach = math.sqrt(squared * (successes * (n - successes) / n + squared / 4))
+    lower, upper = (middle - reach) / (n + squared), (middle + reach) / (n + squared)
+    return (lower if successes else 0.0, upper if successes < n else 1.0)  # exact, where rounding leaves 1e-17
 
 
-def explain_memory(event: Event) -> str:
-    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none."""
-    memory = event.get("memory")
-    if memory is None or not fits(memory, _MEMORY):
-        return ""
-    said = []
-    for phase, one in memory["phases"].items():
-        text = f"{phase}: host {format_bytes(one['host_bytes'])} ({memory['metric'].replace('_', '-')})"
-        for device, peaks in one["devices"].items():
-            allocated, reserved = (format_bytes(peaks[name]) for name in _PEAKS)
-            text += f", {device} peak {allocated} of {reserved} reserved"
-        said.append(text)
-    return "; ".join(said)
+def rate_of(name: str, num: int, n: int) -> dict[str, float]:
+    """Return how many of ``n`` there were, with the interval of the rate, as JSON."""
+    lower, upper = wilson_interval(num, n)
+    return {name: num, "n": n, "lower": lower, "upper": upper}

@@ -1,4 +1,4 @@
-"""What a run would do, as people read it."""
+"""What a run would do, and what a training would need, as people read it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from memfit.reports._numbers import plain_table, print_facts, say
+from memfit.reports._parts import Facts, Note, Part, Table, to_text
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -19,6 +16,24 @@ if TYPE_CHECKING:
     from memfit.pipeline import RunPlan, StagePlan
     from memfit.planning import Forecast
 
+_METRICS = {
+    "allocated_bytes": "live tensors",
+    "active_bytes": "allocated, and freed blocks that a CUDA stream may still use",
+    "reserved_bytes": "held by torch's allocator",
+    "device_bytes": "all of the process, as nvidia-smi shows it",
+}
+_BOUNDS = ("value", "at most")
+_STYLES = {
+    "fits": "bold green",
+    "tight": "bold yellow",
+    "may fit": "bold yellow",
+    "does not fit": "bold red",
+}
+_METHODS = {
+    "traced": "traced with",
+    "extrapolated": "extrapolated from traces with",
+    "formula": "computed by the rules of",
+}
 _NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
 _FITS = {True: "yes", False: "no", None: "not known"}
 #: The parts of a training step that are always shown, in this order.
@@ -27,59 +42,47 @@ _OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
 def print_run_plan(plan: RunPlan, console: Console) -> None:
     """Print the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
-    for command in plan.commands:
-        say(console, shlex.join(command))
     budget, run = plan.budget, f"{plan.run} continues" if plan.run else "a new run directory"
     limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
     facts = [("run", run), ("budget", f"{limit} for jobs ({budget.binding.name})")]
     width = max([10, *(len(stage.name) + 1 for stage in plan.stages)])
-    print_facts(facts, console, width)
-    console.print()
+    to_text([*map(Note, map(shlex.join, plan.commands)), Facts(facts, width), Note("")], console)
     for stage in plan.stages:
         first, *lines = _lines(stage)
-        print_facts([(stage.name, first)], console, width)
-        for line in lines:
-            say(console, f"{'':<{width}}{line}")
-        if stage.forecast is not None:
-            _print_forecast(stage.forecast, console, width)
-        if stage.rows:
-            console.print(Padding(_matrix(stage), (0, 0, 0, width), expand=False))
-        if stage.advice:
-            say(console, f"{'':<{width}}{stage.advice}")
+        to_text([Facts([(stage.name, first)], width)], console)
+        parts = [*map(Note, lines), *(_forecast(stage.forecast) if stage.forecast is not None else ()), *_matrix(stage)]
+        to_text([*parts, *([Note(stage.advice)] if stage.advice else ())], console, width)
     console.print("\nNothing was started.")
 
 
-def _print_forecast(forecast: Forecast, console: Console, width: int) -> None:
-    """Print the ledger, its sums by phase, the global batch, what to request, the modes, and what would fit."""
-    ledger, peaks = forecast.ledger, forecast.ledger.by_phase()
-    lines = plain_table("line", "each", "on a node", "phases", "how", left=("line", "each", "phases", "how"))
-    lines.columns[-1].no_wrap, lines.columns[-1].overflow = False, "fold"
+def _forecast(forecast: Forecast) -> Iterator[Part]:
+    """Yield the ledger, its sums by phase, the global batch, what to request, the modes, and what would fit."""
+    ledger, peaks, rows = forecast.ledger, forecast.ledger.by_phase(), []
     for line in ledger.lines:
         each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
-        what, size = f"{line.how}, {line.metric}: {line.formula}", format_bytes(ledger.on_node(line).bytes)
         phases = ", ".join(phase for phase in line.phases if phase in peaks) or "all"
-        lines.add_row(line.name, each, size, phases, Text(what))
-    console.print(Padding(lines, (0, 0, 0, width), expand=False))
+        how = f"{line.how}, {line.metric}: {line.formula}"
+        rows.append((line.name, each, format_bytes(ledger.on_node(line).bytes), phases, how))
+    yield Table(("line", "each", "on a node", "phases", "how"), rows, ("line", "each", "phases", "how"), fold=("how",))
     sums = ", ".join(f"{phase} {format_bytes(size.bytes)}" for phase, size in peaks.items())
-    facts = [f"host memory on a node: {sums}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}"]
-    facts += [forecast.batch] if forecast.batch else []
+    yield Note(f"host memory on a node: {sums}; of {format_bytes(forecast.limit.bytes)}: {forecast.limit_from}")
+    if forecast.batch:
+        yield Note(forecast.batch)
     mem, counted = forecast.request["mem"], format_bytes(ledger.peak.bytes)
-    facts.append(f"to request: {f'--mem={mem}' if mem else 'not known'}, /dev/shm {forecast.request['shm']}")
+    yield Note(f"to request: {f'--mem={mem}' if mem else 'not known'}, /dev/shm {forecast.request['shm']}")
     if forecast.fits is None:
-        facts.append(f"fits: not known; {counted} is counted, and not {', '.join(forecast.uncounted)}")
-    for text in (*facts, *forecast.notes):
-        say(console, f"{'':<{width}}{text}")
-    modes = plain_table("mode", "on a node", "less", "fits", "cost", left=("mode", "fits", "cost"))
-    modes.columns[-1].no_wrap, modes.columns[-1].overflow = False, "fold"
-    for mode in (found := forecast.list_modes()):
-        saved = format_bytes((ledger.peak - mode.peak).bytes)
-        modes.add_row(mode.name, format_bytes(mode.peak.bytes), saved, _FITS[mode.fits], mode.cost)
-    if len(found) > 1:
-        console.print(Padding(modes, (0, 0, 0, width), expand=False))
+        yield Note(f"fits: not known; {counted} is counted, and not {', '.join(forecast.uncounted)}")
+    yield from map(Note, forecast.notes)
+    modes = []
+    for mode in forecast.list_modes():
+        sizes = (format_bytes(size.bytes) for size in (mode.peak, ledger.peak - mode.peak))
+        modes.append((mode.name, *sizes, _FITS[mode.fits], mode.cost))
+    if len(modes) > 1:
+        yield Table(("mode", "on a node", "less", "fits", "cost"), modes, ("mode", "fits", "cost"), fold=("cost",))
     if forecast.fits is False:
         change = "after which what is counted fits" if forecast.uncounted else "that fits"
-        say(console, f"{'':<{width}}does not fit: {forecast.why}", "bold")
-        say(console, f"{'':<{width}}smallest change {change}: {forecast.change}")
+        yield Note(f"does not fit: {forecast.why}", "bold")
+        yield Note(f"smallest change {change}: {forecast.change}")
 
 
 def _lines(stage: StagePlan) -> Iterator[str]:
@@ -145,16 +148,91 @@ def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
         yield f"  by phase: {', '.join(peaks)}"
 
 
-def _matrix(stage: StagePlan) -> Table:
-    table = plain_table("at once", "memory", "left of the budget", "fits", "time", left=("at once", "fits"))
-    unfit = stage.forecast is not None and stage.forecast.fits is False
+def _matrix(stage: StagePlan) -> Iterator[Table]:
+    unfit, rows = stage.forecast is not None and stage.forecast.fits is False, []
     for row in stage.rows:
         left = format_bytes(abs(row.margin_bytes))
-        table.add_row(
+        rows.append((
             f"all {row.num_jobs}" if row.num_jobs == stage.num_runs and row.num_jobs > 1 else str(row.num_jobs),
             format_bytes(row.needed_bytes),
             left if row.margin_bytes >= 0 else f"-{left}",
             "yes" if row.fits else "no" if row.margin_bytes < 0 or unfit else "no (GPU)",
             "not measured yet" if row.seconds is None else f"about {format_duration(row.seconds, short=True)}",
-        )
-    return table
+        ))  # fmt: skip
+    if rows:
+        yield Table(("at once", "memory", "left of the budget", "fits", "time"), rows, ("at once", "fits"))
+
+
+# An estimate
+
+
+def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
+    """Print an answer of ``memfit.planning.ask``."""
+    to_text(_estimate(answer), log)
+
+
+def _estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
+    yield _verdict(answer)
+    if answer["data"]:
+        yield Note(answer["data"]["text"])
+    if answer["setup"] is not None:  # a workload's step has none
+        yield from _equation(answer)
+    versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
+    yield Note(f"{_METHODS[answer['method']]} {versions}")
+    figures = [(name.removesuffix("_bytes"), *_bounds(answer["device"][name]), text) for name, text in _METRICS.items()]
+    parts = sorted(answer["parts"].items(), key=lambda part: -part[1]["value"])
+    largest = [(name.replace("_", " "), *_bounds(size)) for name, size in parts if size["upper"]]
+    phases = [(name, *_bounds(size)) for name, size in answer["by_phase"].items()]
+    peak = f"at the peak ({answer['peak_phase']})"
+    yield from (Note(""), Table(("device", *_BOUNDS, ""), figures, ("device", "")))
+    yield from (Note(""), Table((peak, *_BOUNDS), largest, (peak,)))
+    yield from (Note(""), Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
+    if answer["setup"] is not None and answer["gpu"] is not None and answer["verdict"] != "fits":
+        yield from _explain_change(answer)
+    if answer["verdict"] == "tight":
+        yield Note("to accept that little: --accept-tight")
+    if answer["notes"]:
+        yield from (Note(""), *(Note(f"note: {note}") for note in answer["notes"]))
+
+
+def _verdict(answer: Mapping[str, Any]) -> Note:
+    need, gpu = answer["device"]["device_bytes"], answer["gpu"]
+    text = f"needs {format_bytes(need['value'])}, at most {format_bytes(need['upper'])}"
+    if gpu is None:
+        return Note(f"{text} of device memory", "bold")
+    size = format_bytes(gpu["total_bytes"])
+    name = "" if gpu["name"] == size else f" ({gpu['name']})"
+    left, verdict = gpu["total_bytes"] - need["upper"], answer["verdict"]
+    rest = f"at least {format_bytes(left)} free" if left >= 0 else f"up to {format_bytes(-left)} too much"
+    if verdict == "tight":
+        rest = "torch's allocator empties its cache" if left < 0 else f"{rest}, under 5 %"
+    return Note(f"{verdict}: {text} of {size}{name}; {rest}", _STYLES[verdict])
+
+
+def _equation(answer: Mapping[str, Any]) -> Iterator[Note]:
+    from memfit.estimation import equation_of_batch
+
+    setup, chosen = answer["setup"], answer["largest_batch"]
+    if chosen is not None:
+        text = f"the largest batch that fits is {setup['batch']}" if chosen["fits"] else "not even a batch of 1 fits"
+        yield Note(text, "bold")
+    if setup["optimizer"] != "none":
+        yield Note(equation_of_batch(setup["batch"], setup["num_microbatches"], setup["world_size"]))
+
+
+def _explain_change(answer: Mapping[str, Any]) -> Iterator[Note]:
+    yield Note("")
+    change = answer["change"]
+    if change is None:
+        yield Note("no tested change of the setup makes it fit: use a larger GPU or a smaller model")
+        if answer["smaller_model"]:
+            yield Note(f"  {answer['smaller_model']['text']}")
+        return
+    value, upper = _bounds(change["device"]["device_bytes"])
+    yield Note(f"fits with {' '.join(change['options'])}: {value}, at most {upper}", "bold")
+    same = "the same training" if change["same_training"] else "changes the training"
+    yield Note(f"  costs: {change['cost']}; {same}")
+
+
+def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:
+    return format_bytes(interval["value"]), format_bytes(interval["upper"])

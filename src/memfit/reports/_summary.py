@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -11,33 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
+from memfit.reports._columns import COLUMNS, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
-    explain_memory,
-    explain_time,
     format_column,
     format_number,
     is_number,
     metrics_of,
     or_dash,
-    plain_table,
-    print_facts,
-    say,
     short_path,
-    sizes_of,
     summarize_metrics,
 )
-from memfit.reports._study import summarize_study
-from memfit.reports._study_text import next_steps, print_trials
-from memfit.reports._table import are_repetitions, short_names
+from memfit.reports._parts import Facts, Note, Part, Table, to_text
+from memfit.reports._study import next_steps, summarize_study, view_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -46,6 +39,7 @@ _MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
+_REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
 _LEAST_WAIT = 0.02  # waits below this share of the time are left out
 _WAITED_FOR = {
     "memory": "for memory",
@@ -82,122 +76,128 @@ def summarize(state: RunState) -> dict[str, Any]:
         "waited_seconds": dict(state.waits),
         "host_cpu": dict(state.cpu),
         "jobs": [_job(state, job) | {"reported": reported.get(job.id, {})} for job in jobs],
-        "kills": count_kills(state.run),
-        "forecast_error": forecast_error(jobs),
+        "kills": _count_kills(state.run),
+        "forecast_error": _forecast_error(jobs),
     }
     return dict(finite(found)) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
     stage, units = state.stages.get(name, StageState()), state.units[name]
+    found = {"name": name, "counts": Counter(units.values()), "units": len(units), "why": stage.why}
     metrics = summarize_metrics([metrics_of(job.result) for job in state.jobs.values() if job.stage == name])
-    return {
-        "name": name,
-        "counts": Counter(units.values()),
-        "units": len(units),
-        "why": stage.why,
-        "saved_seconds": stage.saved_seconds,
-        "metrics": {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()},
-    }
+    means = {name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}
+    return found | {"saved_seconds": stage.saved_seconds, "metrics": means}
 
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
     more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": job.epoch.get("memory")}
-    more |= {"log": str(_log(state, job)), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
+    more |= {"log": str(_logs(state, job)[0]), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
     return job.to_dict() | more
 
 
-def _log(state: RunState, row: JobState) -> Path:
-    """Return the job's standard error or, when that is empty, its standard output."""
-    out, err = (state.run.job_dir(row.id) / name for name in ("out.log", "err.log"))
-    return out if _has_text(out) and not _has_text(err) else err
+def _logs(state: RunState, row: JobState) -> list[Path]:
+    """Return the job's logs that hold something, its standard error first; that alone where none does."""
+    logs = [state.run.job_dir(row.id) / name for name in ("err.log", "out.log")]
+    return [path for path in logs if path.exists() and path.stat().st_size > 0] or logs[:1]
 
 
 def _diagnosis(state: RunState, row: JobState) -> str | None:
     """Return the diagnosis of the job's logs in a line; None where its cause says more."""
     from memfit.diagnosis import diagnose_logs
 
-    folder = state.run.job_dir(row.id)
-    logs = [path for path in (folder / "err.log", folder / "out.log") if _has_text(path)]
+    logs = [path for path in _logs(state, row) if path.exists()]
     found = diagnose_logs(logs) if logs else None
     tells_less = _TELLS_LESS | ({"collective_timeout"} if "rank" in row.evidence else set())  # its agent knows the rank
     return None if found is None or found.cause in tells_less else explain_in_a_line(found)
 
 
-def _has_text(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
 def print_summary(state: RunState, console: Console, *, verbose: bool = False) -> None:
     """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run."""
-    rows, is_one = [*state.jobs.values()], state.is_one
+    to_text(_summary(state, console.width, verbose), console)
+
+
+def _summary(state: RunState, width: int, verbose: bool) -> Iterator[Part]:
     study = summarize_study(state) if state.kind == "tune" else None
-    if not is_one:
-        console.print()
-        print_facts(_decisions(state, verbose), console)
-    if state.kind == "commands":
-        _print_commands(state, rows, console, verbose)
-    elif study is not None:
-        console.print()
-        print_trials(study, console, [row.id for row in rows if row.state in BAD])
+    if not state.is_one:
+        yield from (Note(""), Facts([*decisions(state, verbose)]))
+    if study is not None:
+        yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.state in BAD]))
     else:
-        _print_stages(state, rows, console, verbose)
-    for (ended_as, cause), (row, *others) in _failures(rows).items():
-        log, said = short_path(_log(state, row)), _diagnosis(state, row)
-        text = f"\n{row.name} {ended_as}: {cause}\n  log: {log}"
-        text += f"\n  diagnosis: {said}" if said else ""
-        if others:
-            text += f"\n  the same: {list_some([other.name for other in others])}"
-        console.print(Text(text, style="red"), soft_wrap=True)
-    console.print()
-    planned = [("plan", text) for text in state.planned.values()]
-    facts = (
-        [*_phases(rows), *_ranks(rows), *(_epoch_memory(rows) if verbose else ())]
-        if is_one
-        else _totals(state, rows, verbose)
-    )
-    print_facts([*planned, *facts, *_places(state, is_one), *(next_steps(state.run, study) if study else ())], console)
+        yield from view_ends(state) if state.kind == "commands" else ()
+        yield from view_results(state, width, verbose)
+    yield from view_failures(state)
+    yield Note("")
+    places = [("run", f"{short_path(state.run.path)} ({show_state(state.state)})")]
+    if not state.is_one:
+        names = [path.name for path in sorted(state.run.path.glob("*_results.feather"))]
+        names += ["checkpoints"] if state.kind != "commands" else []
+        places += (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
+    yield Facts([*totals(state, verbose), *places, *(next_steps(state.run, study) if study else ())])
 
 
-def _failures(rows: Sequence[JobState]) -> dict[tuple[str, str], list[JobState]]:
-    """Return the failed jobs by state and cause: one fault of a command fails all its jobs alike."""
+def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
+    """Yield the failed jobs by state and cause, for one fault of a command fails all its jobs alike.
+
+    What is not read ``here`` names whole paths, and what tells more.
+    """
+    path_text = short_path if here else str
     found: dict[tuple[str, str], list[JobState]] = {}
-    for row in rows:
+    for row in state.jobs.values():
         if row.state in BAD:
             found.setdefault((row.state, row.cause or "it left no result"), []).append(row)
-    return found
+    for (ended_as, cause), (row, *others) in found.items():
+        text = f"\n{row.name} {ended_as}: {cause}\n  log: {path_text(_logs(state, row)[0])}"
+        text += f"\n  diagnosis: {said}" if (said := _diagnosis(state, row)) else ""
+        text += f"\n  the same: {list_some([other.name for other in others])}" if others else ""
+        text += "" if here else f"\n  more: memfit diagnose {state.run.job_dir(row.id)}"
+        yield Note(text, "red")
 
 
-def _print_stages(state: RunState, rows: Sequence[JobState], console: Console, verbose: bool) -> None:
-    """Print each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
+def view_results(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
+    """Yield what stages returned or commands reported last; without a width what a page needs, in whole tables."""
+    if state.kind != "commands":
+        yield from _stages(state, width, verbose)
+    elif told := [*read_reported(state).items()][:_MOST_LINES]:
+        names = short_names(state)
+        jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
+        places = [name for name in PLACES if any(name in own for own in numbers)]
+        columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
+        has_mean = set() < varied_params(state) <= _REPEATED
+        made = tables_of("job", jobs, columns, numbers, width, has_mean=has_mean)
+        yield from _tables(made, verbose)
+
+
+def _stages(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
+    """Yield each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
     names = state.stage_names
-    width, gap = max([10, *(len(name) + 1 for name in names)]), True
+    indent, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
-        own = [row for row in rows if row.stage == name]
-        fate = _fate(state, state.stages.get(name, StageState()), state.units[name])
-        console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
+        own = [row for row in state.jobs.values() if row.stage == name]
+        yield from [Note("")] * gap
+        yield Facts([(name, _fate(state, name))], indent)
         told = (row.result.get("report") for row in own)
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            lines = [*_print_tables(_units(own, state, console.width), console, verbose), *lines]
-        elif own and not lines:
-            lines = [_values(own[0].result)]
-        for line in filter(None, lines):
-            say(console, f"{'':<{width}}{line}")
+            yield from _tables(_units(own, state, width), verbose, f"{'':<{indent}}")
+        elif own and (not lines or width is None):
+            words = {one: format_number(value) if is_number(value) else value for one, value in own[0].result.items()}
+            lines.append("  ".join(f"{one}: {value}" for one, value in words.items() if isinstance(value, str | bool)))
+        yield from (Note(f"{'':<{indent}}{line}") for line in filter(None, lines))
 
 
-def _print_tables(tables: Iterable[Table], console: Console, verbose: bool) -> list[str]:
-    """Print the first table, or if verbose all of them; return what is said of the others."""
-    first, *more = tables
-    for table in [first, *more] if verbose else [first]:
-        console.print("", table, sep="\n")
-    num = 0 if verbose else sum(len(table.columns) - 1 for table in more)
-    return [f"and {format_count(num, 'more column')}: --verbose shows them"] if num else []
+def _tables(tables: Iterable[Table], verbose: bool, indent: str = "") -> Iterator[Part]:
+    """Yield the first table, or if verbose all of them; and what is said of the others."""
+    for number, table in enumerate(found := [*tables]):
+        yield from (Note(""), table) if verbose or not number else ()
+    if num := 0 if verbose else sum(len(table.headings) - 1 for table in found[1:]):
+        yield Note(f"{indent}and {format_count(num, 'more column')}: --verbose shows them")
 
 
-def _fate(state: RunState, stage: StageState, states: Mapping[str, str]) -> str:
+def _fate(state: RunState, name: str) -> str:
     """Return the states of a stage's units, and why."""
+    stage, states = state.stages.get(name, StageState()), state.units[name]
     counts = Counter(states.values())
     text = ", ".join(f"{state} {number}" if len(states) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
@@ -207,38 +207,23 @@ def _fate(state: RunState, stage: StageState, states: Mapping[str, str]) -> str:
     return text + (f": {stage.why}" if stage.why else "")
 
 
-def _values(result: Mapping[str, Any]) -> str:
-    """Return the numbers and words of a result, without its lists."""
-    told = {name: format_number(value) if is_number(value) else value for name, value in result.items()}
-    return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
-
-
-def _print_commands(state: RunState, rows: Sequence[JobState], console: Console, verbose: bool) -> None:
-    """Print a line for each command that ended (of very many only failures and retries), and what they reported."""
-    ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
+def view_ends(state: RunState) -> Iterator[Part]:
+    """Yield a line for each command that ended; of very many only failures and retries."""
+    ended = sorted((row for row in state.jobs.values() if row.ended), key=lambda row: row.ended or 0.0)
     of_note = [row for row in ended if row.own != "completed" or row.attempt > 1]
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
-    if ended:
-        console.print()
+    yield from [Note("")] * bool(ended)
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
         tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
         of = {"state": row.own, "started": row.started, "ended": row.ended, "peak_bytes": row.peak_bytes}
-        say(console, f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
+        yield Note(f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
-        console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
-    names, told = short_names(state), [*read_reported(state).items()][:_MOST_LINES]
-    if told:
-        jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
-        places = [name for name in PLACES if any(name in own for own in numbers)]
-        columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
-        made = _tables("job", jobs, columns, numbers, console.width, has_mean=are_repetitions(state))
-        for line in _print_tables(made, console, verbose):
-            say(console, line)
+        yield Note(f"and {len(ended) - len(shown)} more; --json lists all")
 
 
-def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
+def decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the budget, the memory of one job, and how many ran at once."""
     budget, plan = state.budget, state.run.plan
     if budget:
@@ -256,14 +241,6 @@ def _decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         yield "at once", f"{plan['why']}; at most {state.most_at_once} ran at the same time"
 
 
-def _phases(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
-    """Yield the peak of each phase of a single command."""
-    for row in rows:
-        if peaks := (row.footprint or {}).get("phases"):
-            text = ", ".join(f"{name} {format_bytes(peak['private_bytes'])}" for name, peak in peaks.items())
-            yield "phases", text
-
-
 def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
     """Yield which ranks were lost, and the peak of each rank of a job."""
     for row in rows[:_MOST_LINES]:
@@ -275,46 +252,56 @@ def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
             yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (proportional sizes)"
 
 
-def _totals(state: RunState, rows: Sequence[JobState], verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield the jobs by state, the restarts and the wall clock; if verbose, also why it was not shorter."""
-    wall, is_whole = state.wall_seconds, state.num_commands == 1
-    yield "jobs", ", ".join(f"{name} {number}" for name, number in state.counts.items()) or "none has started"
-    if state.num_restarts:
-        took = sum(row.earlier_seconds for row in rows)
-        took_text = f"; their earlier attempts took {format_duration(took)}" if took else ""
-        yield "restarts", f"memfit restarted jobs {format_count(state.num_restarts, 'time')}{took_text}"
-    if state.outgrown:
-        yield "sizes", explain_outgrown(state)
-    cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
-    busy = f"; the jobs used {cores:.1f} cores on average" if cores and is_whole and not state.num_restarts else ""
-    last = " of the last command" if state.num_commands > 1 else ""
-    yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
+def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield whether all went as planned, and the jobs by state, the restarts and the wall clock.
+
+    If verbose, also why it was not shorter; of a single command its phases and its ranks.
+    """
+    yield from (("plan", text) for text in state.planned.values())
+    rows, wall, is_whole = [*state.jobs.values()], state.wall_seconds, state.num_commands == 1
+    for peaks in [(row.footprint or {}).get("phases") for row in rows] if state.is_one else ():
+        if peaks:
+            text = ", ".join(f"{name} {format_bytes(peak['private_bytes'])}" for name, peak in peaks.items())
+            yield "phases", text
+    if not state.is_one:
+        yield "jobs", ", ".join(f"{name} {number}" for name, number in state.counts.items()) or "none has started"
+        if state.num_restarts:
+            took = sum(row.earlier_seconds for row in rows)
+            took_text = f"; their earlier attempts took {format_duration(took)}" if took else ""
+            yield "restarts", f"memfit restarted jobs {format_count(state.num_restarts, 'time')}{took_text}"
+        if state.outgrown:
+            num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
+            cost = f"no job started meanwhile, {format_count(num, 'time')}"
+            cost += f", and {format_count(state.num_gave_way, 'restart')}" if state.num_gave_way else ""
+            yield "sizes", f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
+        cores = sum(row.cpu_seconds for row in rows) / wall if wall else 0.0
+        busy = f"; the jobs used {cores:.1f} cores on average" if cores and is_whole and not state.num_restarts else ""
+        last = " of the last command" if state.num_commands > 1 else ""
+        yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     yield from _ranks(rows)
-    if verbose and wall and is_whole and len(rows) > 1:
-        yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
-    warm = sum(row.evidence.get("start") == "warm" for row in rows)
-    if verbose and warm and state.warm_bytes is not None:
-        where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
-        yield "start", f"{warm} of {len(rows)} were forked from {where}"
-    if verbose:
-        yield from explain_record(state.run, rows)
-        yield from _epoch_memory(rows)
-
-
-def explain_outgrown(state: RunState) -> str:
-    """Return which jobs needed more than was thought, what that cost, and what helps."""
-    num, jobs = sum(state.outgrown.values()), list_some(sorted(state.outgrown))
-    cost = f"no job started meanwhile, {format_count(num, 'time')}"
-    if state.num_gave_way:
-        cost += f", and {format_count(state.num_gave_way, 'restart')}"
-    return f"{jobs} needed more than was thought: {cost}. --memory SIZE tells memfit before"
-
-
-def _epoch_memory(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
-    """Yield the memory of each job's last epoch, by phase."""
-    for row in rows[:_MOST_LINES]:
+    if verbose and not state.is_one:
+        if wall and is_whole and len(rows) > 1:
+            yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
+        warm = sum(row.evidence.get("start") == "warm" for row in rows)
+        if warm and state.warm_bytes is not None:
+            where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
+            yield "start", f"{warm} of {len(rows)} were forked from {where}"
+        yield from _record(state)
+    for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):
             yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
+
+
+def _record(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield how exact the forecasts were, and how many jobs ran out of memory, if any did."""
+    if error := _forecast_error([*state.jobs.values()]):
+        share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
+        of = f"(median of {format_count(error['num'], 'job')})"
+        yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
+    if (kills := _count_kills(state.run))["num_killed"]:
+        runs = format_count(kills["num_runs"], "run of this experiment")
+        of = f"of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
+        yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
 def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
@@ -333,7 +320,7 @@ def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str,
         yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
 
 
-def count_kills(run: RunDir) -> dict[str, Any]:
+def _count_kills(run: RunDir) -> dict[str, Any]:
     """Count the jobs that ended out of memory, over the newest runs of this experiment that have ended."""
     ended: list[list[str]] = []
     for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
@@ -344,7 +331,7 @@ def count_kills(run: RunDir) -> dict[str, Any]:
     return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
 
 
-def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
+def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     """Return by which share of their peaks what jobs had at their start was too much (above 0) or too little."""
     errors = [
         row.forecast_bytes / row.peak_bytes - 1
@@ -358,53 +345,25 @@ def forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     return {"num": len(errors), "num_under": num_under, **spread}
 
 
-def explain_forecast(error: Mapping[str, Any]) -> str:
-    """Return a ``forecast_error`` in words."""
-    side = "above" if error["median"] >= 0 else "below"
-    jobs = format_count(error["num"], "job")
-    return f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs}); too small: {error['num_under']}"
-
-
-def explain_record(run: RunDir, rows: Sequence[JobState]) -> list[tuple[str, str]]:
-    """Return both in words, with the number of jobs; kills only if there were any."""
-    lines, error, kills = [], forecast_error(rows), count_kills(run)
-    if error is not None:
-        lines.append(("forecast", explain_forecast(error)))
-    if kills["num_killed"]:
-        runs = format_count(kills["num_runs"], "run of this experiment")
-        text = f"{kills['num_killed']} of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
-        lines.append(("OOM kills", text))
-    return lines
-
-
-def _places(state: RunState, is_one: bool) -> Iterator[tuple[str, str]]:
-    yield "run", f"{short_path(state.run.path)} ({show_state(state.state)})"
-    if not is_one:
-        names = [path.name for path in sorted(state.run.path.glob("*_results.feather"))]
-        names += ["checkpoints"] if state.kind != "commands" else []
-        yield from (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
-
-
-def _units(rows: Sequence[JobState], state: RunState, width: int) -> Iterator[Table]:
-    """Yield the tables of a stage's units."""
+def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Table]:
+    """Yield the tables of a stage's units; a page has a table of jobs beside."""
     stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    facts = [(show_state(row.state), explain_time(row), *sizes_of(row)[1:]) for row in rows]
-    columns = [*zip(("state", "time", "peak", "reserved"), zip(*facts, strict=True), strict=True)]
+    columns = [(name, [COLUMNS[name](row) for row in rows]) for name in ("state", "time", "peak", "reserved")]
     names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
-    yield from _tables(each, names, columns, numbers, width)
+    return tables_of(each, names, columns if width else (), numbers, width)
 
 
-def _tables(
+def tables_of(
     heading: str,
     names: Sequence[str],
     columns: Iterable[tuple[str, Sequence[str]]],
     numbers: Sequence[Mapping[str, float]],
-    width: int,
+    width: int | None,
     *,
     has_mean: bool = True,
 ) -> Iterator[Table]:
-    """Yield a table of units, their numbers behind the columns; what does not fit the console in further tables."""
+    """Yield a table of units, their numbers behind the columns; what does not fit the width in further tables."""
     metrics = summarize_metrics(numbers)
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 and has_mean else []
@@ -413,8 +372,8 @@ def _tables(
     for name, (mean, sd, _) in metrics.items():
         rest.append((name, format_column([own.get(name) for own in numbers], [mean, sd] if labels else [])))
     while rest:
-        shown, left = [first], width - max(map(len, (heading, *first[1])))
+        shown, left = [first], (width or math.inf) - max(map(len, (heading, *first[1])))
         while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
             shown.append(rest.pop(0))
         headings, columns = zip(*shown, strict=True)
-        yield plain_table(*headings, rows=zip(*columns, strict=True), left=(heading, "state"))
+        yield Table(headings, [*zip(*columns, strict=True)], (heading, "state"))

@@ -1,0 +1,136 @@
+"""What is told of a job, column by column, and of its logs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from memfit.files import fits, open_own
+from memfit.reports._numbers import or_dash
+from memfit.rundir import Event, JobState, RunDir, RunState, show_state
+from memfit.units import format_bytes, format_duration
+
+PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
+_END_BYTES = 4096  # what is read of a log to find its last counter
+_PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
+_MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
+
+
+def size_text(size: int | None) -> str:
+    """Return a size as text, or ``-`` for none."""
+    return format_bytes(size) if size else "-"
+
+
+def _time(job: JobState) -> str:
+    """Return how long a job ran, and how long its earlier attempts did, such as ``22.1s + 33.0s``."""
+    text = or_dash(job.seconds, format_duration)
+    return f"{text} + {format_duration(job.earlier_seconds)}" if job.earlier_seconds else text
+
+
+#: The columns of a job, by their headings: the live table, ``memfit ps``, the summary and the page choose among them.
+COLUMNS: Mapping[str, Callable[[JobState], str]] = {
+    "job": lambda job: job.name,
+    "node": lambda job: job.node or "-",
+    "pid": lambda job: f"{job.node}{job.node and ':'}{job.pid or '-'}",
+    "state": lambda job: show_state(job.state),
+    "epoch": lambda job: epochs_done(job).strip() or "-",
+    "memory": lambda job: size_text(job.used_bytes),
+    "peak": lambda job: size_text(job.peak_bytes),
+    "reserved": lambda job: size_text(job.reserved_bytes),
+    "time": _time,
+    "ETA": lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)),
+    "attempts": lambda job: str(job.attempt) if job.attempt > 1 else "-",
+}
+
+
+def cells_of(job: JobState, run: RunDir) -> dict[str, str]:
+    """Return what is told of a job while it runs: all columns, its time in short, and below ``phase`` what it does."""
+    state = "waiting" if job.state == "pending" else "stalled" if job.state == "running" and job.stalled else job.state
+    phase = what_it_does(job, run)[:PHASE_COLUMNS] if state == "running" else show_state(state)
+    time = or_dash(job.seconds, partial(format_duration, short=True))
+    return {name: text(job) for name, text in COLUMNS.items()} | {"phase": phase, "time": time, "state": state}
+
+
+def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:
+    """Return what a rank does and where, what it holds, its peak, and which part of its job's reservation that is."""
+    held = size_text(rank["pss_bytes"]) + (f" + {format_bytes(rank['device_bytes'])}" if rank["device_bytes"] else "")
+    does = rank["place"] if rank.get("step") is None else f"{rank['place']} {rank['step']}"
+    does += f" on {rank['node']}" if rank.get("node") else ""
+    share = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %" if job.reserved_bytes else "-"
+    return [does, held, size_text(rank["peak_bytes"]), share]
+
+
+def epochs_done(job: JobState) -> str:
+    """Return how many epochs a job has done, such as `` 2.5/8``; empty before the first step."""
+    return f" {int(job.epochs_done * 10 + 1e-9) / 10:g}/{job.num_epochs or '?'}" if job.epochs_done else ""
+
+
+def what_it_does(job: JobState, run: RunDir) -> str:
+    """Return the phase that a running job marked, with the share that is done, such as ``build 45 %``.
+
+    Without one, how far its log says it is, with ``~log``, or ``runs``.
+    """
+    event = job.progress
+    if event is not None and event["phase"] == job.phase and event["total"]:
+        return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
+    if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
+        return job.phase or "starts"
+    return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"
+
+
+def varied_params(state: RunState) -> set[str]:
+    """Return the parameters in which the jobs differ."""
+    every = [*state.params.values()]
+    return {name for one in every for name in (*one, *every[0]) if one.get(name) != every[0].get(name)}
+
+
+def short_names(state: RunState) -> dict[str, str]:
+    """Return for each job's name the parameters in which the jobs differ; its id where it has none."""
+    varied, found = varied_params(state), {}
+    for job in state.jobs.values():
+        own = [f"{name}={value}" for name, value in job.params.items() if name in varied]
+        found[job.name] = " ".join(own) or job.id
+    return found
+
+
+class Counted(NamedTuple):
+    """The last counter in a job's logs, such as ``epoch 3/10``; empty if they count nothing.
+
+    ``share`` is how much of the job that is, None where the whole is not known; ``time`` when the log grew last.
+    """
+
+    text: str = ""
+    share: float | None = None
+    time: float = 0.0
+
+
+def counter_of(job: JobState, run: RunDir) -> Counted:
+    """Return the last counter in a job's logs."""
+    found = Counted()
+    for name in ("out.log", "err.log"):
+        with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:
+            stat = os.fstat(log.fileno())
+            if not found.text and stat.st_mtime > (job.started or 0.0):  # not an earlier attempt's
+                from memfit.diagnosis import last_counter
+
+                log.seek(max(0, stat.st_size - _END_BYTES))
+                found = Counted(*last_counter(log.read(_END_BYTES)), stat.st_mtime)
+    return found
+
+
+def explain_memory(event: Event) -> str:
+    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none."""
+    memory = event.get("memory")
+    if memory is None or not fits(memory, _MEMORY):
+        return ""
+    said = []
+    for phase, one in memory["phases"].items():
+        text = f"{phase}: host {format_bytes(one['host_bytes'])} ({memory['metric'].replace('_', '-')})"
+        for device, peaks in one["devices"].items():
+            allocated, reserved = (format_bytes(peaks[name]) for name in _PEAKS)
+            text += f", {device} peak {allocated} of {reserved} reserved"
+        said.append(text)
+    return "; ".join(said)
