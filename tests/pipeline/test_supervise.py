@@ -20,17 +20,22 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(errno.ENOSPC, "the disk of .* is full"), (errno.EIO, "cannot be reached: .* resume .*/run_")]
+    ("name", "number", "said"),
+    [
+        ("__init__", errno.ENOSPC, "the disk of .* is full"),  # before anything starts
+        ("write", errno.ENOSPC, "the disk of .* is full"),
+        ("write", errno.EIO, "cannot be reached: .* resume .*/run_"),
+    ],
 )
-def test_a_disk_that_is_full_or_away_ends_a_run_in_words_and_keeps_what_is_done(monkeypatch, number, said):
-    write = EventWriter.write
+def test_a_disk_that_is_full_or_away_ends_a_run_in_words_and_keeps_what_is_done(monkeypatch, name, number, said):
+    call = getattr(EventWriter, name)
 
-    def refused(self, kind, **fields):
-        if kind == "end":
+    def refused(self, *words, **fields):
+        if "end" in words or name == "__init__":
             raise OSError(number, os.strerror(number))
-        write(self, kind, **fields)
+        call(self, *words, **fields)
 
-    monkeypatch.setattr(EventWriter, "write", refused)
+    monkeypatch.setattr(EventWriter, name, refused)
     with pytest.raises(DataError, match=f"(?s){said}"):
         run_commands(["true"])
     [run] = RunDir.all(Path("runs"), "true")

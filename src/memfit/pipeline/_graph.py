@@ -51,7 +51,7 @@ class Graph:
     results: Results  # once it has looked
 
     def __init__(self, order: Order, *, prefix: str = "") -> None:
-        self.choice, self._prefix = order.choice, prefix
+        self.choice, self.kind, self._prefix = order.choice, order.kind, prefix
         self.waits_for, self._gates = order.waits_for, order.gates
         self.stages = {stage.name: stage for stage in order.stages}
         self.asked, self.anew = order.chosen()

@@ -47,19 +47,15 @@ _SHAPE = {
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    found = _read(path)
+    """Return a manifest; raise DamagedError if it is not there, or not whole."""
+    found = read_json(path, _SHAPE)
     if found is None:
         raise DamagedError(
             f"{path} is not there.",
             rule="a stage's result is read by its manifest.",
             remedy="give the same command again: it makes what is missing",
         )
-    return found
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    found = read_json(path, _SHAPE)
-    if found is not None and found["digest"] != _digest_of(found["result"], found["outputs"]):
+    if found["digest"] != _digest_of(found["result"], found["outputs"]):
         raise damaged(path, "has another digest than its result and outputs")
     return found
 
@@ -67,10 +63,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 def find_manifest(path: Path) -> dict[str, Any] | None:
     """Return a manifest whose outputs are all there with their sizes, or None."""
     try:
-        found = _read(path)
+        found = read_manifest(path)
     except DamagedError:
         return None
-    for output in found["outputs"] if found else ():
+    for output in found["outputs"]:
         file = path.with_suffix("") / output["path"]
         if not file.exists() or _size_of(file) != output["bytes"]:
             return None

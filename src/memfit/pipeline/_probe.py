@@ -128,14 +128,6 @@ def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context,
         yield *context_of(target, whole, stage, Path(folder)), probe
 
 
-def _panels(context: Context) -> list[Any]:
-    """Return the panels that a context's stage needs."""
-    outputs = [output for outputs in context.needs.values() for output in outputs]
-    return [
-        output.panel(one["name"]) for output in outputs for one in output.facts["outputs"] if one["kind"] == "panel"
-    ]
-
-
 def _footprint(loader: Any) -> Any:
     """Return the forecast memory of a loader in the training's process; None for a loader of another kind."""
     from memfit.data import loader_footprint
@@ -258,7 +250,8 @@ def estimate_in_child(
 def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
     """Return what the longest batch, the panels and the loader of a stage take, as parts of an estimate."""
     footprint, size = _footprint(loader), format_bytes(longest.num_bytes)
-    panels = _panels(context)
+    outputs = [output for outputs in context.needs.values() for output in outputs]
+    panels = [one.panel(out["name"]) for one in outputs for out in one.facts["outputs"] if out["kind"] == "panel"]
     panel_bytes, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
     read = f"{', '.join(map(repr, panels) if panels else named) or 'no other stage'}, for {context.dir.name}"
     batches = f"a batch {size} for each that is ready"
@@ -290,7 +283,11 @@ def ask_of_loaders(
     own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
     env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
     found = call_in_child(f"{__name__}:loaders_in_child", own, env=env)
-    lines, *others = [_lines(one, found) for one in found["loaders"]]
+    counted = []
+    for one in found["loaders"]:
+        train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
+        counted.append(list(list_loader_lines(train, both, one["workers"], num_tasks)))
+    lines, *others = counted
     variants = []
     for one, changed in zip(found["loaders"][1:], others, strict=True):
         if one["workers"] < found["workers"]:
@@ -301,11 +298,6 @@ def ask_of_loaders(
             cost = "the same global batch, in more and smaller passes"
         variants.append(Variant(name, cost, tuple(changed)))
     return found, lines, variants
-
-
-def _lines(one: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Line]:
-    train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
-    return list(list_loader_lines(train, both, one["workers"], facts["num_tasks"]))
 
 
 def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
@@ -339,7 +331,6 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
         "samples": samples[0],
         "valid": samples[1],
         "drops": bool(getattr(made[0], "drop_last", False)),
-        "num_tasks": num_tasks,
         "settings": loader_settings(made[0]) | loader_settings(made[1], "validation"),
         "loaders": loaders,
     }

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,30 +109,18 @@ class Index:
 
     def __init__(self, runs: Sequence[RunDir] = ()) -> None:
         self.runs = list(runs)[:_MOST_RUNS]
-        self._found: dict[tuple[str, str], Path] | None = None
         self.making: dict[tuple[str, str], str] = {}
         self.proofs: Proofs | None = None
 
-    def find(self, stage: str, key: str) -> Path | None:
-        """Return the manifest of a stage's result with this key."""
-        return self._all().get((stage, key))
-
-    def add(self, stage: str, key: str, manifest: Path) -> None:
-        """Take in a result that was just made, if none of this key is known."""
-        self._all().setdefault((stage, key), manifest)
-
-    def forget(self, stage: str, key: str) -> None:
-        """Leave out a result that is damaged."""
-        self._all().pop((stage, key), None)
-
-    def _all(self) -> dict[tuple[str, str], Path]:
-        if self._found is None:
-            self._found = {}
-            for run in reversed(self.runs):
-                for path in (run.path / "checkpoints").glob("*.json"):
-                    if (found := find_manifest(path)) is not None:
-                        self._found[found["stage"], found["key"]] = path
-        return self._found
+    @cached_property
+    def known(self) -> dict[tuple[str, str], Path]:
+        """The manifests of the results that are known, the newest of each key."""
+        found = {}
+        for run in reversed(self.runs):
+            for path in (run.path / "checkpoints").glob("*.json"):
+                if (made := find_manifest(path)) is not None:
+                    found[made["stage"], made["key"]] = path
+        return found
 
 
 class Results:
@@ -159,7 +148,7 @@ class Results:
             return None
         if (found := _valid(unit.manifest(self.run), unit.key)) is not None:
             return "kept", found
-        unit.elsewhere = self.index.find(stage.name, unit.key)
+        unit.elsewhere = self.index.known.get((stage.name, unit.key))
         if unit.elsewhere is None or (found := _valid(unit.elsewhere, unit.key)) is None:
             return None
         return "reused", found | {"reused_from": found["reused_from"] or str(unit.elsewhere)}

@@ -229,8 +229,7 @@ def _go_on(
                     if os.environ.get(one, text) != text]:  # fmt: skip
             text = f"{', '.join(lost)} becomes {threads}: threads_per_job, from {order.origins['threads_per_job']}"
             supervisor.events.write("plan", level="line", text=text)
-        made = functools.partial(make_job, order, run)
-        source = UnitSource(graph, made, say=supervisor.events.write, is_commands=order.kind == "commands")
+        source = UnitSource(graph, functools.partial(make_job, order, run), say=supervisor.events.write)
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
         if alike and not source.is_done:

@@ -33,10 +33,9 @@ class UnitSource:
         make_job: Callable[[Unit], Any],
         *,
         say: Callable[..., None] = lambda kind, **fields: None,
-        is_commands: bool = False,
     ) -> None:
         self.graph, self._results, self._index = graph, graph.results, graph.results.index
-        self._make_job, self._say, self._is_commands = make_job, say, is_commands
+        self._make_job, self._say = make_job, say
         self._held: list[Unit] = []
         self._running: dict[str, Unit] = {}
         self._sealing: dict[str, tuple[Unit, Future[None]]] = {}
@@ -170,7 +169,7 @@ class UnitSource:
         """Return what a unit's job has left."""
         if (made := self._results.made(unit)) is None:
             return Ended("failed", "its result is not there")
-        self._index.add(unit.stage.name, unit.key, unit.manifest(self.graph.run))
+        self._index.known.setdefault((unit.stage.name, unit.key), unit.manifest(self.graph.run))
         return Ended("completed", made=made)
 
     def _conclude(self, ended: Mapping[str, Ended]) -> None:
@@ -217,7 +216,7 @@ class UnitSource:
             if any(one.stage.name in readers for one in self._running.values()):
                 return  # not while they read it
             remove_result(unit.manifest(self.graph.run))
-            self._index.forget(unit.stage.name, unit.key)
+            self._index.known.pop((unit.stage.name, unit.key), None)
             self._say("plan", text=f"{proof.result()}. {unit.job_id} runs again")
             self._undo(unit)
         elif error is not None:  # of the disk or the network: nothing is removed
@@ -243,7 +242,7 @@ class UnitSource:
         """Say what became of some units of a stage; empty where the events of their jobs say it."""
         names, is_one, stage = name_jobs([unit.job_id for unit in units]), len(units) == 1, units[0].stage
         are = f"{names} {'is' if is_one else 'are'} {state}"
-        if self._is_commands and state == "kept":
+        if self.graph.kind == "commands" and state == "kept":
             num = len(self.graph.units[stage.name])
             text = "the command was" if num == 1 else f"{len(units)} of {num} commands were"
             return f"{text} done already; --new starts over"

@@ -53,6 +53,9 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     if rank:
         return {}
     plain, package = _plain(result, spec["name"]), order["target"].partition(":")[0].partition(".")[0]
+    from importlib import metadata  # now that the job's result is known
+
+    versions = {name: metadata.version(name) for name in _VERSIONS if name in sys.modules}
     unforeseen = {name: path for name, path in own_modules(package).items() if name not in spec["modules"]}
     write_result(
         Path(order["manifest"]),
@@ -61,18 +64,12 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         outputs=describe_outputs(context.dir, context.saved),
         seconds=time.time() - started,
         **ended,
-        versions={"python": platform.python_version()} | _versions(),
+        versions={"python": platform.python_version()} | versions,
         host=socket.gethostname(),
         started=started,
         unforeseen={name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
     )
     return plain
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata  # at the end, when the job's result is known
-
-    return {name: metadata.version(name) for name in _VERSIONS if name in sys.modules}
 
 
 def _ranks() -> AbstractContextManager[int]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -290,12 +290,13 @@ def supervised(
     parent: Parent | None = None,
 ) -> Iterator[Supervisor]:
     """Supervise a run until the end of the block; its first event holds ``facts``."""
-    lock = _RunLock(run.path)
-    for folder in run.path.glob("*/*/"):
-        refresh(folder)  # the last supervisor may have been on another host
-    events, state = EventWriter(run.events_dir, scope=run.scope), "failed"
-    psutil.cpu_times_percent()  # the next call counts from here
-    try:
+    state = "failed"
+    with closing(_RunLock(run.path)) as lock, ExitStack() as ends, _said_in_words(run):
+        for folder in run.path.glob("*/*/"):
+            refresh(folder)  # the last supervisor may have been on another host
+        events = EventWriter(run.events_dir, scope=run.scope)
+        ends.callback(lambda: _end_events(events, state, parent))
+        psutil.cpu_times_percent()  # the next call counts from here
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
             backend, claims = stack.enter_context(place_of(run, settings, events, parent))
@@ -307,6 +308,26 @@ def supervised(
                 stack.callback(lambda: tracking.close(supervisor.state))
             yield supervisor
         state = supervisor.state
+
+
+def _end_events(events: EventWriter, state: str, parent: Parent | None) -> None:
+    """Write how a command ended, and what the host's cores did meanwhile."""
+    spent = psutil.cpu_times_percent()
+    disk = getattr(spent, "iowait", 0.0)
+    shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}
+    with suppress(OSError):  # a full disk
+        if parent is not None and parent.used_bytes:
+            events.write("warm", bytes=parent.used_bytes)
+        events.write("run", state=state, cpu=shares)
+    with suppress(OSError):  # a network drive tells of lost writes here
+        events.close()
+
+
+@contextmanager
+def _said_in_words(run: RunDir) -> Iterator[None]:
+    """Raise what a disk refuses as an error in words, and write into the run what ended it, unless its jobs did."""
+    try:
+        yield
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL:
             raise DataError(
@@ -324,17 +345,6 @@ def supervised(
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
             write_json(run.path / "outcome.json", {"state": "failed", "cause": mask(cause)})
         raise
-    finally:
-        spent = psutil.cpu_times_percent()
-        disk = getattr(spent, "iowait", 0.0)
-        shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}
-        with suppress(OSError):  # a full disk
-            if parent is not None and parent.used_bytes:
-                events.write("warm", bytes=parent.used_bytes)
-            events.write("run", state=state, cpu=shares)
-        with suppress(OSError):  # a network drive tells of lost writes here
-            events.close()
-        lock.close()
 
 
 class _RunLock:
