@@ -20,7 +20,7 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._columns import COLUMNS, explain_rank
+from memfit.reports._columns import COLUMNS, columns_of, explain_rank, size_text
 from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
@@ -258,11 +258,11 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
             yield Note(f"{left} shorter jobs are not shown.", "dim")
     else:
         yield Note("No job has run yet.")
-    headings, rows = ("job", "state", "peak", "reserved", "time", "attempts"), list[list[Cell]]()
+    headings, rows = columns_of("page"), list[list[Cell]]()
     for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
-        cells: list[Cell] = [COLUMNS[name](job) for name in headings]
+        cells: list[Cell] = [COLUMNS[name].text(job) for name in headings]
         if job.peak_bytes and job.reserved_bytes:
-            cells[2] = COLUMNS["peak"](job), min(1.0, job.peak_bytes / job.reserved_bytes)
+            cells[2] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
         rows.append(cells)
     if rows:
         yield Table(headings, rows, headings[:2], "jobs")

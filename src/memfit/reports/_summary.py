@@ -17,7 +17,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
-from memfit.reports._columns import COLUMNS, explain_memory, short_names, varied_params
+from memfit.reports._columns import COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -349,7 +349,10 @@ def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iter
     """Yield the tables of a stage's units; a page has a table of jobs beside."""
     stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    columns = [(name, [COLUMNS[name](row) for row in rows]) for name in ("state", "time", "peak", "reserved")]
+    order = sorted(
+        columns_of("summary"), key=("state", "time").__contains__, reverse=True
+    )  # sizes stand by the numbers
+    columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
     names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
     return tables_of(each, names, columns if width else (), numbers, width)
 
