@@ -62,7 +62,7 @@ p b{margin-right:.6rem}
 .wide{overflow-x:auto;margin-bottom:.8rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
-.wide>svg{min-width:640px}
+.wide>svg{min-width:800px}
 @media(max-width:640px){
 body{margin:1rem auto;padding:0 .6rem}
 h1{font-size:1.2rem}
