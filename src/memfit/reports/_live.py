@@ -31,7 +31,7 @@ from memfit.reports._columns import (
 from memfit.reports._numbers import format_number, is_number
 from memfit.reports._parts import plain_table, say
 from memfit.reports._study import StudyView, study_of
-from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of
+from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
 from memfit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ class _Pace:
             seen = [*seen[:2], (found.time, found.share)]
         self._seen[job.id] = seen
         # The time before the first count is that of imports and loading.
-        (begun, first), (last, share) = seen[len(seen) > 2], seen[-1]
-        if share <= first or last <= begun:
-            return None
-        return max(0.0, (1 - share) * (last - begun) / (share - first) - (now - last))
+        return seconds_left(seen[len(seen) > 2], seen[-1], 1.0, now)
 
 
 class LiveRun:
