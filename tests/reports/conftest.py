@@ -245,7 +245,10 @@ def recorded(finished):
         series.close()
         for epoch in (1, 2):
             numbers = {"train_loss": 1 / epoch, "valid_loss": 2 / epoch, "device_use": 0.5}
-            finished.event(1000 * epoch, "epoch", job, epoch=epoch, num_epochs=2, **numbers)
+            device = {"cuda:0": {"allocated_peak_bytes": 3 * GIB, "reserved_peak_bytes": 4 * GIB}}
+            phases = {"train": {"host_bytes": 900 * MIB, "devices": device}}
+            memory = {"metric": "non_reclaimable", "phases": phases} if job == "fold_1" else {"weights": "a lot"}
+            finished.event(1000 * epoch, "epoch", job, epoch=epoch, num_epochs=2, memory=memory, **numbers)
     finished.event(7200, "retry", "fold_3", reservation_bytes=None, attempt=2, text="fold_3 restarts")
     finished.admit(7300, "fold_3", 1)
     finished.job("fold_3", at=7300, seconds=60, attempt=2)

@@ -70,7 +70,7 @@ def logged(run):
     return file.getvalue()
 
 
-@pytest.mark.proves("S0-14", "S1-32", "S3-26")
+@pytest.mark.proves("S1-32", "S3-26", "S4-19")
 @pytest.mark.parametrize(
     "name", ["recorded", "reported", "gated", "units", "searched", "ranked", "ranking", "single", "running"]
 )

@@ -428,3 +428,26 @@ def test_growth_of_a_running_job_is_said_once_while_it_runs(made):
     series.close()
     shown.live.close()
     assert shown.file.getvalue().count("fold_1: host memory grows by 50.0 MiB an epoch") == 1
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_the_log_has_the_memory_of_an_epoch_where_more_is_asked_for(made, verbose):
+    phases = {"train": {"host_bytes": 900 * MIB, "devices": {}}, "validate": {"host_bytes": 800 * MIB, "devices": {}}}
+    told = "; train: host 900.0 MiB (non-reclaimable); validate: host 800.0 MiB (non-reclaimable)"
+    file = io.StringIO()
+    live = LiveRun(Console(file=file, soft_wrap=True), verbose=verbose)
+    live.show(made.run)
+    made.event(
+        1,
+        "epoch",
+        "fold_1",
+        epoch=1,
+        num_epochs=2,
+        memory={"metric": "non_reclaimable", "phases": phases},
+        text="epoch 1/2  train_loss 2",
+    )
+    made.event(2, "epoch", "fold_1", epoch=2, num_epochs=2, memory={"weights": "a lot"}, text="epoch 2/2")
+    live.close()
+    first, second = file.getvalue().splitlines()[1:]
+    assert first.partition("  ")[2] == "epoch 1/2  train_loss 2" + (told if verbose else "")
+    assert second.partition("  ")[2] == "epoch 2/2"

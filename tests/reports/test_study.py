@@ -210,7 +210,9 @@ def test_the_line_of_a_study_says_how_far_it_is(study):
 
 
 def test_a_study_that_has_not_written_its_settings_yet_is_none_yet(study):
-    assert study_of(read(study.run)) is None
+    assert study_of(read(study.run)) is None and "study" not in summarize(read(study.run))
+    assert "run       runs/demo/run_" in printed(print_summary, study.run)
+    assert "<h2>Study</h2>" not in write_page(study.run, study.path / "page.html").read_text()
 
 
 def test_a_record_is_read_again_only_when_its_file_changed(study):

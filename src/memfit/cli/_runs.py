@@ -22,6 +22,7 @@ from memfit.reports import (
     LiveRun,
     Overview,
     cells_of,
+    columns_of,
     find_run,
     find_target,
     has_supervisor,
@@ -114,7 +115,7 @@ def _print_run(one: Overview, log: Console) -> None:
     log.say(f"  {text}")
     if not one.running:
         return
-    headings = ("job", "pid", "phase", "memory", "peak", "reserved", "time")
+    headings = columns_of("ps")
     rows = [[Text(cells[name]) for name in headings] for row in one.running for cells in [cells_of(row, one.run)]]
     log.print(Padding(plain_table(*headings, rows=rows, left=("job", "phase")), (0, 0, 0, 2)))
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.reports._charts import Layer as Layer
     from memfit.reports._charts import draw_stack as draw_stack
     from memfit.reports._columns import cells_of as cells_of
+    from memfit.reports._columns import columns_of as columns_of
     from memfit.reports._compare import compare_numbers as compare_numbers
     from memfit.reports._compare import find_changes as find_changes
     from memfit.reports._compare import find_differences as find_differences

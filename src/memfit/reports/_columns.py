@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,20 +30,35 @@ def _time(job: JobState) -> str:
     return f"{text} + {format_duration(job.earlier_seconds)}" if job.earlier_seconds else text
 
 
-#: The columns of a job, by their headings: the live table, ``memfit ps``, the summary and the page choose among them.
-COLUMNS: Mapping[str, Callable[[JobState], str]] = {
-    "job": lambda job: job.name,
-    "node": lambda job: job.node or "-",
-    "pid": lambda job: f"{job.node}{job.node and ':'}{job.pid or '-'}",
-    "state": lambda job: show_state(job.state),
-    "epoch": lambda job: epochs_done(job).strip() or "-",
-    "memory": lambda job: size_text(job.used_bytes),
-    "peak": lambda job: size_text(job.peak_bytes),
-    "reserved": lambda job: size_text(job.reserved_bytes),
-    "time": _time,
-    "ETA": lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)),
-    "attempts": lambda job: str(job.attempt) if job.attempt > 1 else "-",
+class Column(NamedTuple):
+    """A column of a job: its text, the reports that show it, and as which it gives way on a narrow terminal."""
+
+    text: Callable[[JobState], str]
+    shown_by: Collection[str]
+    gives_way: int = 0
+
+
+_LIVE, _ALL = {"live", "ps"}, {"live", "ps", "summary", "page"}
+#: The columns of a job by their headings: those of the live table, of ``memfit ps``, of the summary and of the page.
+COLUMNS: Mapping[str, Column] = {
+    "job": Column(lambda job: job.name, {"live", "ps", "page"}),
+    "node": Column(lambda job: job.node or "-", {"live"}, gives_way=3),
+    "pid": Column(lambda job: f"{job.node}{job.node and ':'}{job.pid or '-'}", {"ps"}),
+    "state": Column(lambda job: show_state(job.state), {"summary", "page"}),
+    "phase": Column(lambda job: job.phase or "-", _LIVE),
+    "epoch": Column(lambda job: epochs_done(job).strip() or "-", {"live"}),
+    "memory": Column(lambda job: size_text(job.used_bytes), _LIVE, gives_way=4),
+    "peak": Column(lambda job: size_text(job.peak_bytes), _ALL, gives_way=1),
+    "reserved": Column(lambda job: size_text(job.reserved_bytes), _ALL, gives_way=2),
+    "time": Column(_time, _ALL),
+    "ETA": Column(lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)), {"live"}),
+    "attempts": Column(lambda job: str(job.attempt) if job.attempt > 1 else "-", {"page"}),
 }
+
+
+def columns_of(report: str) -> list[str]:
+    """Return the headings of the columns that a report shows."""
+    return [name for name, column in COLUMNS.items() if report in column.shown_by]
 
 
 def cells_of(job: JobState, run: RunDir) -> dict[str, str]:
@@ -51,7 +66,7 @@ def cells_of(job: JobState, run: RunDir) -> dict[str, str]:
     state = "waiting" if job.state == "pending" else "stalled" if job.state == "running" and job.stalled else job.state
     phase = what_it_does(job, run)[:PHASE_COLUMNS] if state == "running" else show_state(state)
     time = or_dash(job.seconds, partial(format_duration, short=True))
-    return {name: text(job) for name, text in COLUMNS.items()} | {"phase": phase, "time": time, "state": state}
+    return {name: column.text(job) for name, column in COLUMNS.items()} | {"phase": phase, "time": time, "state": state}
 
 
 def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:

@@ -57,17 +57,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between two runs.
+    """What differs between two runs."""
 
-    Attributes:
-        found: All differences that may change a result.
-        named: The names of those that the user named.
-        notes: What else may explain a difference of results.
-    """
-
-    found: Sequence[Difference]
-    named: Sequence[str]
-    notes: Sequence[str]
+    found: Sequence[Difference]  # all that may change a result
+    named: Sequence[str]  # the names of those that the user named
+    notes: Sequence[str]  # what else may explain a difference of results
 
     @property
     def change(self) -> Difference | None:
@@ -101,24 +95,7 @@ def read_settings(run: RunDir) -> dict[str, Any]:
 
 
 def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
-    """Return what differs from B to A, and refuse to compare them if more than one difference was not named.
-
-    Args:
-        a: The run after the change.
-        b: The run before it.
-        named: The differences that the user named.
-
-    Raises:
-        UsageError: If more than one difference is not named, or one that was named is none.
-
-    Example:
-        >>> import tempfile
-        >>> a, b = (RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64) for _ in range(2))
-        >>> for run, rate in ((a, 0.2), (b, 0.1)):
-        ...     _ = (run.path / "config.yaml").write_text(f"params: {{lr: {rate}}}")
-        >>> str(find_changes(a, b).change)
-        'params.lr: 0.1 -> 0.2'
-    """
+    """Return what differs from B to A, and refuse to compare them if more than one difference was not named."""
     found = find_differences(a, b)
     silent = [one for one in found if one.name not in named]
     for name in named:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from rich.text import Text
 from memfit.files import fits, open_own
 from memfit.memory import Budget
 from memfit.reports._columns import (
+    COLUMNS,
     PHASE_COLUMNS,
     cells_of,
+    columns_of,
     counter_of,
     epochs_done,
     explain_memory,
@@ -29,7 +31,7 @@ from memfit.reports._columns import (
 from memfit.reports._numbers import format_number, is_number
 from memfit.reports._parts import plain_table, say
 from memfit.reports._study import StudyView, study_of
-from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of
+from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
 from memfit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -46,10 +48,7 @@ _STYLE = {
     "stopped": "yellow",
     "rank": "dim",
 }
-_HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 _OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
-#: Columns that give way where the terminal is narrow, one after the other.
-_GIVING_WAY = ("peak", "reserved", "node", "memory")
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -79,10 +78,7 @@ class _Pace:
             seen = [*seen[:2], (found.time, found.share)]
         self._seen[job.id] = seen
         # The time before the first count is that of imports and loading.
-        (begun, first), (last, share) = seen[len(seen) > 2], seen[-1]
-        if share <= first or last <= begun:
-            return None
-        return max(0.0, (1 - share) * (last - begun) / (share - first) - (now - last))
+        return seconds_left(seen[len(seen) > 2], seen[-1], 1.0, now)
 
 
 class LiveRun:
@@ -333,24 +329,25 @@ def render(
     """
     rows, names = [*state.jobs.values()], short_names(state)
     lines = [line for row in _shown(rows) for line in (cells_of(row, state.run), *_rank_lines(row))]
-    shown = [one for one in _HEADINGS if one not in _OPTIONAL or any(line.get(one, "-") != "-" for line in lines)]
-    for dropped in range(-1, len(_GIVING_WAY) + 1):
+    shown = columns_of("live")
+    shown = [one for one in shown if one not in _OPTIONAL or any(line.get(one, "-") != "-" for line in lines)]
+    for dropped in range(-1, max(column.gives_way for column in COLUMNS.values()) + 1):
         if dropped == 0:
             lines = [line | {"job": names.get(line["job"], line["job"])} for line in lines]
-        columns = [name for name in shown if name not in _GIVING_WAY[: max(0, dropped)]]
+        columns = [name for name in shown if not 0 < COLUMNS[name].gives_way <= dropped]
         widths = [max(map(len, (name, *(line.get(name, "") for line in lines)))) for name in columns]
         if sum(widths) + len(widths) <= width:
             break
-    cells = [[Text(line.get(name, ""), _style(name, line)) for name in columns] for line in lines]
+    styles = [_STYLE.get(line["state"], "") for line in lines]
+    cells = [
+        [Text(line.get(name, ""), style if name == "phase" else "") for name in columns]
+        for line, style in zip(lines, styles, strict=True)
+    ]
     table = plain_table(*columns, rows=cells, left=("job", "node", "phase"), gap=1)
     table.columns[0].overflow = "ellipsis"
     for column, least in zip(table.columns[1:], widths[1:], strict=True):
         column.min_width = least
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
-
-
-def _style(name: str, line: Mapping[str, str]) -> str:
-    return _STYLE.get(line["state"], "") if name == "phase" else ""
 
 
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
@@ -379,12 +376,10 @@ def _footer(
     reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
     free = max(0, room.limit_bytes - room.used_bytes)
     others = max(0, room.used_bytes - used)
+    held = f"jobs use {format_bytes(used)} of {format_bytes(reserved)}"
     if state.budget.get("backend") == "slurm":
-        num_nodes = len({row.node for row in rows if row.own == "running"})
-        nodes = format_count(num_nodes, "node")
-        yield Text(
-            f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
-        )
+        nodes = format_count(len({row.node for row in rows if row.own == "running"}), "node")
+        yield Text(f"{held} that Slurm gave them on {nodes}", style="dim")
         return
     sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
     length = max(10, min(_BAR_COLUMNS, width - _BAR_COLUMNS))
@@ -392,7 +387,7 @@ def _footer(
     bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:length]
     yield Text(f"[{bar:.<{length}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
-    yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
+    yield Text(f"{held}; {left}", style="dim")
     if pressure is not None:
         yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 

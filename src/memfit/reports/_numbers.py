@@ -38,20 +38,12 @@ def format_column(values: Iterable[float | None], statistics: Iterable[float | N
 
 
 def or_dash(value: T | None, text: Callable[[T], str]) -> str:
-    """Return a value as text, or ``-`` for None.
-
-    >>> or_dash(2, str), or_dash(None, str)
-    ('2', '-')
-    """
+    """Return a value as text, or ``-`` for None."""
     return "-" if value is None else text(value)
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder where it lies below it.
-
-    >>> short_path(Path.cwd() / "runs"), short_path(Path("/elsewhere"))
-    ('runs', '/elsewhere')
-    """
+    """Return a path relative to the current folder where it lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -20,11 +20,11 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._columns import COLUMNS, explain_rank
+from memfit.reports._columns import COLUMNS, columns_of, explain_rank, size_text
 from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
-from memfit.reports._study import summarize_study, view_trials
+from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import BAD, decisions, tables_of, totals, view_failures, view_results
 from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
@@ -54,15 +54,15 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;ve
 .legend{font-size:13px}
 .legend span{margin-right:1.1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
-pre{background:var(--soft);border-radius:6px;padding:.5rem .9rem}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;margin:.3rem 0}
+pre{background:var(--soft);border-radius:6px;padding:.5rem .9rem;font-size:13px;margin:.3rem 0}
+pre{white-space:pre-wrap;overflow-wrap:anywhere}
 p b{margin-right:.6rem}
 .note{opacity:.7}
 .failed{color:var(--bad);white-space:pre-line}
 .wide{overflow-x:auto;margin-bottom:.8rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
-.wide>svg{min-width:640px}
+.wide>svg{min-width:800px}
 @media(max-width:640px){
 body{margin:1rem auto;padding:0 .6rem}
 h1{font-size:1.2rem}
@@ -81,7 +81,6 @@ class _Seen:
     state: RunState
     events: Sequence[Event]
     series: Mapping[str, Sequence[Sample]]
-    colours: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -94,6 +93,13 @@ class _Seen:
     @cached_property
     def seconds(self) -> float:
         return max((samples[-1].time for samples in self.series.values()), default=0.0) - self.start
+
+    @cached_property
+    def colours(self) -> dict[str, str]:
+        """A colour for each phase; grey where a job marked none."""
+        found = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
+        phases = sorted(found, key=lambda name: (name not in _PHASES, name))
+        return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -116,9 +122,7 @@ class _Seen:
 
 def write_page(run: RunDir, path: Path) -> Path:
     """Write a run as an HTML page; return the file."""
-    series = _read(run)
-    seen = _Seen(read(run), read_events(run.events_dir), series, _colours(series))
-    write_atomic(path, mask(_page(seen), by_name=False))
+    write_atomic(path, mask(_page(_Seen(read(run), read_events(run.events_dir), _read(run))), by_name=False))
     return path
 
 
@@ -129,13 +133,6 @@ def _read(run: RunDir) -> dict[str, list[Sample]]:
         with suppress(DamagedError, OSError):
             found.setdefault(path.parent.name, []).extend(read_series(path))
     return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
-
-
-def _colours(series: Mapping[str, Sequence[Sample]]) -> dict[str, str]:
-    """Return a colour for each phase; grey where a job marked none."""
-    found = {_phase(sample) for samples in series.values() for sample in samples} - {_OTHER}
-    phases = sorted(found, key=lambda name: (name not in _PHASES, name))
-    return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
 
 
 def _page(seen: _Seen) -> str:
@@ -155,7 +152,7 @@ def _page(seen: _Seen) -> str:
 def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield the titles of the page and what is below each; one below which is nothing is left out."""
     state, machine = seen.state, _machine(seen)
-    study = summarize_study(state) if state.kind == "tune" else None
+    study = found.summarize() if (found := study_of(state)) else None
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
     yield "Learning curves", _learned(seen, study or {})
@@ -258,11 +255,11 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
             yield Note(f"{left} shorter jobs are not shown.", "dim")
     else:
         yield Note("No job has run yet.")
-    headings, rows = ("job", "state", "peak", "reserved", "time", "attempts"), list[list[Cell]]()
+    headings, rows = columns_of("page"), list[list[Cell]]()
     for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
-        cells: list[Cell] = [COLUMNS[name](job) for name in headings]
+        cells: list[Cell] = [COLUMNS[name].text(job) for name in headings]
         if job.peak_bytes and job.reserved_bytes:
-            cells[2] = COLUMNS["peak"](job), min(1.0, job.peak_bytes / job.reserved_bytes)
+            cells[2] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
         rows.append(cells)
     if rows:
         yield Table(headings, rows, headings[:2], "jobs")

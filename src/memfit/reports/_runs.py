@@ -96,9 +96,6 @@ def find_run(
     """The run that a word means; without one, the newest live run, below ``root`` first, or else the newest there.
 
     What ``writes`` into the run gets one below ``root`` alone, unless a word names another.
-
-    Raises:
-        UsageError: If there is none, if several are meant, or if it belongs to another user.
     """
     if name is not None:
         return find_target(name, claims=claims, root=root).run

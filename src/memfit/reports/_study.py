@@ -210,11 +210,7 @@ def _refused(trials: Sequence[Trial], space: Sequence[Searched]) -> dict[str, An
 
 
 def _size_of(why: str) -> float:
-    """Return the bytes that a refused draw needs: the first size of its arithmetic.
-
-    >>> _size_of("train takes at least 1.50 GiB by its estimate; the host has 1.00 GiB")
-    1610612736.0
-    """
+    """Return the bytes that a refused draw needs: the first size of its arithmetic."""
     found = _SIZE.search(why)
     return float(parse_bytes(found[0])) if found else math.inf
 
@@ -240,11 +236,7 @@ def _why_differs(trial: Trial) -> str:
 
 
 def _explain_counts(counts: Mapping[str, int], num_ended: int, n_trials: int) -> str:
-    """Return how many trials have ended, and the states of all.
-
-    >>> _explain_counts({"completed": 2, "running": 1}, 2, 40)
-    '2 of 40: 2 completed, 1 running'
-    """
+    """Return how many trials have ended, and the states of all."""
     told = ", ".join(f"{number} {state}" for state, number in counts.items()) or "none has begun"
     return f"{num_ended} of {n_trials}: {told}"
 
@@ -260,11 +252,7 @@ def _explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _explain_region(region: Mapping[str, Any] | None) -> str:
-    """Return the values of a setting as text.
-
-    >>> _explain_region({"low": 2, "high": 6}), _explain_region({"values": [32, 64]}), _explain_region(None)
-    ('2 to 6', '32, 64', '-')
-    """
+    """Return the values of a setting as text."""
     if region is None:
         return "-"
     if "values" in region:

@@ -17,7 +17,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
-from memfit.reports._columns import COLUMNS, explain_memory, short_names, varied_params
+from memfit.reports._columns import COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -30,7 +30,7 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table, to_text
-from memfit.reports._study import next_steps, summarize_study, view_trials
+from memfit.reports._study import next_steps, study_of, view_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -79,7 +79,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "kills": _count_kills(state.run),
         "forecast_error": _forecast_error(jobs),
     }
-    return dict(finite(found)) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
+    return dict(finite(found)) | ({"study": study.summarize()} if (study := study_of(state)) else {})
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def print_summary(state: RunState, console: Console, *, verbose: bool = False) -
 
 
 def _summary(state: RunState, width: int, verbose: bool) -> Iterator[Part]:
-    study = summarize_study(state) if state.kind == "tune" else None
+    study = found.summarize() if (found := study_of(state)) else None
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
     if study is not None:
@@ -349,7 +349,9 @@ def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iter
     """Yield the tables of a stage's units; a page has a table of jobs beside."""
     stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    columns = [(name, [COLUMNS[name](row) for row in rows]) for name in ("state", "time", "peak", "reserved")]
+    first = ("state", "time")  # the sizes stand beside the numbers
+    order = [*first, *(name for name in columns_of("summary") if name not in first)]
+    columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
     names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
     return tables_of(each, names, columns if width else (), numbers, width)
 

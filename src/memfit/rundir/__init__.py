@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memfit.rundir._state import RunState as RunState
     from memfit.rundir._state import StageState as StageState
     from memfit.rundir._state import finite as finite
+    from memfit.rundir._state import seconds_left as seconds_left
     from memfit.rundir._status import ENDED as ENDED
     from memfit.rundir._status import OUTCOME as OUTCOME
     from memfit.rundir._status import STATUS as STATUS

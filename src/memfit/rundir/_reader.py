@@ -16,7 +16,7 @@ from typing import Any
 from memfit.files import fits, outlast, read_json
 from memfit.rundir._events import Event, FolderTail, event_time
 from memfit.rundir._folder import RunDir
-from memfit.rundir._state import THERE, JobState, RunState, StageState, stage_of
+from memfit.rundir._state import THERE, JobState, RunState, StageState, seconds_left, stage_of
 from memfit.rundir._status import ENDED, read_job
 from memfit.units import natural_order
 
@@ -73,15 +73,6 @@ class _Attempt:
         if self.first is None or done <= self.last[1]:  # what is behind the last is done again after a resume
             self.first = (now, done)
         self.last = (now, done)
-
-    def eta_seconds(self, now: float) -> float | None:
-        if self.first is None:
-            return None
-        (began, done_first), (looked, done) = self.first, self.last
-        if not self.num_epochs or done <= done_first or looked <= began:
-            return None
-        left = (self.num_epochs - done) * (looked - began) / (done - done_first)
-        return max(0.0, left - max(0.0, now - looked))
 
 
 class Reader:
@@ -267,6 +258,7 @@ class Reader:
             # A watcher writes its job's first status when that has lived half a second.
             own, began = "running", attempt.admitted
         is_over, stage = own in ENDED, stage_of(job_id, self._stages)
+        left = seconds_left(attempt.first or attempt.last, attempt.last, attempt.num_epochs, now)
         of_status = {name: value for name, value in found.items() if name in _OF_STATUS and value is not None}
         job = JobState(
             id=job_id,
@@ -282,7 +274,7 @@ class Reader:
                 "forecast_bytes": attempt.forecast_bytes,
                 "epochs_done": attempt.last[1],
                 "num_epochs": attempt.num_epochs,
-                "eta_seconds": None if is_over or began is None else attempt.eta_seconds(now),
+                "eta_seconds": None if is_over or began is None else left,
                 "epoch_ends": tuple(attempt.epoch_ends),
                 "epoch": self._last.get(("epoch", job_id), {}),
                 "progress": self._last.get(("progress", job_id)),
@@ -320,12 +312,6 @@ def read(run: RunDir, *, now: Callable[[], float] = time.time) -> RunState:
 
     Raises:
         DamagedError: If a file of it was changed from outside.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> found = read(RunDir.create(pathlib.Path(tempfile.mkdtemp()), "demo", "0" * 64))
-        >>> found.state, found.counts, found.wall_seconds
-        ('running', {}, 0.0)
     """
     reader = Reader(run, now=now)
     reader.read()

@@ -17,7 +17,6 @@ from memfit.rundir._status import name_jobs, show_state
 #: States of a unit that will not run any more, and those in which its result is there.
 _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed", "cancelled"})
 THERE = frozenset({"kept", "reused", "completed", "stopped"})
-_NO_NEWS = ("", "it was not made yet")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class StageState:
         saved, reasons = self.saved_seconds, dict(self.reasons)
         if state in ("kept", "reused"):
             saved += event["seconds"]
-        elif why not in _NO_NEWS and state not in ("failed", "cancelled"):  # a job's cause says more
+        elif why not in ("", "it was not made yet") and state not in ("failed", "cancelled"):  # a job's cause says more
             reasons[why] = [*dict.fromkeys([*reasons.get(why, ()), *event["jobs"]])]
         return StageState({**self.units, **{job: str(state) for job in event["jobs"]}}, reasons, saved)
 
@@ -211,6 +210,14 @@ class RunState:
         left = [job.eta_seconds or max(0.0, mean - (job.seconds or 0.0)) for job in running]
         at_once = len(running) or max(1, self.most_at_once)
         return waiting + len(running), max([(waiting * mean + sum(left)) / at_once, *left])
+
+
+def seconds_left(first: tuple[float, float], last: tuple[float, float], whole: float, now: float) -> float | None:
+    """Return how long the rest takes at the rate between two times, each with what was done; None without a rate."""
+    (began, done_first), (looked, done) = first, last
+    if not whole or done <= done_first or looked <= began:
+        return None
+    return max(0.0, (whole - done) * (looked - began) / (done - done_first) - max(0.0, now - looked))
 
 
 def finite(value: Any) -> Any:
