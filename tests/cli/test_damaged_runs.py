@@ -84,6 +84,8 @@ def run(whole, tmp_path, monkeypatch):
     def damaged(name, damage):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         shutil.copytree(whole, path)
+        header = (path / "run.json").read_text().replace(str(whole.parents[2]), str(tmp_path))  # moved, not copied
+        (path / "run.json").write_text(header)
         try:
             DAMAGES[damage](path / name)
         except (ValueError, AttributeError):  # no JSON object: it has no fields

@@ -185,7 +185,7 @@ def test_what_a_drive_refuses_for_a_while_is_read_and_written_once_it_answers(tm
     for name in ("fsync", "open"):
         with monkeypatch.context() as patch:
             real, left = getattr(os, name), [away, away]
-            patch.setattr(os, name, lambda *args, real=real, left=left: (left.pop() if left else real)(*args))
+            patch.setattr(os, name, lambda *a, real=real, left=left, **how: (left.pop() if left else real)(*a, **how))
             write_json(tmp_path / "outcome.json", {"state": name})
             assert not left
     assert read_json(tmp_path / "outcome.json") == {"state": "open"}
