@@ -24,7 +24,7 @@ def test_the_verb_prints_the_file_and_the_figures(memfit, tmp_path):
     assert "mem_limit: " in found["text"] and found["figures"]["memory_why"].startswith("28.00 GiB (declared: 1 x")
     large = memfit("launch", "recipes.yaml", "--format", "compose", "--set", "resources.memory=900TiB")
     assert large.exit_code == 0 and "this host has" in large.err
-    refused = memfit("launch", "recipes.yaml", "--format", "env", "--submit")
+    refused = memfit("launch", "recipes.yaml", "--format", "compose", "--submit")
     assert (refused.exit_code, refused.out) == (2, "")
     assert [*tmp_path.iterdir()] == before
 

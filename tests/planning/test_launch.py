@@ -27,7 +27,8 @@ from memfit.rundir import RunDir
 from memory.containers import NoContainersError, podman
 
 GIB, MIB = 1 << 30, 1 << 20
-EXAMPLE = Path(__file__).parents[2] / "examples/launch/recipes.yaml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/launch/recipes.yaml"
 #: Each control character, the line ends of Unicode, and what a shell, sbatch, YAML, Docker or Slurm's patterns read.
 HOSTILE = [
     *(f"a{letter}RUN" for letter in (*map(chr, range(32)), "\x7f", "\x85", "\u2028", *"'\"\\#;:*{}!&~é")),
@@ -225,8 +226,10 @@ def test_the_time_to_stop_follows_from_the_longest_save_that_was_measured():
 
 @pytest.mark.proves("S3-08")
 def test_more_than_a_node_has_is_refused_with_the_arithmetic():
-    with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, resources.memory\), 25% more"):
+    with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, resources.memory\), 25% more") as caught:
         made().check_node(Amount(256 * GIB, "node"), "the largest node")
+    assert caught.value.remedy.startswith("3 tasks a node: 195.00 GiB of each node (cost: 6 nodes for 16 ranks, of 4")
+    assert caught.value.remedy.endswith("or --mem=260G on nodes that have it")
     made().check_node(Amount(513 * GIB, "node"), "the largest node")
     with pytest.raises(TypeError, match="different scopes"):
         made().check_node(Amount(513 * GIB, "task"), "the largest node")
@@ -259,10 +262,11 @@ def test_loaders_without_a_model_make_no_request_and_a_measured_run_does(monkeyp
     )  # 4 x 6, 25 % more, 1 mapped, memfit
 
 
-@pytest.mark.proves("S4-26", "S4-27")
+@pytest.mark.proves("S4-26", "S4-27", "S4-30")
 def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
     launch = made(SERVICE, form="compose")
-    service = services(render(launch, "compose"))["recipes"]
+    service = services(text := render(launch, "compose"))["recipes"]
+    assert "# .env: write API_KEY=VALUE there" in text and ".env" in (ROOT / ".gitignore").read_text().split()
     assert service["mem_limit"] == service["memswap_limit"] == "36g"  # memfit itself runs there
     assert service["shm_size"] == "3g" and launch.shm <= launch.memory
     assert service["environment"]["API_KEY"].startswith("${API_KEY:?")
@@ -314,7 +318,7 @@ def test_a_folder_is_mounted_once_and_a_variable_is_set_once_as_the_api_requires
 
 
 def test_the_samples_of_the_page_install_memfit_and_keep_secrets_out_of_the_image():
-    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    page = (ROOT / "docs/launch.md").read_text()
     dockerfile, ignored = (
         page.partition(f"```{one}\n")[2].partition("```")[0] for one in ("dockerfile", "dockerignore")
     )
@@ -326,12 +330,6 @@ def test_the_samples_of_the_page_install_memfit_and_keep_secrets_out_of_the_imag
     assert json.loads(steps[-1][1])[:2] == ["memfit", "run"]
     own = LaunchSettings.model_validate(YAML(typ="safe").load(EXAMPLE)["launch"])
     assert {"**/.env", "**/.env.*", "**/.git", "runs", *own.data, *own.outputs} <= {*ignored.split()}
-
-
-@pytest.mark.proves("S4-30")
-def test_an_env_file_names_the_secrets_and_leaves_them_empty():
-    assert "API_KEY=\n" in render(made(SERVICE), "env")
-    assert ".env" in (Path(__file__).parents[2] / ".gitignore").read_text().split()
 
 
 def _settings(name, of=lambda text: text):
@@ -378,7 +376,7 @@ def shape(form, text):
             return {name: of(one) for name, one in value.items()}
         return [of(one) for one in value] if isinstance(value, list) else ""
 
-    if form not in ("compose", "kubernetes"):
+    if form == "sbatch":
         return len(text.split("\n"))
     reader = YAML(typ="safe", pure=True)
     reader.version = (1, 1)
@@ -387,7 +385,7 @@ def shape(form, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("form", ["sbatch", "compose", "kubernetes", "env"])
+@pytest.mark.parametrize("form", ["sbatch", "compose", "kubernetes"])
 def test_no_text_of_a_setting_becomes_a_line_of_its_own(plain, form, field):
     if field == "ranks" and form != "sbatch":
         return

@@ -1,4 +1,4 @@
-"""Write a launch as the file that starts it: a batch script, a Kubernetes Job, a Compose file and its ``.env``."""
+"""Write a launch as the file that starts it: a batch script, a Kubernetes Job, or a Compose file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def render(launch: Launch, form: LaunchFormat) -> str:
             rule=f"--format {form} starts all ranks in one container.",
             remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
         )
-    return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes, "env": _env}[form](launch)
+    return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes}[form](launch)
 
 
 def _sbatch(launch: Launch) -> str:
@@ -122,6 +122,7 @@ def _compose(launch: Launch) -> str:
         f"# shm_size: {launch.shm_why}; it counts towards mem_limit",
         f"# stop_grace_period: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
     ]
+    notes += [f"# .env: write {name}=VALUE there, and keep it out of version control" for name in settings.pass_env]
     return "\n".join([*notes, write_yaml({"services": {launch.name: service}})])
 
 
@@ -188,11 +189,6 @@ def _mounts(launch: Launch) -> list[dict[str, Any]]:
         mount: dict[str, Any] = {"name": "files", "mountPath": join(_HOME, one), "subPath": below}
         found.append(mount | ({"readOnly": True} if reads else {}))
     return found
-
-
-def _env(launch: Launch) -> str:
-    head = "# For docker compose: fill in, and keep it out of version control."
-    return "\n".join([head, *(f"{name}=" for name in launch.settings.pass_env), ""])
 
 
 def _plain(text: str) -> str:

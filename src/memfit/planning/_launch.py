@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -11,11 +10,11 @@ from pydantic import Field
 from memfit.amounts import Amount, Layout
 from memfit.config import ByteSize, Settings
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.planning._ledger import Forecast, Line
+from memfit.planning._ledger import Forecast
 from memfit.planning._machine import Machine
 from memfit.units import format_bytes
 
-LaunchFormat = Literal["sbatch", "compose", "kubernetes", "env"]
+LaunchFormat = Literal["sbatch", "compose", "kubernetes"]
 _Count = Annotated[int, Field(ge=1)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -81,15 +80,15 @@ class Launch:
     def check_node(self, limit: Amount, where: str, num_nodes: int = 0) -> None:
         """Refuse more memory than one node has, of so many nodes (those of the job if 0)."""
         if not self.memory <= limit:
-            own = self.forecast
-            found = Forecast(
-                replace(own.ledger, lines=_padded(own.ledger.lines, own.slack)),
-                limit,
-                where,
+            found = replace(
+                self.forecast,
+                limit=limit,
+                limit_from=where,
+                shm_limit=None,
+                slack_counts=True,
                 num_ranks=self.num_nodes * self.num_ranks,
                 num_nodes=num_nodes or self.num_nodes,
-                others=_padded(own.others, own.slack),
-                variants=tuple(replace(one, lines=_padded(one.lines, own.slack)) for one in own.variants),
+                uncounted=(),
             )
             raise DoesNotFitError(
                 f"{self.name} needs {self.memory}: {self.memory_why}.",
@@ -124,8 +123,3 @@ class Launch:
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
-
-
-def _padded(lines: Iterable[Line], slack: float) -> tuple[Line, ...]:
-    """Return lines with a share more of each amount, as it is requested."""
-    return tuple(replace(one, amount=one.amount.scaled(1 + slack)) for one in lines)

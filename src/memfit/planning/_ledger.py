@@ -209,6 +209,7 @@ class Forecast:
     num_ranks: int = 1  # the ranks of the job
     num_nodes: int = 1  # the nodes that there are
     slack: float = 0.0  # what is requested on top, as a share
+    slack_counts: bool = False  # the request must fit, and not the peak alone
     others: tuple[Line, ...] = ()  # the ledger's lines that are not of the loaders
     variants: tuple[Variant, ...] = ()  # other loaders
     batch: str = ""  # the equation of the global batch and the steps of an epoch, in words; empty if they are not known
@@ -217,9 +218,12 @@ class Forecast:
     uncounted: tuple[str, ...] = ()  # what is in no line and no peak; if there is any, nobody knows whether it fits
     made_for: Mapping[str, Any] = field(default_factory=dict)  # the stage's settings, masked, and its command's digest
 
+    def _needs(self, ledger: Ledger) -> Amount:
+        return ledger.peak.scaled(1 + self.slack * self.slack_counts)
+
     def has_room(self, ledger: Ledger) -> bool | None:
         """Return whether a ledger fits a node, host memory and /dev/shm; None if it does, and something lacks in it."""
-        found = ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+        found = self._needs(ledger) <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
         return None if found and self.uncounted else found
 
     @property
@@ -255,7 +259,7 @@ class Forecast:
         return found
 
     def _mode(self, name: str, ledger: Ledger, cost: str) -> Mode:
-        return Mode(name, ledger.peak, self.has_room(ledger), cost)
+        return Mode(name, self._needs(ledger), self.has_room(ledger), cost)
 
     def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""

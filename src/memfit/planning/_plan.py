@@ -22,28 +22,24 @@ class Plan:
         num_parallel: Jobs at once.
         limited_by: ``jobs`` if all fit, ``max_parallel`` if the user's number is smaller, else ``memory``.
         num_fitting: How many fit by the memory of the host and of the GPUs.
-        num_cpus: Usable cores. Beyond as many jobs, more start only while these leave cores idle.
         num_devices: How many GPUs each job needs.
         reservation_bytes: The host memory that each job reserves: its private peak and the slack.
         device_reservation_bytes: The same on each of its GPUs; 0 if it needs none.
         capacity_bytes: The host memory for jobs when none of them runs.
         device_capacity_bytes: The same on each GPU, by its UUID.
         footprint: The footprint of one job.
-        limit: The binding limit in words.
     """
 
     num_jobs: int
     num_parallel: int
     limited_by: LimitedBy
     num_fitting: int
-    num_cpus: float
     num_devices: int
     reservation_bytes: int
     device_reservation_bytes: int
     capacity_bytes: int
     device_capacity_bytes: Mapping[str, int]
     footprint: Footprint
-    limit: str
 
     def explain(self) -> str:
         """Return the decision and its sum in one sentence."""
@@ -105,7 +101,7 @@ def plan(
     decided = decide(found, num_jobs, budget, max_parallel, slack, in_use, num_devices)
     if decided.num_fitting:
         return decided
-    if found.private_bytes > decided.capacity_bytes:
+    if max(1, found.private_bytes) > decided.capacity_bytes:
         binding = budget.binding
         raise DoesNotFitError(
             f"one job needs {format_bytes(found.private_bytes)} of host memory ({found.method}); "
@@ -154,14 +150,12 @@ def decide(
         num_parallel=min(num_fitting, most),
         limited_by="memory" if num_fitting < most else "jobs" if most == num_jobs else "max_parallel",
         num_fitting=num_fitting,
-        num_cpus=budget.num_cpus,
         num_devices=num_devices,
         reservation_bytes=reserved,
         device_reservation_bytes=on_device,
         capacity_bytes=rooms[HOST].bytes,
         device_capacity_bytes={place: room.bytes for place, room in rooms.items() if place != HOST},
         footprint=footprint,
-        limit=f"{budget.binding.name} of {format_bytes(budget.binding.limit_bytes)}",
     )
 
 
