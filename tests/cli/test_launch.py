@@ -22,6 +22,8 @@ def test_the_verb_prints_the_file_and_the_figures(memfit, tmp_path):
     before = [*tmp_path.iterdir()]
     found = json.loads(memfit("launch", "recipes.yaml", "--format", "compose", "--json").out)
     assert "mem_limit: " in found["text"] and found["figures"]["memory_why"].startswith("28.00 GiB (declared: 1 x")
+    small = memfit("launch", "recipes.yaml", "--format", "compose", "--json", "--set", "resources.memory=64MiB")
+    assert json.loads(small.out)["notes"] == []
     large = memfit("launch", "recipes.yaml", "--format", "compose", "--set", "resources.memory=900TiB")
     assert large.exit_code == 0 and "this host has" in large.err
     refused = memfit("launch", "recipes.yaml", "--format", "compose", "--submit")

@@ -36,6 +36,7 @@ def look(diagnose, tmp_path):
         ("accelerate launch --num_processes=3 train.py --x", "train.py"),
         ("env A=1 python train.py", "train.py"),
         ("env A=1 nice -n 5 python -u train.py x", "train.py"),
+        ("env -u A -i B=1 python train.py", "train.py"),
         ("python -I -c pass 1 2", "-c"),
     ],
 )
@@ -79,5 +80,6 @@ def test_the_interpreter_is_the_program_itself_or_the_one_of_its_first_line(tmp_
     assert asked_program(tmp_path, "tool", path=str(tmp_path)) == sys.executable
     assert asked_program(tmp_path, sys.executable, "train.py") == sys.executable
     assert asked_program(tmp_path, "env", f"PATH={tmp_path}", "tool") == sys.executable
+    assert asked_program(tmp_path, "env", "-u", "A", sys.executable, "train.py") == sys.executable
     for words in (("shell",), ("python", "train.py")):
         assert asked_program(tmp_path, *words, path=str(tmp_path)) is None

@@ -63,6 +63,7 @@ def test_a_child_that_fails_leaves_the_formula_with_the_reason(monkeypatch):
     assert (found["method"], found["notes"][0]) == ("formula", "computed, not traced: it was killed.")
 
 
+@pytest.mark.proves("S4-45")
 def test_where_nothing_fits_as_many_blocks_as_would_are_named():
     setup = Setup(dtype="fp32", batch=2, seq_len=2048)
     config = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 256}

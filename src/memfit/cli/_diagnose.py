@@ -74,7 +74,7 @@ def diagnose(
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
-    named, verify = [_find(path) for path in paths or ()], flags.verify and _newest_run(flags.verify)
+    named, verify = [_find(path) for path in paths or ()], flags.verify and _find(flags.verify)
     accounting = read_accounting(flags.sacct) if flags.sacct is not None else ""
     if verify is not None and flags.against is not None:
         _verify(verify, flags.against, named, accounting, as_json=flags.as_json)
@@ -90,9 +90,15 @@ def diagnose(
 
 
 def _find(path: Path) -> Path:
-    """Return the log or run that a word means: a path, an experiment of ./runs, one of its runs or jobs."""
+    """Return the log or run that a word means: a path, an experiment, whose newest run it is, a run or a job."""
+    if not path.is_dir() or not any(one.suffix in _LOGS for one in path.iterdir()):
+        if runs := RunDir.all(path.parent, path.name):
+            console(stderr=True).say(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}")
+            return runs[0].path
+        for other in path.glob("run_*/run.json"):
+            check_owner(other.parent)
     if str(path) == "-" or path.exists():
-        return _newest_run(path)
+        return path
     from memfit.reports import find_target
 
     remedy = f"memfit diagnose --job {path} asks sacct" if str(path).isdigit() else "check its name"
@@ -101,19 +107,6 @@ def _find(path: Path) -> Path:
     except UsageError:
         raise UsageError(f"path '{path}' does not exist.", rule=_READS, remedy=remedy) from None
     return found.run.path / "jobs" / found.job_id if found.job_id else found.run.path
-
-
-def _newest_run(path: Path) -> Path:
-    """Return the newest run of an experiment's folder, and say so; any other path as it is."""
-    if not path.is_dir() or (path / "run.json").is_file() or any(one.suffix in _LOGS for one in path.iterdir()):
-        return path
-    runs = RunDir.all(path.parent, path.name)
-    if not runs:
-        for other in path.glob("run_*/run.json"):
-            check_owner(other.parent)
-        return path
-    console(stderr=True).say(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}")
-    return runs[0].path
 
 
 def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:

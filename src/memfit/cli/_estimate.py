@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._settings import AcceptTight, Set, Text, join, settings_of, with_flags
+from memfit.cli._settings import AcceptTight, Set, Text, join, settings_of, spell, with_flags
 from memfit.cli._terminal import AsJson, answer, heartbeat
 from memfit.config import DEFAULT, Settings, resolve
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
@@ -202,7 +202,7 @@ def _check_source(config: Path | None, hf_config: Path | None, flags: Flags) -> 
         remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
     )
     useless = [one.name for one in fields(flags) if one.name not in _OF_CONFIGS] if config else ["set_"]
-    if given := [f"--{name.strip('_').replace('_', '-')}" for name in useless if getattr(flags, name)]:
+    if given := [spell(name) for name in useless if getattr(flags, name)]:
         raise UsageError(
             f"{' and '.join(given)} beside {'a config' if config else '--hf-config'}.",
             rule="a config's workload says how it trains, and --set changes that; flags describe a config.json.",
@@ -232,18 +232,16 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
 
 def _read_model_config(path: Path) -> dict[str, Any]:
     """Return the content of a model's config.json, given the file or its folder."""
-    file = path / "config.json" if path.is_dir() else path
-    rule, found = "--hf-config takes a model's config.json, or the folder that holds it.", None
+    file, what = path / "config.json" if path.is_dir() else path, "is no JSON object"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-    except ValueError as error:
-        what = f"is no JSON: {error}" if file.stat().st_size else "is empty"
-    else:
-        what = f"holds a {type(found).__name__}"
-    if isinstance(found, dict):
-        return found
+    except (ValueError, RecursionError) as error:
+        what = f"is no JSON: {error}"
+    rule = "--hf-config takes a model's config.json, or the folder that holds it."
     remedy = "download all of it from the model's page, or save it: model.config.save_pretrained(folder)"
     raise ConfigError(f"{file} {what}.", rule=rule, remedy=remedy)
 

@@ -71,15 +71,15 @@ def launch(
     notes = list(made.notes)
     if machine is not None:
         made.check_machine(machine, str(flags.on))
-    else:
-        notes.append(_check_room(made, format_))
+    elif note := _check_room(made, format_):
+        notes.append(note)
     text = render(made, format_)
     if flags.submit or flags.test_only:
         notes.append(_hand_over(text, is_test=flags.test_only))
 
     def show(_: Console) -> None:
         typer.echo(text, nl=False)
-        for note in filter(None, notes):
+        for note in notes:
             console(stderr=True).say(f"memfit: {note}")
 
     answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, show)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -19,7 +18,7 @@ import typer
 from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._settings import Flags, Output, Text, with_flags
+from memfit.cli._settings import Flags, Output, Text, spell, with_flags
 from memfit.cli._terminal import Console, answer, console, heartbeat, how_to_go_on, survive_hangup
 from memfit.doctor import explain_cores
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
@@ -93,8 +92,12 @@ def run(
         rule="it runs either a config or a function, or the command behind --.",
         remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
     )
-    if command:
-        _check_no_stages(flags)
+    if command and (given := sorted(spell(name) for name in _CHOOSING if getattr(flags, name))):
+        raise UsageError(
+            f"a command has no stages to choose ({', '.join(given)}).",
+            rule="these flags choose among the stages and units of a config.",
+            remedy="leave them out; give a command's units with --param fold=2..5",
+        )
     what: str | Sequence[str] = command or source or ""
     combinations = expand(None, flags.param) if flags.param else ()
     how: dict[str, Any] = {
@@ -131,15 +134,17 @@ def show_run(start: Callable[..., RunResult], output: Output, echo: _Echo | None
     code = result.exit_code if echo is None else _tell_end(result, log, quiet=output.quiet)
     reader = reader or Reader(RunDir(result.path))
     reader.read()
-    if output.as_json:
-        more = {"canary": result.canary} if result.canary else {}
-        typer.echo(json.dumps(summarize(reader.state()) | more, indent=2, allow_nan=False))
-    else:
-        print_summary(reader.state(), log, verbose=output.verbose)
+    state = reader.state()
+
+    def show(_: Console) -> None:
+        print_summary(state, log, verbose=output.verbose)
         for line in result.canary["text"] if result.canary else ():
             log.say(line)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
+
+    found = summarize(state) if output.as_json else {}
+    answer(found | ({"canary": result.canary} if result.canary else {}), output.as_json, show)
     raise typer.Exit(code)
 
 
@@ -171,16 +176,6 @@ def follow(start: Callable[..., R], output: Output, echo: _Echo | None = None) -
         if echo is not None:
             echo.pass_on()
         live.close()
-
-
-def _check_no_stages(flags: RunFlags) -> None:
-    given = sorted(f"--{name.strip('_').replace('_', '-')}" for name in _CHOOSING if getattr(flags, name))
-    if given:
-        raise UsageError(
-            f"a command has no stages to choose ({', '.join(given)}).",
-            rule="these flags choose among the stages and units of a config.",
-            remedy="leave them out; give a command's units with --param fold=2..5",
-        )
 
 
 def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:

@@ -93,6 +93,11 @@ class Flags(Output):
         return join(given, self.set_)
 
 
+def spell(name: str) -> str:
+    """Return a flag as it is typed, from the name of its field."""
+    return f"--{name.strip('_').replace('_', '-')}"
+
+
 def settings_of(flags: object) -> dict[str, tuple[str, Any]]:
     """Return the settings that flags give, each with its flag and value."""
     found = {}
@@ -101,7 +106,7 @@ def settings_of(flags: object) -> dict[str, tuple[str, Any]]:
         for setting in hint.__metadata__[1:] if value is not None and value is not False else ():
             key, _, text = setting.partition("=")
             is_text = key in _TEXTS or isinstance(value, list) or str(value)[:1] in "[{\"'"
-            found[key] = (f"--{name.replace('_', '-')}", text or (json.dumps(value) if is_text else value))
+            found[key] = (spell(name), text or (json.dumps(value) if is_text else value))
     return found
 
 

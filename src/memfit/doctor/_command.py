@@ -41,8 +41,8 @@ def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) ->
         while rest and _ASSIGNMENT.fullmatch(rest[0]):
             name, _, value = rest.pop(0).partition("=")
             given[name] = value
-    if rest and Path(rest[0]).name in _WRAPPERS:
-        rest = rest[next((at for at, word in enumerate(rest) if _PYTHON.fullmatch(Path(word).name)), 0) :]
+    if rest and (rest[0].startswith("-") or Path(rest[0]).name in _WRAPPERS):  # options of ``env`` too
+        rest = next((rest[at:] for at, word in enumerate(rest) if _PYTHON.fullmatch(Path(word).name)), list(words))
     if not rest:
         return Command(env=given)
     is_python = _PYTHON.fullmatch(Path(rest[0]).name)
