@@ -71,10 +71,10 @@ def build(
         )
     left_out = [*wanted.left_out, *found.left_out]
     more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
-    lines = [f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}", *_columns(built)]
+    lines = _columns(built)
     lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
     lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
-    answer(_facts(built) | more, as_json, lines)
+    _tell(built, "was there already, " if built.reused else "built, ", lines, more, as_json)
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -84,19 +84,17 @@ def info(path: Where, as_json: AsJson = False) -> None:
     Exit codes: 0 done, 2 no panel there, or it is damaged.
     """
     found = _open(path)
-    facts, share = _facts(found), 100 * found.num_rows / (found.shape[0] * found.shape[1])
+    later, delisted = (_facts(found)[name] for name in ("num_listed_later", "num_delisted"))
     lines = [
-        f"{found.path}: {_shape(found)}",
-        f"  dates: {facts['first_date']} to {facts['last_date']}",
+        f"  dates: {found.dates[0]} to {found.dates[-1]}",
         f"  assets: {list_some(found.assets, _NUM_NAMED)}",
-        f"  rows: {found.num_rows}, {share:.1f} % of all cells",
-        f"  first row after the first date: {facts['num_listed_later']} assets; last row before the last date: "
-        f"{facts['num_delisted']} assets",
+        f"  rows: {found.num_rows}, {100 * found.num_rows / (found.shape[0] * found.shape[1]):.1f} % of all cells",
+        f"  first row after the first date: {later} assets; last row before the last date: {delisted} assets",
         *_columns(found),
     ]
     lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
     lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
-    answer(facts, as_json, lines)
+    _tell(found, "", lines, {}, as_json)
 
 
 @panel.command(short_help="Read every byte of a panel and compare checksums.")
@@ -126,12 +124,10 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     old = _open(path)
     with bar("appending") as progress:
         new = old.append(sources, progress=progress)
-    more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
-    lines = [
-        f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}",
-        f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}",
-    ]
-    answer(_facts(new) | more, as_json, lines)
+    added = new.shape[0] - old.shape[0]
+    lines = [f"  {added} dates after {old.dates[-1]} of {old.path.name}"]
+    more = {"reused": new.reused, "num_new_dates": added}
+    _tell(new, "was there already, " if new.reused else "appended, ", lines, more, as_json)
 
 
 @panel.command("prune", short_help="Remove old panels from a cache folder.")
@@ -317,15 +313,14 @@ def _facts(found: Panel) -> dict[str, Any]:
     }
 
 
-def _shape(found: Panel) -> str:
+def _columns(found: Panel) -> list[str]:
+    named = {"features": found.feature_names, "targets": found.target_names}
+    return [f"  {what}: {list_some(names, _NUM_NAMED) or 'none'}" for what, names in named.items()]
+
+
+def _tell(found: Panel, done: str, lines: list[str], more: dict[str, Any], as_json: bool) -> None:
+    """Answer with a panel's facts and ``more``; or with what was ``done``, its shape and further lines."""
     num_dates, num_assets, num_features = found.shape
     shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
-    return f"{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
-
-
-def _columns(found: Panel) -> list[str]:
-    names = (found.feature_names, found.target_names)
-    return [
-        f"  {what}: {list_some(one, _NUM_NAMED) or 'none'}"
-        for what, one in zip(("features", "targets"), names, strict=True)
-    ]
+    first = f"{found.path}: {done}{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
+    answer(_facts(found) | more, as_json, [first, *lines])

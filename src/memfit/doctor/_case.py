@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from memfit.checks import Check
 from memfit.doctor._command import Command
 from memfit.doctor._script import Script, Start
 from memfit.jobs import own_threads
-from memfit.memory import Budget, memory_group, parse_cpu_list, parse_limits, parse_mountinfo
+from memfit.memory import Budget, memory_group, parse_limits, parse_mountinfo
 
 PREFETCH = 2  # batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
 REAL_ROOT = Path("/")
@@ -69,13 +68,6 @@ class Case:
     def limits(self) -> dict[str, tuple[int | None, int | None]]:
         """Soft and hard limits of this process; None for unlimited."""
         return parse_limits(self.text("proc/self/limits"))
-
-    @cached_property
-    def num_host_cpus(self) -> int:
-        """The CPUs that a library finds if it looks at neither affinity nor quota; 0 if unknown."""
-        if text := self.text("sys/devices/system/cpu/online"):
-            return parse_cpu_list(text)
-        return (os.cpu_count() or 0) if self.root == REAL_ROOT else 0
 
     def is_in_memory(self, path: Path) -> bool:
         """Whether files at a path lie in memory."""

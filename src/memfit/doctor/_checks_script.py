@@ -162,10 +162,6 @@ def check_threads(case: Case) -> Iterator[Check]:
     finding = f"{ranks} processes x ({finding})" if ranks > 1 else finding
     finding += f" = {total} threads" if ranks > 1 or workers else ""
     finding += f" on {format_count(cores, 'core')} ({case.budget.cpus_source})"
-    if (host := case.num_host_cpus) > cores:
-        finding += f"; a library without a setting would take {host}"
-    if own := case.script.threads:
-        finding += f"; torch.set_num_threads at {own[0]} changes it"
     remedy = f"memfit run --set threads_per_job={max(1, cores // (ranks * (1 + workers * has_pools)))} -- ..."
     if ranks * workers > cores:
         remedy = f"num_workers={max(1, cores // ranks - 1)}, and memfit run --set threads_per_job=1 -- ..."

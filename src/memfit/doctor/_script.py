@@ -57,7 +57,6 @@ class Script:
     variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
     trainer: str | None = None  # the first Trainer of transformers or TRL
     cuda: str | None = None
-    threads: list[str] = field(default_factory=list)  # calls of ``torch.set_num_threads``
     all_cores: list[str] = field(default_factory=list)  # calls with ``n_jobs=-1``
     errors: list[Site] = field(default_factory=list)  # why a file was not read
     has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
@@ -171,8 +170,6 @@ class _Reader(ast.NodeVisitor):
             script.start_methods.append(Site(_text_of(node.args[0]) or "", site))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
             self._variable(node.args[0], node)
-        elif path == "torch.set_num_threads":
-            script.threads.append(site)
         elif "n_jobs" in given and ast.unparse(given["n_jobs"]) == "-1":
             script.all_cores.append(site)
         self._trainer(path, node)

@@ -126,29 +126,24 @@ def ask(question: Question) -> dict[str, Any]:
             rule="the largest batch is the one whose bound fits a device.",
             remedy="name one: --gpu A100-80GB, or its memory: --gpu 24GiB",
         )
-    warned = []
+    notes, warned = list[str](), list[str]()
     if question.allocator is not None:
         warned = check_allocator(question.allocator)
         AllocatorSettings.parse(question.allocator)
     check_names(question.config)
     _ = question.setups
-    found, notes = _answer(question)
-    return found | {"notes": [*notes, *found["notes"], *warned]}
-
-
-def _answer(question: Question) -> tuple[dict[str, Any], list[str]]:
-    """Return the answer of the child, or of the formula with the reason."""
+    if not question.formula:
+        try:
+            found: dict[str, Any] = jobs.call_in_child(f"{__name__}:answer_in_child", question.to_dict())
+        except (ConfigError, MissingExtraError):
+            raise
+        except (JobFailedError, UsageError) as error:  # the child ended otherwise: killed, aborted
+            was_killed = error.what.endswith(f"ended by signal {int(signal.SIGKILL)}.")
+            why = "the process that traced was killed (signal 9): out of memory?" if was_killed else error.what
+            question, notes = replace(question, formula=True), [f"computed, not traced: {why}"]
     if question.formula:
-        return answer_in_child(**question.to_dict()), []
-    try:
-        return jobs.call_in_child(f"{__name__}:answer_in_child", question.to_dict()), []
-    except (ConfigError, MissingExtraError):
-        raise
-    except (JobFailedError, UsageError) as error:  # the child ended otherwise: killed, aborted
-        was_killed = error.what.endswith(f"ended by signal {int(signal.SIGKILL)}.")
-        why = "the process that traced was killed (signal 9): out of memory?" if was_killed else error.what
-        found = answer_in_child(**replace(question, formula=True).to_dict())
-        return found, [f"computed, not traced: {why}"]
+        found = answer_in_child(**question.to_dict())
+    return found | {"notes": [*notes, *found["notes"], *warned]}
 
 
 def answer_in_child(**words: Any) -> dict[str, Any]:
