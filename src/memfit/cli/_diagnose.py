@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
 
-from memfit.cli._settings import Text, with_flags
+from memfit.cli._settings import Text, flag, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console, heartbeat
 from memfit.errors import UsageError
 from memfit.files import check_owner, write_atomic
@@ -27,20 +26,14 @@ _READS = "it reads run directories, logs, folders of logs, and - for standard in
 class Flags:
     """The flags of this verb."""
 
-    sacct: Annotated[
-        Text, Option("--sacct", "--job", help="The job's number, or a file that sacct printed.", metavar="FILE|JOBID")
-    ] = None
-    script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE", exists=True)] = None
-    kernel_log: Annotated[
-        Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE", exists=True)
-    ] = None
-    fix: Annotated[bool, Option("--fix", help="Write a corrected copy of --script beside it.")] = False
-    report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
-    verify: Annotated[
-        Path | None, Option(help="Check whether this run used the fixed script.", metavar="RUN", exists=True)
-    ] = None
-    against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED", exists=True)] = None
-    verbose: Annotated[bool, Option("--verbose", help="Also print timeline, arithmetic and every remedy.")] = False
+    sacct: Text = flag("The job's number, or a file that sacct printed.", "FILE|JOBID", "", "--sacct", "--job")
+    script: Path | None = flag("The job's batch script.", "FILE", exists=True)
+    kernel_log: Path | None = flag("A file with the output of dmesg or journalctl -k.", "FILE", exists=True)
+    fix: bool = flag("Write a corrected copy of --script beside it.")
+    report: Path | None = flag("Write an incident report in Markdown.", "FILE")
+    verify: Path | None = flag("Check whether this run used the fixed script.", "RUN", exists=True)
+    against: Path | None = flag("The fixed script.", "FIXED", exists=True)
+    verbose: bool = flag("Also print timeline, arithmetic and every remedy.")
     as_json: AsJson = False
 
 

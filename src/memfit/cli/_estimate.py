@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._settings import AcceptTight, Set, Text, join, settings_of, spell, with_flags
+from memfit.cli._settings import Text, flag, join, set_flag, settings_of, spell, tight_flag, with_flags
 from memfit.cli._terminal import AsJson, answer, heartbeat
 from memfit.config import DEFAULT, Settings, resolve
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
@@ -30,56 +30,28 @@ _OF_CONFIGS = ("gpu", "allocator", "formula", "time_limit", "accept_tight", "set
 class Flags:
     """The flags of this verb. One that gives a field of ``Setup`` its value names it behind its option."""
 
-    batch: Annotated[Text, Option(help="Samples of a microbatch, or as many as fit; 1.", metavar="N|auto"), "batch"] = (
-        None
+    batch: Text = flag("Samples of a microbatch, or as many as fit; 1.", "N|auto", "batch")
+    microbatches: Text = flag("Forward and backward passes an update; 1.", "N", "num_microbatches")
+    global_batch: int | None = flag("Samples an update, over all devices.", "N", min=1)
+    seq_len: Text = flag("Tokens of a sample, padding included; 512.", "N", "seq_len")
+    lengths: Path | None = flag("The data's lengths: the longest batch counts, cut at --seq-len.", "FILE")
+    dtype: Text = flag("bf16, fp32, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32); bf16.", "DTYPE", "dtype")
+    optimizer: Text = flag(f"{', '.join(get_args(Optimizer))}; adamw.", "NAME", "optimizer")
+    gradient_checkpointing: bool = flag("Keep only the inputs of blocks.", None, "gradient_checkpointing=full")
+    lora: Text = flag("Adapters: rank, and modules.", "RANK[:NAME,NAME]")
+    world_size: Text = flag("Devices; 1.", "N", "world_size")
+    strategy: Text = flag("ddp, zero1, zero2, zero3, fsdp.", "NAME", "strategy")
+    train: list[str] | None = flag(
+        "Another field of the training: attention=eager. docs/estimate.md lists them.", "KEY=VALUE"
     )
-    microbatches: Annotated[
-        Text, Option(help="Forward and backward passes an update; 1.", metavar="N"), "num_microbatches"
-    ] = None
-    global_batch: Annotated[int | None, Option(min=1, help="Samples an update, over all devices.", metavar="N")] = None
-    seq_len: Annotated[Text, Option(help="Tokens of a sample, padding included; 512.", metavar="N"), "seq_len"] = None
-    lengths: Annotated[
-        Path | None, Option(help="The data's lengths: the longest batch counts, cut at --seq-len.", metavar="FILE")
-    ] = None
-    dtype: Annotated[
-        Text,
-        Option(
-            "--dtype",
-            help="bf16, fp32, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32); bf16.",
-            metavar="DTYPE",
-        ),
-        "dtype",
-    ] = None
-    optimizer: Annotated[
-        Text, Option(help=f"{', '.join(get_args(Optimizer))}; adamw.", metavar="NAME"), "optimizer"
-    ] = None
-    gradient_checkpointing: Annotated[
-        bool, Option("--gradient-checkpointing", help="Keep only the inputs of blocks."), "gradient_checkpointing=full"
-    ] = False
-    lora: Annotated[Text, Option(help="Adapters: rank, and modules.", metavar="RANK[:NAME,NAME]")] = None
-    world_size: Annotated[Text, Option(help="Devices; 1.", metavar="N"), "world_size"] = None
-    strategy: Annotated[Text, Option(help="ddp, zero1, zero2, zero3, fsdp.", metavar="NAME"), "strategy"] = None
-    train: Annotated[
-        list[str] | None,
-        Option(
-            help="Another field of the training: attention=eager. docs/estimate.md lists them.", metavar="KEY=VALUE"
-        ),
-    ] = None
-    gpu: Annotated[
-        Text,
-        Option(help="Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", metavar="NAME|SIZE"),
-    ] = None
-    allocator: Annotated[
-        Text,
-        Option(help="Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,..."),
-    ] = None
-    formula: Annotated[bool, Option("--formula", help="Use a formula; do not trace the model.")] = False
-    time_limit: Annotated[
-        float,
-        Option(min=0, help="CPU time for traces. A longer one is extrapolated from smaller sizes.", metavar="SECONDS"),
-    ] = TIME_LIMIT
-    accept_tight: AcceptTight = False
-    set_: Set = None
+    gpu: Text = flag("Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", "NAME|SIZE")
+    allocator: Text = flag("Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", "KEY:VALUE,...")
+    formula: bool = flag("Use a formula; do not trace the model.")
+    time_limit: float = flag(
+        "CPU time for traces. A longer one is extrapolated from smaller sizes.", "SECONDS", default=TIME_LIMIT, min=0
+    )
+    accept_tight: bool = tight_flag()
+    set_: list[str] | None = set_flag()
     as_json: AsJson = False
 
     def setup(self) -> Setup:

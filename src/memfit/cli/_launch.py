@@ -12,7 +12,7 @@ from typer import Option
 
 from memfit import slurm
 from memfit.amounts import Amount
-from memfit.cli._settings import AcceptTight, Set, join, settings_of, with_flags
+from memfit.cli._settings import Text, flag, join, set_flag, settings_of, tight_flag, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
@@ -26,14 +26,12 @@ from memfit.units import format_bytes
 class Flags:
     """The flags of this verb."""
 
-    measured: Annotated[str | None, Option(help="Take memory, epoch and save from this run.", metavar="RUN")] = None
-    on: Annotated[Path | None, Option(help="Lay it out on the machine that this file describes.", metavar="YAML")] = (
-        None
-    )
-    accept_tight: AcceptTight = False
-    set_: Set = None
-    test_only: Annotated[bool, Option("--test-only", help="Let sbatch check the script; submit nothing.")] = False
-    submit: Annotated[bool, Option("--submit", help="Hand the script to sbatch.")] = False
+    measured: Text = flag("Take memory, epoch and save from this run.", "RUN")
+    on: Path | None = flag("Lay it out on the machine that this file describes.", "YAML")
+    accept_tight: bool = tight_flag()
+    set_: list[str] | None = set_flag()
+    test_only: bool = flag("Let sbatch check the script; submit nothing.")
+    submit: bool = flag("Hand the script to sbatch.")
     as_json: AsJson = False
 
 

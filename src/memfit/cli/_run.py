@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from typer import Option
 
 from memfit.checks import check_one_given
-from memfit.cli._settings import Flags, Output, Text, spell, with_flags
+from memfit.cli._settings import Output, Text, flag, join, set_flag, settings_of, spell, tight_flag, with_flags
 from memfit.cli._terminal import Console, answer, console, heartbeat, how_to_go_on, survive_hangup
 from memfit.doctor import explain_cores
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
@@ -37,25 +36,38 @@ _CHOOSING = frozenset({"until", "from_", "skip", "units", "check_files"})
 
 
 @dataclass(frozen=True)
-class RunFlags(Flags):
-    """The flags of this verb alone: which stages and units of a config run."""
+class RunFlags(Output):
+    """The flags of this verb, those used most first. One that gives a setting its value names it behind its option."""
 
-    until: Annotated[Text, Option(help="Run up to this stage.", metavar="STAGE")] = None
-    from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
-    skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE"), "skip"] = (
-        None
-    )
-    units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE"), "units"] = None
-    on: Annotated[Path | None, Option(help="Plan for the machine that this file describes.", metavar="YAML")] = None
-    out: Annotated[Path | None, Option(help="Keep the plan, for --planned.", metavar="JSON")] = None
-    planned: Annotated[Text, Option(help="A kept plan: say what is not as in it.", metavar="JSON"), "planned"] = None
-    check_files: Annotated[bool, Option("--check-files", help="Read all kept files; make damaged ones again.")] = False
-    canary: Annotated[bool, Option("--canary", help="Try a few steps of every phase, then stop."), "canary=true"] = (
-        False
-    )
-    canary_args: Annotated[
-        Text, Option(help="What a canary adds to the command.", metavar="'WORDS'"), "canary_args"
-    ] = None
+    param: list[str] | None = flag("Values of {fold}, such as fold=1..5 or fold=1,3.", "NAME=VALUES")
+    plan: bool = flag("Print what would run, why, and how many fit.")
+    limit: Text = flag("The most memory of all jobs together.", "SIZE", "memory.limit")
+    memory: Text = flag("Expected peak of one job; {name}: a parameter.", "SIZE", "memory.job")
+    max_parallel: Text = flag("Run at most N jobs at once, or as many as fit.", "auto|N", "max_parallel")
+    nproc: Text = flag("Processes (ranks) of each job, as of torchrun.", "N", "resources.ranks")
+    backend: Text = flag("Run jobs here, or as job arrays of Slurm.", "local|slurm", "backend")
+    set_: list[str] | None = set_flag()
+    name: Text = flag("The experiment, a folder below the runs.", "NAME", "experiment")
+    new: bool = flag("Start a new run; do not continue the newest.")
+    num_gpus: Text = flag("GPUs of each job. It sees no others.", "N", "memory.num_gpus")
+    gpu_memory: Text = flag("Expected peak of one job on each of its GPUs.", "SIZE", "memory.gpu_job")
+    reserve: Text = flag("Memory that is kept free.", "SIZE", "memory.reserve")
+    retries: Text = flag("Restarts after a kill or an out-of-memory.", "N", "retries")
+    on_failure: Text = flag("After a failure: stop all jobs, or continue.", "stop|continue", "on_failure")
+    runs_dir: Text = flag("The folder of all runs.", "FOLDER", "runs_dir")
+    grace: Text = flag("Time to save before a stopped job is killed.", "SECONDS", "grace_seconds")
+    accept_tight: bool = tight_flag()
+    force: bool = flag("Also run jobs that do not fit the budget.")
+    until: Text = flag("Run up to this stage.", "STAGE")
+    from_: Text = flag("Run this stage and all later ones again.", "STAGE")
+    skip: list[str] | None = flag("Treat this stage as done. Repeatable.", "STAGE", "skip")
+    units: Text = flag("Run these units only, such as 2-5 or 1,3.", "RANGE", "units")
+    on: Path | None = flag("Plan for the machine that this file describes.", "YAML")
+    out: Path | None = flag("Keep the plan, for --planned.", "JSON")
+    planned: Text = flag("A kept plan: say what is not as in it.", "JSON", "planned")
+    check_files: bool = flag("Read all kept files; make damaged ones again.")
+    canary: bool = flag("Try a few steps of every phase, then stop.", None, "canary=true")
+    canary_args: Text = flag("What a canary adds to the command.", "'WORDS'", "canary_args")
 
 
 @with_flags
@@ -100,8 +112,11 @@ def run(
         )
     what: str | Sequence[str] = command or source or ""
     combinations = expand(None, flags.param) if flags.param else ()
+    settings = settings_of(flags)
+    if flags.memory and "{" in flags.memory:
+        settings["memory.job_of"] = settings.pop("memory.job")
     how: dict[str, Any] = {
-        "overrides": flags.overrides(),
+        "overrides": join(settings, flags.set_),
         "choice": Choice(flags.until, flags.from_, check_files=flags.check_files, combinations=tuple(combinations)),
         "new": flags.new,
     }

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer import Option
 
 from memfit.checks import check_one_given
 from memfit.cli._run import follow
-from memfit.cli._settings import Output, Set, Text, join, settings_of, with_flags
+from memfit.cli._settings import Output, Text, flag, join, set_flag, settings_of, with_flags
 from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
 from memfit.reports import find_run, print_study, summarize_study
@@ -25,28 +24,19 @@ from memfit.tuning import tune as search
 class TuneFlags(Output):
     """The flags of this verb."""
 
-    n_trials: Annotated[
-        int | None, Option(help="How many trials. More than before goes on.", metavar="N"), "tune.n_trials"
-    ] = None
-    max_epochs: Annotated[
-        int | None, Option(help="Epochs of each trial: sets what tune.epochs names.", metavar="N", min=1)
-    ] = None
-    study_name: Annotated[
-        Text, Option(help="The study's name, a folder below the runs.", metavar="NAME"), "experiment"
-    ] = None
-    param: Annotated[
-        list[str] | None,
-        Option(help="For a command: lr=1e-5..1e-3:log, layers=2..4 or batch=32,64. Repeatable.", metavar="NAME=VALUES"),
-    ] = None
-    objective: Annotated[
-        Text, Option(help="For a command: the number to improve, from its last line or reports.", metavar="NAME")
-    ] = None
-    minimize: Annotated[bool, Option("--minimize", help="For a command: less is better.")] = False
-    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
-    set_: Set = None
-    new: Annotated[bool, Option("--new", help="Start a new study; do not continue the newest.")] = False
-    force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
-    status: Annotated[Text, Option(help="Show a study, running or ended; start nothing.", metavar="STUDY")] = None
+    n_trials: int | None = flag("How many trials. More than before goes on.", "N", "tune.n_trials")
+    max_epochs: int | None = flag("Epochs of each trial: sets what tune.epochs names.", "N", min=1)
+    study_name: Text = flag("The study's name, a folder below the runs.", "NAME", "experiment")
+    param: list[str] | None = flag(
+        "For a command: lr=1e-5..1e-3:log, layers=2..4 or batch=32,64. Repeatable.", "NAME=VALUES"
+    )
+    objective: Text = flag("For a command: the number to improve, from its last line or reports.", "NAME")
+    minimize: bool = flag("For a command: less is better.")
+    limit: Text = flag("The most memory of all jobs together.", "SIZE", "memory.limit")
+    set_: list[str] | None = set_flag()
+    new: bool = flag("Start a new study; do not continue the newest.")
+    force: bool = flag("Also run jobs that do not fit the budget.")
+    status: Text = flag("Show a study, running or ended; start nothing.", "STUDY")
 
 
 @with_flags
