@@ -62,6 +62,9 @@ _MEANT = {
     **dict.fromkeys(("--quant", "--attention", "--target-len", "--selective-checkpointing"), "--train"),
     **dict.fromkeys(("--master-weights", "--state-dtype", "--optimizer-in-backward", "--no-foreach"), "--train"),
     **dict.fromkeys(("--loss-chunks", "--compile", "--load", "--no-clip"), "--train"),
+    "--threads": "MEMFIT_THREADS_PER_JOB=4 before memfit",
+    "--limit": "MEMFIT_MEMORY__LIMIT=8GiB before memfit",
+    "--reserve": "MEMFIT_MEMORY__RESERVE=1GiB before memfit",
     "--timeout": "-- timeout 1h python train.py; on Slurm: --set slurm.time=01:00:00",
 }
 

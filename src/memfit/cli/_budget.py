@@ -10,16 +10,12 @@ import typer
 from memfit.cli._terminal import AsJson, answer
 from memfit.config import write_yaml
 from memfit.memory import Budget
+from memfit.pipeline import resolve_settings
 from memfit.planning import Machine
-from memfit.units import parse_memory
 
 
 def budget(
     as_json: AsJson = False,
-    limit: Annotated[
-        str | None, typer.Option(help="The most that all jobs may use, such as 8GiB.", metavar="SIZE")
-    ] = None,
-    reserve: Annotated[str | None, typer.Option(help="Memory to keep free, such as 512MiB.", metavar="SIZE")] = None,
     as_machine: Annotated[
         bool, typer.Option("--as-machine", help="Print machine.yaml, as run --plan --on takes it.")
     ] = False,
@@ -28,18 +24,16 @@ def budget(
 
     \b
     memfit budget
-    memfit budget --limit 8GiB --json
+    MEMFIT_MEMORY__LIMIT=8GiB memfit budget --json
     memfit budget --as-machine > machine.yaml
 
-    It reads the limits of cgroups, Slurm, ulimit and the host. The one that leaves least counts. GPUs are listed with
-    the processes of others on them.
+    It reads the limits of cgroups, Slurm, ulimit, the host, and your own of memory.limit. The one that leaves least
+    counts. GPUs are listed with the processes of others on them.
 
-    Exit codes: 0 done, 2 a size that cannot be read.
+    Exit codes: 0 done, 2 a setting that cannot be read.
     """
-    found = Budget.read(
-        cap_bytes=None if limit is None else parse_memory(limit),
-        reserve_bytes=None if reserve is None else parse_memory(reserve),
-    )
+    memory = resolve_settings(values={"experiment": "budget"}).value.memory
+    found = Budget.read(cap_bytes=memory.limit, reserve_bytes=memory.reserve)
     if as_machine:
         machine = Machine.here(found).model_dump(mode="json", exclude_none=True)
         answer(machine, as_json, lambda _: typer.echo(write_yaml(machine), nl=False))

@@ -46,18 +46,11 @@ _WANTS_KEYS = frozenset({"model_type", "dict_type", "mapping_type"})
 
 @dataclass(frozen=True)
 class Resolved(Generic[M]):
-    """Checked settings, and where each came from.
-
-    Attributes:
-        value: The settings.
-        origins: By dotted name, the origin of every value: ``--set``, ``environment MEMFIT_SEED``, ``config.yaml:12``,
-            ``argument`` or ``default``.
-        prefix: What stands before the model's own names: empty, or for example ``params.``.
-    """
+    """Checked settings, and where each came from: ``--set``, ``environment MEMFIT_SEED``, ``c.yaml:1``, ``default``."""
 
     value: M
-    origins: Mapping[str, str]
-    prefix: str
+    origins: Mapping[str, str]  # of every value, by its dotted name
+    prefix: str  # what stands before the model's own names: empty, or for example ``params.``
     _given: dict[Keys, tuple[Any, str]] = field(repr=False, compare=False)
 
     def to_yaml(self, *nested: Resolved[Any]) -> str:
@@ -103,15 +96,7 @@ def resolve(
     is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted. A file may
     have anchors, 100 aliases and YAML's own tags; other tags, merge keys and a key that is there twice are refused.
 
-    Args:
-        model: The settings' pydantic model, usually derived from ``Settings``.
-        file: A YAML file.
-        values: Instead of a file, its content from Python.
-        env: The environment; by default this process's.
-        overrides: What was given with ``--set``; or, as a pair, after the flag that an error is to name.
-
-    Raises:
-        ConfigError: If anything is wrong: all of it is named at once, each with its place and the nearest known name.
+    ``values`` stand for a file's content. If anything is wrong, ConfigError names all of it with its place.
     """
     if file is not None and values is not None:
         raise TypeError("give a file or values, not both")
@@ -223,11 +208,7 @@ class _Layers:
 
 
 def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
-    """Return what a settings file holds, or its text where that was read already; it is checked against no model.
-
-    Raises:
-        ConfigError: If it is not there, is not one YAML document with a mapping, or has a key twice.
-    """
+    """Return what a settings file holds, or its text where that was read already; it is checked against no model."""
     return _read(file, text)[0]
 
 

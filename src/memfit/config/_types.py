@@ -49,13 +49,10 @@ ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(size_tex
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value made of ``dict``, ``list``, ``str``, ``int``, ``float``, ``bool`` and ``None`` alone.
+    """Return a value as a settings file can hold it; TypeError where none can.
 
     Models become what they dump as JSON, paths their POSIX text, dates their ISO text, enumerations their values,
     sets sorted lists, and zero-dimensional arrays their item.
-
-    Raises:
-        TypeError: For any other type.
     """
     return json.loads(json.dumps(value, default=_as_plain))
 
@@ -81,11 +78,7 @@ def _as_plain(value: Any) -> Any:
 def fingerprint(value: Any) -> str:
     """Return the SHA-256 of the value's canonical JSON: 64 hex digits, the same in every process and on every machine.
 
-    Keys are sorted, floats are written so that they read back exactly, and models, paths, dates, enumerations, tuples
-    and sets count as what they are in a settings file.
-
-    Raises:
-        TypeError: If the value holds something that no settings file can hold.
+    It is that of ``to_plain``, with sorted keys, and floats that read back exactly.
     """
     return hashlib.sha256(_canonical(to_plain(value)).encode()).hexdigest()
 
