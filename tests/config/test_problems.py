@@ -72,17 +72,14 @@ def refused(**given: Any) -> ConfigError:
         ("seed=abc", 'seed must be a valid integer, got "abc" (--set).', "give for example --set seed=0"),
         ("seed=3.0", "seed must be a valid integer, got 3.0 (--set).", "give for example --set seed=0"),
         ("seed=", 'seed must be a valid integer, got "" (--set).', "give for example --set seed=0"),
-        ("seed=true", "seed must be a valid integer, got true (--set).", "give for example --set seed=0"),
         ("seed=13", "seed: 13 is not a seed, got 13 (--set).", "give for example --set seed=0"),
         ("rate=fast", 'rate must be a valid number, got "fast" (--set).', "give for example --set rate=0.1"),
         ("rate=-1", "rate must be greater than 0, got -1 (--set).", "give for example --set rate=0.1"),
-        ("rate=2", "rate must be less than or equal to 1, got 2 (--set).", "give for example --set rate=0.1"),
         (
             "folds.first=0",
             "folds.first must be greater than or equal to 1, got 0 (--set).",
             "give for example --set folds.first=1",
         ),
-        ("folds.last=20", "folds.last must be less than 20, got 20 (--set).", "give for example --set folds.last=5"),
         ("folds=3", "folds must have names below it, got 3 (--set).", "give for example --set folds.first=1"),
         (
             "reserve=12",
@@ -113,11 +110,6 @@ def refused(**given: Any) -> ConfigError:
             'reserve must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got "lots" (--set).',
             "give for example --set reserve=4GiB",
         ),
-        (
-            "reserve=1.5",
-            "reserve must be a size of 1MiB or more, such as 8GiB; a bare number is bytes, got 1.5 (--set).",
-            "give for example --set reserve=4GiB",
-        ),
         ("pair=[1]", "pair[1] is missing.", "write pair: in the file, or give --set pair=..., or MEMFIT_PAIR=..."),
         ("pair=[1, x]", 'pair[1] must be a valid integer, got "x" (--set).', "give --set pair[1]=..."),
         (
@@ -137,7 +129,6 @@ def refused(**given: Any) -> ConfigError:
             "give --set experiment=...",
         ),
         ("seed.x=1", "seed must be a valid integer (--set).", "give for example --set seed=0"),
-        ("seed={x: 1}", "seed must be a valid integer (--set).", "give for example --set seed=0"),
         ("folds.first=9", "folds: first fold 9 is after last fold 5 (--set).", "give --set folds=..."),
         ("seed", '--set "seed" is not name=value.', "write --set NAME=VALUE"),
         ("=1", '--set "=1" is not name=value.', "write --set NAME=VALUE"),

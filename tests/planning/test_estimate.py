@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from jobs.contract import is_alive, wait_until
 from memfit import estimation, jobs
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation import METRICS, Estimate, Interval, Setup
@@ -153,20 +152,6 @@ def test_a_child_that_was_killed_is_said_to_have_been_short_of_memory(monkeypatc
     assert note == "computed, not traced: the process that traced was killed (signal 9): out of memory?"
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(holds) -> bool:
-    end = time.monotonic() + 15
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return bool(holds())
-
-
 def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
     path = tmp_path / "pid"
     order = {"args": ["sh", "-c", f"echo $PPID > {path}; exec sleep 5"]}
@@ -177,10 +162,10 @@ def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code, json.dumps(order)], env=env)
     try:
-        assert wait_until(lambda: path.exists() and path.read_text().strip())
+        wait_until(lambda: path.exists() and path.read_text().strip() != "")
         child = int(path.read_text())
-        assert is_running(child)
+        assert is_alive(child)
     finally:
         parent.kill()
         parent.wait()
-    assert wait_until(lambda: not is_running(child))
+    wait_until(lambda: not is_alive(child))

@@ -7,24 +7,19 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli._terminal import console, heartbeat
+from memfit.cli._terminal import RunName, console, heartbeat
 from memfit.reports import find_run, write_page
 
 
 def report(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="A run's folder, name or experiment; the newest below runs/ when left out.", show_default=False
-        ),
-    ] = None,
+    run: RunName = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The file; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
     """Write a run as one HTML page: learning curves, results, memory, cores and disk over time, and why jobs failed.
 
-    The page needs no network and no script. It works for a run that goes on, too. Outside of ./runs, name the run.
+    The page needs no network and no script, also of a run that goes on. Without a name the newest of ./runs is meant.
 
     \b
     memfit report

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from memfit.cli._settings import Output, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, console, how_to_go_on
+from memfit.cli._terminal import AsJson, Console, RunName, answer, console, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
 from memfit.reports import (
@@ -37,13 +37,7 @@ _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
 
 
 def watch(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="A run's folder, name or experiment; by default the newest live run, of ./runs first.",
-            show_default=False,
-        ),
-    ] = None,
+    run: RunName = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also show the memory of each epoch, by phase.")] = False,
 ) -> None:
     """Show a run while it goes on: its jobs, their phases and their memory.
@@ -52,7 +46,8 @@ def watch(
     memfit watch
     memfit watch runs/demo
 
-    Watching changes nothing: Ctrl-C ends the watching, not the run.
+    Watching changes nothing: Ctrl-C ends the watching, not the run. Without a name the newest
+    live run is meant, of ./runs first.
 
     Exit codes: 0 the run has ended, 2 no such run, 130 the watching was interrupted.
     """

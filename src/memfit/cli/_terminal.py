@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _SILENCE_SECONDS = 10.0
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, times in seconds.")]
+RunName = Annotated[
+    str | None, typer.Argument(help="A run's folder, name or experiment; by default the newest.", show_default=False)
+]
 
 
 class Console(rich.console.Console):

@@ -84,9 +84,6 @@ def plan(
         in_use: Bytes by place that jobs of this plan use already and that the budget counts as taken.
         num_devices: GPUs that each job needs; as many as its footprint names when None.
 
-    Returns:
-        The plan.
-
     Raises:
         DoesNotFitError: If not even one job fits; with the sum.
         UsageError: If there is no job, or ``max_parallel`` is below 1.
