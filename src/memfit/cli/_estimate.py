@@ -12,7 +12,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from pydantic import Field, create_model
-from typer import Option
 
 from memfit.checks import check_one_given
 from memfit.cli._settings import Text, flag, join, set_flag, settings_of, spell, tight_flag, with_flags
@@ -30,6 +29,7 @@ _OF_CONFIGS = ("gpu", "allocator", "formula", "time_limit", "accept_tight", "set
 class Flags:
     """The flags of this verb. One that gives a field of ``Setup`` its value names it behind its option."""
 
+    hf_config: Path | None = flag("The model's config.json, or its folder.", "FILE")
     batch: Text = flag("Samples of a microbatch, or as many as fit; 1.", "N|auto", "batch")
     microbatches: Text = flag("Forward and backward passes an update; 1.", "N", "num_microbatches")
     global_batch: int | None = flag("Samples an update, over all devices.", "N", min=1)
@@ -114,10 +114,6 @@ def parse_lora(text: str) -> tuple[int, tuple[str, ...]]:
 @with_flags
 def estimate(
     config: Annotated[Path | None, typer.Argument(help="A YAML config.", show_default=False)] = None,
-    hf_config: Annotated[
-        Path | None,
-        Option("--hf-config", help="The model's config.json, or its folder.", metavar="FILE", show_default=False),
-    ] = None,
     *,
     flags: Flags,
 ) -> None:
@@ -135,6 +131,7 @@ def estimate(
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
+    from memfit.planning import find_this_gpu
     from memfit.reports import print_estimate
 
     if config is not None and config.suffix == ".py":
@@ -143,32 +140,34 @@ def estimate(
             rule="an estimate is made from a config, or from a model's config.json.",
             remedy=f"measure the script: memfit run -- python {config}",
         )
-    _check_source(config, hf_config, flags)
-    gpu, available, others = _this_gpu(flags.gpu)
+    _check_source(config, flags)
+    gpu, available, others = flags.gpu, None, list[str]()
+    if gpu is None:
+        gpu, available, others = find_this_gpu(Budget.read())
     how: dict[str, Any] = {
-        "gpu": gpu,
+        "gpu": None if gpu is not None and gpu.lower() == "none" else gpu,
         "available_bytes": available,
         "allocator": flags.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None),
         "time_limit": flags.time_limit,
     }
     with heartbeat(f"tracing two training steps on fake tensors, for at most {flags.time_limit:.0f} s of CPU"):
-        if hf_config is None:
+        if flags.hf_config is None:
             from memfit.pipeline import estimate_workload
 
             settings = join(settings_of(flags), flags.set_)
             found = estimate_workload(config or "", overrides=settings, formula=flags.formula, **how)
         else:
-            found = _of_model(_read_model_config(hf_config), flags, how)
+            found = _of_model(_read_model_config(flags.hf_config), flags, how)
     found["notes"] += others
     answer(found, flags.as_json, partial(print_estimate, found))
     fitting = (None, "fits", *(["tight"] if found.get("accept_tight", flags.accept_tight) else []))
     raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
 
 
-def _check_source(config: Path | None, hf_config: Path | None, flags: Flags) -> None:
+def _check_source(config: Path | None, flags: Flags) -> None:
     """Refuse no model, two models, and flags without effect."""
     check_one_given(
-        {f"a config ({config})": config, f"--hf-config {hf_config}": hf_config},
+        {f"a config ({config})": config, f"--hf-config {flags.hf_config}": flags.hf_config},
         none="memfit estimate was given neither a config nor --hf-config",
         rule="it takes a config, whose workload names its step, or a model's config.json.",
         remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
@@ -216,12 +215,3 @@ def _read_model_config(path: Path) -> dict[str, Any]:
     rule = "--hf-config takes a model's config.json, or the folder that holds it."
     remedy = "download all of it from the model's page, or save it: model.config.save_pretrained(folder)"
     raise ConfigError(f"{file} {what}.", rule=rule, remedy=remedy)
-
-
-def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
-    """Return a GPU's name or size, its free bytes and who uses the rest; by default of this machine's first GPU."""
-    if gpu is not None:
-        return (None if gpu.lower() == "none" else gpu), None, []
-    from memfit.planning import find_this_gpu
-
-    return find_this_gpu(Budget.read())

@@ -131,7 +131,7 @@ def run(
         from memfit.reports import print_run_plan
 
         but = _CHOOSING | {"new", "on", "out"} | ({"param"} if command else set())
-        plan = plan_run(what, start=_start_of(context, but=but), on=flags.on, **how)
+        plan = plan_run(what, start=_start_of(source, flags, but=but), on=flags.on, **how)
         if flags.out is not None:
             write_json(flags.out, plan.to_dict())
         answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
@@ -193,17 +193,13 @@ def follow(start: Callable[..., R], output: Output, echo: _Echo | None = None) -
         live.close()
 
 
-def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
+def _start_of(source: str | None, flags: RunFlags, *, but: AbstractSet[str]) -> str:
     """Return the command line without some flags and without those of the output."""
-    words = ["memfit", "run"]
-    for one in sorted(context.command.params, key=lambda one: one.param_type_name):  # arguments, then options
-        source = context.get_parameter_source(one.name or "")
-        if source is None or source.name != "COMMANDLINE" or one.name in but | {"plan", "quiet", "verbose", "as_json"}:
-            continue
-        value = context.params[one.name or ""]
-        flag = one.opts[:1] if one.param_type_name == "option" else []
-        for each in value if isinstance(value, list | tuple) else [value]:
-            words += flag if each is True else [*flag, str(each)]
+    words = ["memfit", "run", *([source] if source else [])]
+    for name, value in vars(flags).items():
+        if name not in but | {"plan", "quiet", "verbose", "as_json"} and value is not None and value is not False:
+            for each in value if isinstance(value, list) else [value]:
+                words += [spell(name)] if each is True else [spell(name), str(each)]
     return shlex.join(mask(words))
 
 
