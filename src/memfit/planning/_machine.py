@@ -29,15 +29,15 @@ def _known(text: str) -> str:
     return text
 
 
-_Count = Annotated[int, Field(ge=1, le=1 << 20)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Machine(Settings):
     """The nodes that a training gets, all alike; ``machine.yaml``."""
 
-    nodes: _Count = 1
-    tasks_per_node: _Count = 1  # the tasks of each, of one rank each
-    cpus_per_task: _Count = 1
+    nodes: Count = 1
+    tasks_per_node: Count = 1  # the tasks of each, of one rank each
+    cpus_per_task: Count = 1
     gpus_per_task: Annotated[int, Field(ge=0, le=64)] = 0
     node_memory: Annotated[ByteSize, Field(ge=1)]  # what the job may use on each node: ``sbatch --mem``, or all
     gpu: Annotated[str, AfterValidator(_known)] | None = None  # the name of its GPUs, or the memory of one
