@@ -47,6 +47,8 @@ class Machine(Settings):
     def _is_possible(self) -> Machine:
         if (self.gpu is None) != (self.gpus_per_task == 0):
             raise ValueError("give gpu and gpus_per_task together, or neither: gpu: L40S, gpus_per_task: 1")
+        if self.gpus_per_task * self.tasks_per_node > 1024:
+            raise ValueError("a node must have at most 1024 GPUs: gpus_per_task x tasks_per_node")
         if self.shm is not None and self.shm > self.node_memory:
             raise ValueError("shm must not be larger than node_memory: what lies in /dev/shm takes the node's memory")
         return self
