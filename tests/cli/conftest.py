@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.live_run import in_a_folder_of_jobs
+
 TINY = Path(__file__).parents[1] / "pipeline" / "tiny.py"
 
 
@@ -33,6 +35,12 @@ def config(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def folder_of_jobs(tmp_path, monkeypatch):
+    """The folder of live runs, in which commands are given."""
+    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def check_refused(done, what, remedy=""):

@@ -8,17 +8,14 @@ from contextlib import suppress
 
 import pytest
 
-from cli.live_run import die, in_a_folder_of_jobs, running
+from cli.live_run import die, running
 from jobs.contract import wait_until
 from memfit.files import write_json
 from memfit.jobs import read_status, running_jobs
 from memfit.memory import Claims
 from memfit.rundir import RunDir
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    in_a_folder_of_jobs(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
 
 def test_without_a_run_it_says_so(memfit):

@@ -6,16 +6,12 @@ import threading
 
 import pytest
 
-from cli.live_run import die, in_a_folder_of_jobs, running
+from cli.conftest import check_refused
+from cli.live_run import die, running
 from jobs.contract import wait_until
 from memfit.jobs import read_status, running_jobs
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    in_a_folder_of_jobs(tmp_path, monkeypatch)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder_of_jobs")]
 
 
 @pytest.mark.core
@@ -63,6 +59,4 @@ def test_a_run_that_is_run_already_and_one_that_is_none_give_2(memfit, tmp_path)
         assert "is being run by another process" in done.err
         wait_until(lambda: running_jobs(run) == ["cmd_0001"])
         assert process.poll() is None
-    absent = memfit("resume", "absent")
-    assert absent.exit_code == 2
-    assert re.fullmatch(r"memfit: 'absent' names no run .*\n  rule: .*\n  do: .*\n", absent.err)
+    check_refused(memfit("resume", "absent"), "'absent' names no run")

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cli.conftest import check_refused
 from jobs.contract import submit, wait_until
 from memfit.jobs import Job, LocalBackend
 from memfit.memory import Footprint
@@ -234,9 +235,7 @@ def test_a_functions_error_has_no_value_of_a_variable(tmp_path, monkeypatch):
 
 
 def test_what_memfit_itself_says_shows_no_token(memfit):
-    done = memfit("diagnose", "logs-of-hf_" + "a" * 34)
-    assert done.exit_code == 2
-    assert "path 'logs-of-***' does not exist" in done.err
+    check_refused(memfit("diagnose", "logs-of-hf_" + "a" * 34), "path 'logs-of-***' does not exist")
 
 
 def test_a_diagnosis_has_no_secret_and_all_of_its_words(memfit, tmp_path):

@@ -9,17 +9,14 @@ import sys
 
 import pytest
 
-from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
+from cli.live_run import die, memfit_command, running
 from jobs.contract import submit, wait_until
 from memfit.errors import UsageError
 from memfit.jobs import Job, LocalBackend, find_supervisor, read_status, running_jobs, stop
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    in_a_folder_of_jobs(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
 
 @pytest.mark.core

@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
+from cli.conftest import check_refused
+from cli.live_run import die, memfit_command, running
 from jobs.contract import wait_until
 from memfit.files import write_json
 from memfit.jobs import running_jobs, stop
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("folder_of_jobs")
+
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def watch(tmp_path, *words):
@@ -121,9 +119,7 @@ def test_a_run_that_has_ended_is_said_to_have_with_how_to_go_on(memfit, tmp_path
 
 
 def test_without_any_run_it_gives_2_and_says_what_to_do(memfit):
-    done = memfit("watch")
-    assert (done.exit_code, done.out) == (2, "")
-    assert re.fullmatch(r"memfit: no run of yours is alive .*\n  rule: .*\n  do: .*memfit run -- .*\n", done.err)
+    check_refused(memfit("watch"), "no run of yours is alive", "memfit run -- ")
 
 
 @pytest.mark.slow

@@ -110,8 +110,6 @@ def test_values_from_python_stand_for_a_file() -> None:
     assert resolved.value.memory == Memory(reserve=5 << 20, cap=1 << 20)
     assert resolved.value.params == {"x": {"y": 1.5}}
     assert resolved.origins["params.x.y"] == "argument"
-    with pytest.raises(TypeError, match="not both"):
-        resolve(Run, values={}, file=Path("x"))
 
 
 def test_the_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

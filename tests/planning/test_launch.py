@@ -29,6 +29,7 @@ from memory.containers import NoContainersError, podman
 GIB, MIB = 1 << 30, 1 << 20
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/launch/recipes.yaml"
+COMPOSE = [sys.executable, "-m", "podman_compose"]
 #: Each control character, the line ends of Unicode, and what a shell, sbatch, YAML, Docker or Slurm's patterns read.
 HOSTILE = [
     *(f"a{letter}RUN" for letter in (*map(chr, range(32)), "\x7f", "\x85", "\u2028", *"'\"\\#;:*{}!&~é")),
@@ -243,6 +244,7 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
         ({"launch": {"env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
         ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
         ({"launch": {"data": ["a\nb"]}}, "launch.data"),
+        ({"launch": {"num_epochs": 2, "epoch_seconds": 1e308}}, "launch.epoch_seconds must be less than"),
         ({"launch": {"claim": "a-"}}, "launch.claim"),
         ({"launch": {"claim": "a..b"}}, "launch.claim"),
     ],
@@ -451,7 +453,7 @@ def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
     (tmp_path / "compose.yaml").write_text(render(made(SERVICE, image="recipes", form="compose"), "compose"))
 
     def config(**env):
-        command = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "config"]
+        command = [*COMPOSE, "-f", "compose.yaml", "config"]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
 
     service = services(config(API_KEY="a").stdout)["recipes"]
@@ -473,7 +475,7 @@ def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tm
             more = {"image": run.image, "network_mode": "none", "volumes": run.mounts, "environment": [run.python_path]}
             more["command"] = [sys.executable, "-c", code]
             (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
-            words = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "-f", "here.yaml"]
+            words = [*COMPOSE, "-f", "compose.yaml", "-f", "here.yaml"]
             here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
             done = subprocess.run([*words, "run", "--rm", "-T", "recipes"], **here)
             subprocess.run([*words, "down"], **here, check=True)  # the pod
@@ -512,17 +514,7 @@ def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(
             more = {"image": run.image, "network_mode": "none", "volumes": mounts, "environment": env}
             more["working_dir"] = "/app"
             (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
-            words = [
-                sys.executable,
-                "-m",
-                "podman_compose",
-                "-p",
-                tmp_path.name,
-                "-f",
-                "compose.yaml",
-                "-f",
-                "here.yaml",
-            ]
+            words = [*COMPOSE, "-p", tmp_path.name, "-f", "compose.yaml", "-f", "here.yaml"]
             here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
             subprocess.run([*words, "up", "-d"], **here, check=True)
             try:

@@ -34,6 +34,7 @@ def read(tmp_path):
         ("node_memory: 1GiB\ngpus_per_task: 1\n", "give gpu and gpus_per_task together"),
         ("node_memory: 1GiB\nshm: 2GiB\n", "shm must not be larger than node_memory"),
         ("nodes: 2\n", "node_memory is missing"),
+        (NODES.replace("tasks_per_node: 4", "tasks_per_node: 1048576"), "a node must have at most 1024 GPUs"),
     ],
 )
 def test_what_is_no_machine_is_refused_in_three_parts(read, text, what):

@@ -46,8 +46,8 @@ def watch(
     memfit watch
     memfit watch runs/demo
 
-    Watching changes nothing: Ctrl-C ends the watching, not the run. Without a name the newest
-    live run is meant, of ./runs first.
+    Watching changes nothing: Ctrl-C ends the watching, not the run. Without a name the newest live run is meant, of
+    ./runs first.
 
     Exit codes: 0 the run has ended, 2 no such run, 130 the watching was interrupted.
     """

@@ -94,12 +94,10 @@ def resolve(
     A file is one YAML document with a mapping. Numbers, ``true``, ``false`` and ``null`` are as in YAML 1.2, so that
     ``1e-3`` is a number and ``no``, ``off``, ``12:30``, ``0050`` and ``2024-01-31`` are text. Types are strict: ``3.0``
     is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted. A file may
-    have anchors, 100 aliases and YAML's own tags; other tags, merge keys and a key that is there twice are refused.
+    have anchors and 100 aliases; tags, merge keys and a key that is there twice are refused.
 
     ``values`` stand for a file's content. If anything is wrong, ConfigError names all of it with its place.
     """
-    if file is not None and values is not None:
-        raise TypeError("give a file or values, not both")
     layers = _Layers()
     if file is not None:
         content, lines = _read(file)
@@ -142,6 +140,9 @@ class _Layers:
         elif isinstance(value, dict) and value:
             for key, item in value.items():
                 self.put((*path, key), item, origin)
+        elif (text := json.dumps([path, value], ensure_ascii=False)) != text.encode(errors="replace").decode():
+            name = dotted(path).encode(errors="replace").decode()
+            self._refuse(f"{name} is no text ({origin(path)})", "settings are text in UTF-8", "write it anew in UTF-8")
         elif path and (value != {} or not any(one[: len(path)] == path and one != path for one in self.given)):
             for other in list(self.given):
                 if other[: len(path)] == path or path[: len(other)] == other:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -24,8 +23,6 @@ from memfit.config._types import read_plain
 _MOST_ALIASES = 100
 _TEXT = "tag:yaml.org,2002:str"
 _PLAIN, _QUOTED = Tag(suffix=""), Tag(suffix=_TEXT)
-_KINDS = {"str": str, "int": int, "float": float, "bool": bool, "null": NoneType, "seq": list, "map": dict}
-_TAGS = {f"tag:yaml.org,2002:{name}": kind for name, kind in _KINDS.items()}
 _YAML_1_1 = [regexp for versions, _, regexp, _ in implicit_resolvers if (1, 1) in versions]
 
 
@@ -74,7 +71,7 @@ class _Reader:
             value = [self.read(item, path) for item in node.value]
         else:
             value = node.value if node.tag == _TEXT else read_plain(node.value)
-        if node.tag and type(value) is not _TAGS.get(node.tag):
+        if node.tag and (node.tag != _TEXT or not isinstance(node, ScalarNode)):
             raise _refused(node, f"the tag {node.tag} is not read: write the value without it")
         return value
 

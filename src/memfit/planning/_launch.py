@@ -11,11 +11,10 @@ from memfit.amounts import Amount, Layout
 from memfit.config import ByteSize, Settings
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.planning._ledger import Forecast
-from memfit.planning._machine import Machine
+from memfit.planning._machine import Count, Machine
 from memfit.units import format_bytes
 
 LaunchFormat = Literal["sbatch", "compose", "kubernetes"]
-_Count = Annotated[int, Field(ge=1)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 _Folder = Annotated[str, Field(pattern=r"^[\w./][\w./ +@=,-]*$")]
@@ -27,9 +26,9 @@ class LaunchSettings(Settings):
     """What a config says of its start elsewhere, beside what ``memfit run`` reads; docs/launch.md has each key."""
 
     start_with: Literal["torchrun", "srun"] = "torchrun"  # on one node memfit starts the ranks, but for ``srun``
-    cpus_per_rank: _Count | None = None
-    num_epochs: _Count | None = None
-    epoch_seconds: Annotated[float, Field(gt=0)] | None = None
+    cpus_per_rank: Count | None = None
+    num_epochs: Count | None = None
+    epoch_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     shm: ByteSize | None = None  # None: from the loaders that the plan counts, 64 MiB at least
     image: _Image = ""  # as it was pushed
     claim: _Claim = ""  # empty: the name of the experiment

@@ -29,15 +29,15 @@ def _known(text: str) -> str:
     return text
 
 
-_Count = Annotated[int, Field(ge=1, le=1 << 20)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Machine(Settings):
     """The nodes that a training gets, all alike; ``machine.yaml``."""
 
-    nodes: _Count = 1
-    tasks_per_node: _Count = 1  # the tasks of each, of one rank each
-    cpus_per_task: _Count = 1
+    nodes: Count = 1
+    tasks_per_node: Count = 1  # the tasks of each, of one rank each
+    cpus_per_task: Count = 1
     gpus_per_task: Annotated[int, Field(ge=0, le=64)] = 0
     node_memory: Annotated[ByteSize, Field(ge=1)]  # what the job may use on each node: ``sbatch --mem``, or all
     gpu: Annotated[str, AfterValidator(_known)] | None = None  # the name of its GPUs, or the memory of one
@@ -47,6 +47,8 @@ class Machine(Settings):
     def _is_possible(self) -> Machine:
         if (self.gpu is None) != (self.gpus_per_task == 0):
             raise ValueError("give gpu and gpus_per_task together, or neither: gpu: L40S, gpus_per_task: 1")
+        if self.gpus_per_task * self.tasks_per_node > 1024:
+            raise ValueError("a node must have at most 1024 GPUs: gpus_per_task x tasks_per_node")
         if self.shm is not None and self.shm > self.node_memory:
             raise ValueError("shm must not be larger than node_memory: what lies in /dev/shm takes the node's memory")
         return self
