@@ -21,7 +21,7 @@ from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitEr
 from memfit.files import fits, read_json, read_own
 from memfit.jobs import ENDED, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.pipeline import Graph, Index, Order, Results, Supervisor, Unit, UnitSource, make_job, setting_of
+from memfit.pipeline import Graph, Index, Order, Supervisor, Unit, UnitSource, make_job, setting_of
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
@@ -224,7 +224,7 @@ class Sweep:
         if order is None:
             self._end(trial)
             return
-        graph = Graph(order, prefix=f"{trial.name}.").look(Results(order, self.run, self._index))
+        graph = Graph(order, prefix=f"{trial.name}.").look(self.run, self._index)
         make = partial(_job, order, self.run, trial, self._limits["host"])
         if trial.number is not None:
             self.trials[trial.number] = trial
