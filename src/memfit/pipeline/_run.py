@@ -216,8 +216,7 @@ def _go_on(
     facts = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
         if settings.canary:
-            supervisor.watchers.append(canary := Canary(run, settings, supervisor.stop))
-            supervisor.events.write("canary", text=canary.headline)
+            supervisor.watchers.append(Canary(supervisor))
         if settings.planned is not None:
             supervisor.watchers.append(Planned(order, graph, read_planned(settings.planned, run), supervisor.events))
         supervisor.adopt(graph.goes_on_with)
