@@ -87,7 +87,7 @@ def test_only_the_parameters_own_placeholders_are_replaced():
         ("{a}", ['a=1,"b"c'], "a quote at character 3", "as in CSV"),
         ("{a}", ["a=5..1"], "is an empty range", "upward"),
         ("{a}", ["a=1..5..0"], "is an empty range", "upward"),
-        ("{a}", ["a=1,2,1"], "the combination a=1 is given twice", "second"),
+        ("{a}", ["a=1,2,1"], "the value a=1 is given twice", "second"),
         ("{a}", ["a=1", "a=2"], "the parameter a is given twice", "one place"),
         ("{a}", ["a=1..100001"], "100,001 commands are too many", "fewer"),
         ("{a}", ["a=1..999999999999999999"], "too many", "fewer"),

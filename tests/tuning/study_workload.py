@@ -30,6 +30,7 @@ class StudyParams(BaseModel):
     widths_without_value: list[int] = []
     num_reported: int = 99
     hold_mib_per_width: int = 0
+    estimate_mib: int = 30
     widths_too_large: int = 99
     api_key: str = ""
 
@@ -42,7 +43,7 @@ class StudyParams(BaseModel):
 
 def estimate(params: StudyParams) -> int:
     """A table over all pairs of units from some width on, which no host can hold."""
-    return (30 if params.width < params.widths_too_large else 1 << 20) * MIB
+    return (params.estimate_mib if params.width < params.widths_too_large else 1 << 20) * MIB
 
 
 def prepare(context: Context, params: StudyParams) -> dict[str, Any]:

@@ -294,7 +294,7 @@ def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(st
 
 
 LINES = """case {params.width} in
-2) echo loss: 99; echo loss: $((2 * {unit})); echo;;
+2) echo loss: 99; truncate -s 1T /proc/self/fd/1; echo; echo loss: $((2 * {unit})); echo;;
 3) echo a planted bug >&2; exit $(({unit} == 2 ? 5 : 0));;
 4) echo loss: nan; echo done;;
 5) echo loss: 1; echo '{"loss": NaN}' > {dir}/result.json;;

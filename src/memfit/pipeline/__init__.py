@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from memfit.pipeline._probe import context_of as context_of
     from memfit.pipeline._probe import estimate_workload as estimate_workload
     from memfit.pipeline._results import Index as Index
-    from memfit.pipeline._results import Results as Results
     from memfit.pipeline._results import Unit as Unit
     from memfit.pipeline._run import make_job as make_job
     from memfit.pipeline._run import resume as resume

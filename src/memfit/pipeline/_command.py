@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -62,25 +63,19 @@ def expand(command: Sequence[str] | None, params: Sequence[str]) -> list[dict[st
     >>> expand(["train", "{fold}", "{lr}"], ["fold=1..2", "lr=1e-3,1e-4"])[1:3]
     [{'fold': '1', 'lr': '1e-4'}, {'fold': '2', 'lr': '1e-3'}]
     """
-    axes = [[{name: value} for value in given] for name, given in map(parse_param, params)]
-    names = [name for axis in axes for name in axis[0]]
-    for name in names:
-        if names.count(name) > 1:
+    axes = dict[str, list[str]]()
+    for name, values in map(parse_param, params):
+        if name in axes:
             raise _bad(f"the parameter {name} is given twice", f"give all values of {name} in one place")
+        axes[name] = values
+        [(twice, number)] = Counter(values).most_common(1)
+        if number > 1:
+            raise _bad(f"the value {name}={twice} is given twice", "remove the second one: each command runs once")
     if command is not None:
-        check_placeholders(command, names)
-    number = math.prod(len(axis) for axis in axes)
-    if number > _MAX_COMMANDS:
-        sizes = " x ".join(str(len(axis)) for axis in axes)
-        raise _too_many(f"{sizes} = {number:,}")
-    found = [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*axes)]
-    seen: set[tuple[str, ...]] = set()
-    for one in found:
-        if (values := tuple(one.values())) in seen:
-            what = ", ".join(f"{name}={value}" for name, value in one.items())
-            raise _bad(f"the combination {what} is given twice", "remove the second one: each command runs once")
-        seen.add(values)
-    return found
+        check_placeholders(command, list(axes))
+    if (number := math.prod(map(len, axes.values()))) > _MAX_COMMANDS:
+        raise _too_many(f"{' x '.join(str(len(values)) for values in axes.values())} = {number:,}")
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, shell: bool = False) -> tuple[str, ...]:

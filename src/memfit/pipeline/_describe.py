@@ -71,13 +71,10 @@ def describe(
     if workload.check and (refusal := _refusal(workload.check, nested.value)):
         raise refusal
     data = workload.fingerprint(nested.value) if workload.fingerprint else ""
-    names = None if workload.choose is None else workload.choose(nested.value)
-    left_out = [stage.name for stage in workload.stages if names is not None and stage.name not in names]
-    chosen = [
-        replace(stage, needs=tuple(name for name in stage.needs if name not in left_out))
-        for stage in workload.stages
-        if stage.name not in left_out
-    ]
+    names = [stage.name for stage in workload.stages]
+    left_out = set(names) - set(workload.choose(nested.value) if workload.choose else names)
+    chosen = [stage for stage in workload.stages if stage.name not in left_out]
+    chosen = [replace(one, needs=tuple(name for name in one.needs if name not in left_out)) for one in chosen]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
     probes = {stage.name: stage.probe for stage in workload.stages} if with_memory else {}

@@ -14,7 +14,7 @@ from memfit.pipeline._command import chosen_units, label_of
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of
 from memfit.pipeline._order import Order
-from memfit.pipeline._results import Results, Unit
+from memfit.pipeline._results import Index, Results, Unit
 from memfit.rundir import RunDir
 
 #: The states of a unit after which the units that wait for it may start.
@@ -51,9 +51,7 @@ class Graph:
     results: Results  # once it has looked
 
     def __init__(self, order: Order, *, prefix: str = "") -> None:
-        self.choice, self.kind, self._prefix = order.choice, order.kind, prefix
-        self.waits_for, self._gates = order.waits_for, order.gates
-        self.stages = {stage.name: stage for stage in order.stages}
+        self.order, self.stages, self._prefix = order, order.by_name, prefix
         self.asked, self.anew = order.chosen()
         self.error: UsageError | None = None
         self._begin()
@@ -67,9 +65,9 @@ class Graph:
             if name in self.asked and (stage.units is not None or not stage.each):
                 self._units(name)
 
-    def look(self, results: Results) -> Graph:
-        """Look at what a run has, before anything runs; return this graph."""
-        self.results = results
+    def look(self, run: RunDir, index: Index | None = None) -> Graph:
+        """Look at what a run has, and others that ``index`` knows, before anything runs; return this graph."""
+        self.results = Results(self.order, run, index)
         self._begin()
         self._advance()
         self._is_looking = False
@@ -197,10 +195,10 @@ class Graph:
         labels = [label_of(value, number, stage.variable) for number, value in enumerate(values, start=1)]
         if len(set(labels)) < len(labels):
             labels = [str(number) for number in range(1, len(values) + 1)]
-        chosen = chosen_units(self.choice.units, labels)
+        chosen = chosen_units(self.order.choice.units, labels)
         if any(one.in_order for one in self.stages.values() if one.each == stage.each):
             chosen = list(range(chosen[-1] + 1))  # each needs those before it
-        last = self.stages.get(self.choice.until or "")
+        last = self.stages.get(self.order.choice.until or "")
         if last is not None and last.holds and self.stages[last.holds].each == stage.each:
             chosen = chosen[:1]  # a gate looks at the first alone
         return [
@@ -225,10 +223,10 @@ class Graph:
     def _look(self, unit: Unit) -> bool:
         """Change the state of a waiting unit if all that it waits for has ended; return whether it changed."""
         stage = unit.stage
-        if stage.name in self.choice.skip:
+        if stage.name in self.order.choice.skip:
             self._set(unit, "passed", "it is skipped (--skip)")
             return True
-        gates = self._gates(stage.name) if unit.index else []
+        gates = self.order.gates(stage.name) if unit.index else []
         waited = self._inputs(unit, [*stage.reads, *stage.after, *gates])
         if waited is None:
             return False
@@ -249,7 +247,7 @@ class Graph:
         if found is not None:
             self._end(unit, Ended(found[0], made=found[1]))
             return True
-        asked = f"it is asked for (--from {self.choice.anew})" if stage.name in self.anew else ""
+        asked = f"it is asked for (--from {self.order.choice.anew})" if stage.name in self.anew else ""
         unit.state, unit.why = "ready", asked or self.results.why_not(unit)
         self._step.ready.append(unit)
         return True

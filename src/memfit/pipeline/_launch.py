@@ -127,11 +127,11 @@ def _read_run(order: Order, run: RunDir | None) -> _Measured:
     reader = Reader(run)
     saves = [one.get("seconds") for one in reader.read() if one["kind"] == "checkpoint"]
     longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
-    jobs = [one for one in reader.state().jobs.values() if one.footprint and one.own != "out_of_memory"]
-    sizes = [Footprint.from_dict(one.footprint or {}) for one in jobs]
-    if not jobs:
+    jobs = [one for one in reader.state().jobs.values() if one.own != "out_of_memory"]
+    sizes = [(Footprint.from_dict(one.footprint), one) for one in jobs if one.footprint]
+    if not sizes:
         return _Measured(save_seconds=longest)
-    largest, size = max(zip(jobs, sizes, strict=True), key=lambda one: one[1].private_bytes)
+    size, largest = max(sizes, key=lambda one: one[0].private_bytes)
     done = largest.epochs_done - largest.epoch.get("epoch", 0) + len(largest.epoch_ends)  # in its last attempt
     seconds = largest.seconds / done if largest.seconds and done >= 1 else None
     stage = order.by_name.get(largest.stage)

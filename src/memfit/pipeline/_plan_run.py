@@ -26,7 +26,7 @@ from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
 from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_loaders, ask_of_model
-from memfit.pipeline._results import Results, Unit, changed_settings, is_same_command, made_for
+from memfit.pipeline._results import Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
     Forecast,
@@ -159,16 +159,14 @@ def plan_run(
     found = None if new else find_run(order, graph)
     if found is None:
         planned = RunDir(settings.runs_dir / settings.experiment / "planned")
-        graph.look(Results(order, planned, None if new else earlier_runs(order, planned)))
+        graph.look(planned, None if new else earlier_runs(order, planned))
     machine = Machine.read(on) if isinstance(on, Path) else on
-    budget = (
-        read_budget(settings) if machine is None else machine.budget(str(on) if isinstance(on, Path) else "the config")
-    )
-    node = Node(budget, machine)
+    name = str(on) if isinstance(on, Path) else "the config"
+    node = Node(read_budget(settings) if machine is None else machine.budget(name), machine)
     stages = [_stage(order, graph, runs, node, start, name) for name in graph.stages if name in graph.asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]
     commands = [_command(unit) for unit in ready] if order.kind == "commands" else []
-    return RunPlan(found.path if found else None, budget, stages, commands)
+    return RunPlan(found.path if found else None, node.budget, stages, commands)
 
 
 def _command(unit: Unit) -> Sequence[str]:
@@ -187,7 +185,7 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
     left = [unit for unit in units if unit.state in ("ready", "waiting")]
     done = {other for other, units in graph.units.items() if all(unit.state in PASSED for unit in units)}
     reasons = dict.fromkeys(unit.why for unit in units if unit.why and unit.state not in ("kept", "reused"))
-    waits_for = [other for other in dict.fromkeys(graph.waits_for(name)) if other not in done]
+    waits_for = [other for other in dict.fromkeys(order.waits_for(name)) if other not in done]
     facts: dict[str, Any] = {
         "name": name,
         "states": dict(states),

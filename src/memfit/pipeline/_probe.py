@@ -33,7 +33,6 @@ from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._order import Order, python_path
-from memfit.pipeline._results import Results
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
@@ -91,7 +90,7 @@ def context_of(
     order = Order(whole.value, stages, choice=Choice(until=stage, units=unit), params=params)
     (folder / "checkpoints").mkdir()
     run = RunDir(folder)
-    source = UnitSource(Graph(order).look(Results(order, run)), lambda unit: unit)
+    source = UnitSource(Graph(order).look(run), lambda unit: unit)
     while True:
         job = next(iter(source.next(1)))
         if job.stage.command is not None:

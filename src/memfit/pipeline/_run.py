@@ -22,7 +22,7 @@ from memfit.pipeline._command import ALL, Choice, expand, fill, own_stdin
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import Order, Source, Warm, newest_run, order_of_config, order_of_run, with_threads
-from memfit.pipeline._results import Index, Results, Unit
+from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.pipeline._watchers import Canary, Planned, as_canary, read_planned
@@ -94,7 +94,7 @@ def run(
         graph = Graph(order)  # refuses bad names before anything is made
         run_dir, state = take_up(order, find=lambda order: None if new else find_run(order, graph))
         if state == "started":  # else it has looked at the run that goes on
-            graph.look(Results(order, run_dir, None if new else earlier_runs(order, run_dir)))
+            graph.look(run_dir, None if new else earlier_runs(order, run_dir))
         return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 
 
@@ -129,7 +129,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
                 rule="a canary begins anew each time: it says whether a long run would hold.",
                 remedy="give its command again, or start the long run without --canary",
             )
-        graph = Graph(order).look(Results(order, run_dir))
+        graph = Graph(order).look(run_dir)
         if order.kind != "commands" and not _goes_on(order, graph):
             raise UsageError(
                 f"the code or the data of {run_dir.path} changed since it was finished, or a result in it is gone.",
@@ -165,7 +165,7 @@ def find_run(order: Order, graph: Graph) -> RunDir | None:
     if found is None:
         _say_unfinished(order)
         return None
-    graph.look(Results(order, found, earlier_runs(order, found)))  # refuses an unknown unit before the run is touched
+    graph.look(found, earlier_runs(order, found))  # refuses an unknown unit before the run is touched
     return found if _goes_on(order, graph) else None
 
 
@@ -216,8 +216,7 @@ def _go_on(
     facts = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
         if settings.canary:
-            supervisor.watchers.append(canary := Canary(run, settings, supervisor.stop))
-            supervisor.events.write("canary", text=canary.headline)
+            supervisor.watchers.append(Canary(supervisor))
         if settings.planned is not None:
             supervisor.watchers.append(Planned(order, graph, read_planned(settings.planned, run), supervisor.events))
         supervisor.adopt(graph.goes_on_with)
@@ -376,7 +375,7 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", anew=None)
         whole = dataclasses.replace(order, choice=everything)
-        others = Graph(whole).look(Results(whole, graph.run))
+        others = Graph(whole).look(graph.run)
     found = []
     for name, asked in graph.units.items():
         own = {unit.job_id for unit in asked}

@@ -45,7 +45,7 @@ class UnitSource:
         self._num_read, self._next_word = 0, 0.0
         self._pool = ThreadPoolExecutor(2, "hash")
         if self._index.proofs is None:
-            self._index.proofs = Proofs(graph.run, self._index.runs, anew=graph.choice.check_files)
+            self._index.proofs = Proofs(graph.run, self._index.runs, anew=graph.order.choice.check_files)
         self._proofs = self._index.proofs
         self._conclude({})
 
@@ -126,7 +126,7 @@ class UnitSource:
                 self._results.link(unit)
             except (MemfitError, OSError) as error:
                 self._undo(unit, "failed", _why(error))
-        if self.graph.choice.check_files:
+        if self.graph.order.choice.check_files:
             for unit in [unit for unit in step.changed if unit.state in ("kept", "reused")]:
                 self._may_be_damaged(unit)
 
@@ -242,7 +242,7 @@ class UnitSource:
         """Say what became of some units of a stage; empty where the events of their jobs say it."""
         names, is_one, stage = name_jobs([unit.job_id for unit in units]), len(units) == 1, units[0].stage
         are = f"{names} {'is' if is_one else 'are'} {state}"
-        if self.graph.kind == "commands" and state == "kept":
+        if self.graph.order.kind == "commands" and state == "kept":
             num = len(self.graph.units[stage.name])
             text = "the command was" if num == 1 else f"{len(units)} of {num} commands were"
             return f"{text} done already; --new starts over"

@@ -17,13 +17,13 @@ from typing import Any
 from memfit.config import differences
 from memfit.errors import DoesNotFitError, JobFailedError, PeerFailedError, UsageError
 from memfit.files import fits, read_json, write_json
-from memfit.jobs import ENDED, JobStatus, StopRequest, read_status
+from memfit.jobs import ENDED, JobStatus, read_status
 from memfit.memory import Footprint
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import Graph
 from memfit.pipeline._order import Order
 from memfit.pipeline._results import made_for
-from memfit.pipeline._supervise import RunResult, Watcher
+from memfit.pipeline._supervise import RunResult, Supervisor, Watcher
 from memfit.rundir import CANARY_VARIABLE, Event, EventWriter, RunDir
 from memfit.units import format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
@@ -57,8 +57,8 @@ def as_canary(order: Order) -> Order:
 class Canary(Watcher):
     """Follows a canary's jobs by the phases that their ranks mark, stops them once all were seen, and judges."""
 
-    def __init__(self, run: RunDir, settings: RunConfig, stop: StopRequest) -> None:
-        self.run, self.settings, self.stop = run, settings, stop
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.run, self.settings, self.stop = supervisor.run, supervisor.settings, supervisor.stop
         #: By job: how often each rank has entered its phases, its last one with the newest at the end, steps of rank 0.
         self._seen: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self._last: dict[str, dict[int, str]] = defaultdict(dict)
@@ -67,16 +67,11 @@ class Canary(Watcher):
         self._lost: dict[str, Event] = {}
         self._peak, self._changed_at, self._has_asked = 0, 0.0, False
         # Who runs to the end has been covered, whatever it marks, unless the user named the phases.
-        self._is_strict = "canary_phases" in settings.model_fields_set
-        self._folder = run.path / "canary"
-        self._folder.mkdir(exist_ok=True)
-
-    @property
-    def headline(self) -> str:
-        """What it waits for, and for how long."""
-        phases = list_some(self.settings.canary_phases)
-        end = "" if self._is_strict else ", or for its end"
-        return f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds){end}"
+        self._is_strict = "canary_phases" in self.settings.model_fields_set
+        (self.run.path / "canary").mkdir(exist_ok=True)
+        phases, end = list_some(self.settings.canary_phases), "" if self._is_strict else ", or for its end"
+        text = f"canary: waits up to {self.settings.canary_seconds:g} s for {phases} (canary_seconds){end}"
+        supervisor.events.write("canary", text=text)
 
     def why_no_more(self) -> str:
         return "the canary has seen what it needs" if self._has_asked else ""
@@ -141,7 +136,7 @@ class Canary(Watcher):
 
     def close(self, result: RunResult) -> RunResult:
         """Judge, and write ``canary.json``; a run that its user stopped stays as it is."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.run.path / "canary", ignore_errors=True)
         statuses = {job: self._with_lost(one) for job, one in result.statuses.items() if one.started is not None}
         broke = next((one for one in statuses.values() if _is_broken(one)), None)
         if broke is None and self.stop.level and not self._has_asked:

@@ -91,12 +91,10 @@ def _told(settings: TuneSettings, trials: Iterable[Trial]) -> list[Any]:
     for trial in trials:
         draws: list[tuple[Mapping[str, Any], Any, float | None, Mapping[int, float], str]] = []
         draws += [(one["params"], states.PRUNED, None, {}, "infeasible") for one in trial.refused]
-        if trial.state == "completed":
-            draws.append((trial.params, states.COMPLETE, trial.value, trial.intermediate, trial.state))
-        elif trial.state == "failed":
-            draws.append((trial.params, states.FAIL, None, trial.intermediate, trial.state))
-        elif trial.params:
-            draws.append((trial.params, states.PRUNED, None, trial.intermediate, trial.state))
+        own = {"completed": states.COMPLETE, "failed": states.FAIL}.get(trial.state, states.PRUNED)
+        if trial.params or own != states.PRUNED:
+            value = trial.value if trial.state == "completed" else None
+            draws.append((trial.params, own, value, trial.intermediate, trial.state))
         for params, state, value, reported, word in draws:
             known = {name: one for name, one in params.items() if name in space}
             steps = {int(step): one for step, one in reported.items() if math.isfinite(one)}

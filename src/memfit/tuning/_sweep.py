@@ -8,6 +8,7 @@ however far its process got.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,10 @@ from functools import partial
 from typing import Any, cast
 
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, MemfitError
-from memfit.files import fits, read_json, read_own
+from memfit.files import fits, open_own, read_json
 from memfit.jobs import ENDED, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.pipeline import Graph, Index, Order, Results, Supervisor, Unit, UnitSource, make_job, setting_of
+from memfit.pipeline import Graph, Index, Order, Supervisor, Unit, UnitSource, make_job, setting_of
 from memfit.rundir import RunDir
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
@@ -32,6 +33,7 @@ from memfit.tuning._settings import TuneSettings
 _MOST_DRAWS = 25  # how often the settings of one trial are drawn before it counts as infeasible
 CANARY_EPOCHS = (1, 3)  # epochs of the canaries: short trials of the config's own settings, before the study
 _LOOK_SECONDS = 0.5
+_MOST_LOG_BYTES = 1 << 20  # of the end of a log, which may be larger than the memory
 _PRUNED = "worse than the median of earlier trials at epoch {}"
 
 
@@ -136,10 +138,9 @@ class Sweep:
         """Return whether a running job of an earlier supervisor belongs to a trial that is not over."""
         name = job_id.partition(".")[0]
         trial = read_trial(self.run, name)
-        is_asked = (
-            name in self.canaries if trial is None or trial.number is None else trial.number < self.settings.n_trials
-        )
-        if trial is None or trial.state != "running" or not is_asked:
+        if trial is None or trial.state != "running":
+            return False
+        if not (name in self.canaries if trial.number is None else trial.number < self.settings.n_trials):
             return False
         self._taken_over.add(name)
         return True
@@ -224,7 +225,7 @@ class Sweep:
         if order is None:
             self._end(trial)
             return
-        graph = Graph(order, prefix=f"{trial.name}.").look(Results(order, self.run, self._index))
+        graph = Graph(order, prefix=f"{trial.name}.").look(self.run, self._index)
         make = partial(_job, order, self.run, trial, self._limits["host"])
         if trial.number is not None:
             self.trials[trial.number] = trial
@@ -351,8 +352,9 @@ class Sweep:
             return reported[max(reported)]
         lines: list[str] = []
         if unit.stage.command is not None:
-            with suppress(OSError):
-                lines = read_own(self.run.job_dir(job_id) / "out.log").decode(errors="replace").split("\n")
+            with suppress(OSError), open_own(self.run.job_dir(job_id) / "out.log") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
+                lines = log.read().decode(errors="replace").split("\n")
         return read_number(next((line for line in reversed(lines) if line.strip()), ""), name)
 
     def _measure(self, active: Active) -> dict[str, Any]:
