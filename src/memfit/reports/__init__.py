@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.reports._budget import print_budget as print_budget
     from memfit.reports._charts import CHART_STYLE as CHART_STYLE
     from memfit.reports._charts import COLOURS as COLOURS
     from memfit.reports._charts import Layer as Layer
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import wilson_interval as wilson_interval
     from memfit.reports._page import write_page as write_page
     from memfit.reports._parts import plain_table as plain_table
+    from memfit.reports._plan import print_budget as print_budget
     from memfit.reports._plan import print_estimate as print_estimate
     from memfit.reports._plan import print_run_plan as print_run_plan
     from memfit.reports._runs import Overview as Overview
