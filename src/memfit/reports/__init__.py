@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from memfit.reports._summary import summarize as summarize
 
 __all__ = [
-    "describe",
     "find_changes",
     "find_differences",
     "find_run",
@@ -66,8 +65,6 @@ __all__ = [
     "read_manifests",
     "read_numbers",
     "read_settings",
-    "summarize",
-    "write_page",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

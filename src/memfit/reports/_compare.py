@@ -18,9 +18,9 @@ from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
 from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
+from memfit.reports._columns import BAD
 from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
 from memfit.reports._parts import Facts, Note, Table, to_text
-from memfit.reports._summary import BAD
 from memfit.rundir import RunDir, read
 from memfit.units import list_some
 

@@ -20,12 +20,12 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._columns import COLUMNS, columns_of, explain_rank, size_text
+from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_rank, size_text
 from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
-from memfit.reports._summary import BAD, decisions, tables_of, totals, view_failures, view_results
+from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
 from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
@@ -151,11 +151,11 @@ def _page(seen: _Seen) -> str:
 
 def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield the titles of the page and what is below each; one below which is nothing is left out."""
-    state, machine = seen.state, _machine(seen)
-    study = found.summarize() if (found := study_of(state)) else None
+    state, machine, found = seen.state, _machine(seen), study_of(seen.state)
+    study = found.summarize() if found else None
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
-    yield "Learning curves", _learned(seen, study or {})
+    yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
     yield "Results", view_results(state, None, verbose=True) if study is None else iter(())
     yield "Memory over time", _memory(seen)
     yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
@@ -173,15 +173,12 @@ def _facts(seen: _Seen) -> Iterator[Part]:
     yield Note(seen.state.outcome.get("why") or "", "red")
 
 
-def _learned(seen: _Seen, study: Mapping[str, Any]) -> Iterator[Part]:
+def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     """Yield the learning curves, and where each job stood last."""
     curves = read_curves(seen.state, seen.events)
     if not curves:
         return
-    sign = -1 if study.get("direction") == "maximize" else 1
-    done = [one for one in study.get("trials", ()) if one["value"] is not None]
-    ranked = [one["trial"] for one in sorted(done, key=lambda one: sign * one["value"])]
-    yield from map(Chart, draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())]))
+    yield from map(Chart, draw_curves(curves, seen.state, ranked))
     if seen.state.kind != "commands" or seen.state.is_one:  # which have them as results
         last = last_values(curves)
         names = [seen.state.name(job) for job in last]
