@@ -179,9 +179,10 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     if not curves:
         return
     yield from map(Chart, draw_curves(curves, seen.state, ranked))
-    if seen.state.kind != "commands" or seen.state.is_one:  # which have them as results
-        last = last_values(curves)
-        names = [seen.state.name(job) for job in last]
+    state, last = seen.state, last_values(curves)
+    are_commands = state.kind == "commands" and not state.is_one  # the numbers of those that completed are results
+    if not are_commands or all(state.jobs[job].own != "completed" for job in last):
+        names = [state.name(job) for job in last]
         tables = to_html(tables_of("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
 
@@ -254,12 +255,12 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
         yield Note("No job has run yet.")
     headings, rows = columns_of("page"), list[list[Cell]]()
     for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
-        cells: list[Cell] = [COLUMNS[name].text(job) for name in headings]
+        cells: dict[str, Cell] = {name: COLUMNS[name].text(job) for name in headings}
         if job.peak_bytes and job.reserved_bytes:
-            cells[2] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
-        rows.append(cells)
+            cells["peak"] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
+        rows.append([*cells.values()])
     if rows:
-        yield Table(headings, rows, headings[:2], "jobs")
+        yield Table(headings, rows, ("job", "state"), "jobs")
         told = "Peak: private memory. The bar is its share of what was reserved."
         yield Note(f"{told} The logs are jobs/JOB/out.log and err.log.", "dim")
 
