@@ -8,8 +8,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -26,7 +24,7 @@ from memfit.reports._curves import draw_curves, draw_machine, last_values, read_
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
-from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
+from memfit.rundir import JobState, RunDir, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
@@ -74,36 +72,24 @@ meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 
 
-@dataclass(frozen=True)
 class _Seen:
-    """A run as it was read."""
+    """A run as it was read, with the memory of its jobs over time: since a start, summed by phase."""
 
-    state: RunState
-    events: Sequence[Event]
-    series: Mapping[str, Sequence[Sample]]
+    def __init__(self, run: RunDir) -> None:
+        self.state, self.events, self.series = read(run), read_events(run.events_dir), _read(run)
+        self.name = f"{run.path.parent.name}/{run.path.name}"
+        times = [one.time for samples in self.series.values() for one in (samples[0], samples[-1])]
+        self.start = min(times, default=0.0)
+        self.seconds = max(times, default=0.0) - self.start
+        marked = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
+        phases = sorted(marked, key=lambda name: (name not in _PHASES, name))
+        self.colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)}
+        self.colours[_OTHER] = COLOURS[-1]
+        self.layers = self._layers()
+        self.peak_bytes = int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
 
-    @property
-    def name(self) -> str:
-        return f"{self.state.run.path.parent.name}/{self.state.run.path.name}"
-
-    @cached_property
-    def start(self) -> float:
-        return min((samples[0].time for samples in self.series.values()), default=0.0)
-
-    @cached_property
-    def seconds(self) -> float:
-        return max((samples[-1].time for samples in self.series.values()), default=0.0) - self.start
-
-    @cached_property
-    def colours(self) -> dict[str, str]:
-        """A colour for each phase; grey where a job marked none."""
-        found = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
-        phases = sorted(found, key=lambda name: (name not in _PHASES, name))
-        return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
-
-    @cached_property
-    def layers(self) -> list[Layer]:
-        """The private memory of all jobs at evenly spaced times, summed by phase."""
+    def _layers(self) -> list[Layer]:
+        """Return the private memory of all jobs at evenly spaced times, summed by phase."""
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for samples in self.series.values():
@@ -114,15 +100,10 @@ class _Seen:
                     sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
 
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The most private memory of all jobs together."""
-        return int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
-
 
 def write_page(run: RunDir, path: Path) -> Path:
     """Write a run as an HTML page; return the file."""
-    write_atomic(path, mask(_page(_Seen(read(run), read_events(run.events_dir), _read(run))), by_name=False))
+    write_atomic(path, mask(_page(_Seen(run)), by_name=False))
     return path
 
 
