@@ -140,11 +140,6 @@ def test_what_commands_reported_last_is_a_result_or_else_stands_below_the_curves
     assert ("<h2>Results" in text, "last values" in text) == (state == "completed", state == "failed")
 
 
-def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
-    empty = RunDir.create(tmp_path, "demo", "0" * 64)
-    assert "No job has left a sample" in write_page(empty, tmp_path / "report.html").read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (420, "dark")])
 def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme: str) -> None:
