@@ -274,7 +274,7 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     yield from _ranks(rows)
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
-            yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
+            yield from _bounds(state)
         warm = sum(row.evidence.get("start") == "warm" for row in rows)
         if warm and state.warm_bytes is not None:
             where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
@@ -297,8 +297,9 @@ def _record(state: RunState) -> Iterator[tuple[str, str]]:
         yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
-def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
+def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield how many jobs ran at once on average, what the others waited for, and how busy the cores were."""
+    wall, ran = state.wall_seconds, sum(row.seconds or 0.0 for row in state.jobs.values() if row.ended)
     waits = sorted(((seconds, on) for on, seconds in state.waits.items() if on in _WAITED_FOR), reverse=True)
     words = [
         f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}"
@@ -310,7 +311,7 @@ def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str,
     if state.cpu.get("disk", 0.0) >= _LEAST_WAIT:
         words.append(f"{100 * state.cpu['disk']:.0f} % idle for a disk")
     if words:
-        yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
+        yield "waits", ", ".join([f"{ran / wall:.1f} at once on average", *words])
 
 
 def _count_kills(run: RunDir) -> dict[str, Any]:
