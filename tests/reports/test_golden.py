@@ -16,9 +16,9 @@ GOLDEN = Path(__file__).parent / "golden"
 START = 1795248000.0  # of the recorded runs
 
 
-def printed(show, width):
+def printed(width, show, *what, **how):
     console = Console(file=io.StringIO(), width=width)
-    show(console)
+    show(*what, console, **how)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -40,19 +40,20 @@ def _chart(label, drawn):
 
 
 def tell(run, now):
-    """Return a run as JSON, as summaries, as tables and, if it has ended, as a page."""
+    """Return a run as JSON, as summaries or a study, as lines, and as tables while it runs, then as a page."""
     state = read(run, now=lambda: now)
     found = summarize(state)
-    rows = [*({name: value} for name, value in found.items() if name != "jobs"), *found["jobs"]]
-    room = Room(64 << 30, 14 << 30, "MemAvailable")
+    rows = [{name: value} for name, value in found.items() if value and name != "jobs"]
+    rows = [[name for name, value in found.items() if not value], *rows, *found["jobs"]]
     yield "json", "".join(f"{json.dumps(row)}\n" for row in rows)
+    for width, verbose in ((120, False), (80, True)) if state.kind != "tune" else ():
+        yield f"summary {width}", printed(width, print_summary, state, verbose=verbose)
     if state.kind == "tune":
-        yield "study", printed(lambda log: print_study(state, log), 80)
-    for width, verbose in ((120, False), (80, True))[: 1 if state.kind == "tune" else 2]:
-        yield f"summary {width}", printed(lambda log, w=width, v=verbose: print_summary(state, log, verbose=v), width)
-    for width in (80, 57):
-        yield f"table {width}", printed(lambda log, w=width: log.print(render(state, room, 1.25, width=w)), width)
+        yield "study", printed(80, print_study, state)
     yield "log", logged(run)
+    for width in (80, 57) if state.running else ():
+        table = render(state, Room(64 << 30, 14 << 30, "MemAvailable"), 1.25, width=width)
+        yield f"table {width}", printed(width, lambda table, log: log.print(table), table)
     if not state.running:
         yield "page", line_by_line(write_page(run, run.path / "page.html").read_text())
 

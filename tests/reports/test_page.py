@@ -107,10 +107,6 @@ def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(fini
     assert at_ends == [10, 10, 100, 100, None, None, 70, 70, 90, None, None, 10, 10, 100, 100]
 
 
-def titles_of(text: str) -> list[str]:
-    return [html.unescape(part.partition("<")[0]) for part in text.split("<title>")[1:]]
-
-
 @pytest.mark.proves("S1-46")
 def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     for epoch, (train, valid) in enumerate([(0.9, 0.8), (0.5, 0.6)], start=1):
@@ -125,7 +121,7 @@ def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     assert page.open == page.loads == [] and "script" not in page.tags
     at = page.text.index("Learning curves")
     assert page.text[at + 1 : at + 3] == ["fold_1", "fold_3"], "the legend"
-    shown = [one.splitlines() for one in titles_of(text) if one.startswith("epoch ")]
+    shown = [one.splitlines() for one in re.findall("<title>(epoch .*?)</title>", text, re.DOTALL)]
     assert shown == [
         ["epoch 1", "fold_1 validation: 1.8000", "fold_1 training: 1.9000",
          "fold_3 validation: 3.8000", "fold_3 training: 3.9000"],
@@ -135,9 +131,13 @@ def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     assert "77.0" not in text, "another rank's part"
 
 
-def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
-    empty = RunDir.create(tmp_path, "demo", "0" * 64)
-    assert "No job has left a sample" in write_page(empty, tmp_path / "report.html").read_text()
+@pytest.mark.parametrize("state", ["completed", "failed"])
+def test_what_commands_reported_last_is_a_result_or_else_stands_below_the_curves(commands, state) -> None:
+    made = commands(2)
+    made.job("cmd_0001", state)
+    made.event(1, "epoch", "cmd_0001", epoch=1, num_epochs=2, loss=0.5)
+    text = write_page(made.run, made.path / "report.html").read_text()
+    assert ("<h2>Results" in text, "last values" in text) == (state == "completed", state == "failed")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.reports import print_summary, summarize
+from memfit.reports import print_summary, summarize, write_page
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -107,6 +107,7 @@ def test_a_run_in_mid_run_is_summed_up(made):
 def test_an_empty_run_directory_is_summed_up(made):
     assert summarize(read(made.run))["jobs"] == []
     assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (the logs and the memory of each)"
+    assert "No job has left a sample" in write_page(made.run, made.path / "page.html").read_text()
 
 
 def test_wrong_sizes_are_counted_and_named_with_what_helps(commands):

@@ -268,9 +268,8 @@ def _print_sizes(facts: dict[str, Any], log: Console) -> None:
     total = facts["total"]
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
     rows = [*facts["columns"], {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}]
-    shown = plain_table("column", "type", "on disk", "pandas", "panel", "ratio", left=("column", "type"))
-    for column in shown.columns[:2]:  # on a narrow terminal names break, and sizes are whole
-        column.no_wrap, column.overflow = False, "fold"
+    words = ("column", "type")  # on a narrow terminal names break, and sizes are whole
+    shown = plain_table(*words, "on disk", "pandas", "panel", "ratio", left=words, fold=words)
     for row in rows:
         sizes = [or_dash(row[name], format_bytes) for name in _SIZES]
         flag = " !" if row.get("flagged") else ""

@@ -11,27 +11,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.padding import Padding
-from rich.text import Text
 
 from memfit.cli._settings import Output, with_flags
 from memfit.cli._terminal import AsJson, Console, RunName, answer, console, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
-from memfit.reports import (
-    LiveRun,
-    Overview,
-    cells_of,
-    columns_of,
-    find_run,
-    find_target,
-    has_supervisor,
-    is_live,
-    list_runs,
-    plain_table,
-)
+from memfit.reports import LiveRun, find_run, find_target, has_supervisor, is_live, list_runs, print_runs
 from memfit.rundir import show_state
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_duration
 
 _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
 
@@ -95,29 +82,9 @@ def ps(
         if not found:
             more = "" if all_ else "; memfit ps --all shows those that ended"
             log.say(f"no run of yours is alive on this host{more}")
-        for one in found:
-            _print_run(one, log)
+        print_runs(found, log)
 
     answer([one.to_dict() for one in found], as_json, show)
-
-
-def _print_run(one: Overview, log: Console) -> None:
-    counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
-    if one.problem:
-        text = one.problem
-    elif one.is_live:
-        who = "none (its jobs go on; memfit resume)" if one.supervisor is None else str(one.supervisor)
-        held = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
-        text = f"supervisor {who}; {counts}; {held}"
-    else:
-        text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
-    log.say(str(one.run.path), style="bold")
-    log.say(f"  {text}")
-    if not one.running:
-        return
-    headings = columns_of("ps")
-    rows = [[Text(cells[name]) for name in headings] for row in one.running for cells in [cells_of(row, one.run)]]
-    log.print(Padding(plain_table(*headings, rows=rows, left=("job", "phase")), (0, 0, 0, 2)))
 
 
 def stop(

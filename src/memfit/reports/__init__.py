@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
-    from memfit.reports._budget import print_budget as print_budget
     from memfit.reports._charts import CHART_STYLE as CHART_STYLE
     from memfit.reports._charts import COLOURS as COLOURS
     from memfit.reports._charts import Layer as Layer
     from memfit.reports._charts import draw_stack as draw_stack
-    from memfit.reports._columns import cells_of as cells_of
-    from memfit.reports._columns import columns_of as columns_of
     from memfit.reports._compare import compare_numbers as compare_numbers
     from memfit.reports._compare import find_changes as find_changes
     from memfit.reports._compare import find_differences as find_differences
@@ -39,15 +36,16 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import wilson_interval as wilson_interval
     from memfit.reports._page import write_page as write_page
     from memfit.reports._parts import plain_table as plain_table
+    from memfit.reports._plan import print_budget as print_budget
     from memfit.reports._plan import print_estimate as print_estimate
     from memfit.reports._plan import print_run_plan as print_run_plan
-    from memfit.reports._runs import Overview as Overview
     from memfit.reports._runs import find_run as find_run
     from memfit.reports._runs import find_runs as find_runs
     from memfit.reports._runs import find_target as find_target
     from memfit.reports._runs import has_supervisor as has_supervisor
     from memfit.reports._runs import is_live as is_live
     from memfit.reports._runs import list_runs as list_runs
+    from memfit.reports._runs import print_runs as print_runs
     from memfit.reports._study import print_study as print_study
     from memfit.reports._study import study_of as study_of
     from memfit.reports._study import summarize_study as summarize_study
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from memfit.reports._summary import summarize as summarize
 
 __all__ = [
-    "describe",
     "find_changes",
     "find_differences",
     "find_run",
@@ -66,8 +63,6 @@ __all__ = [
     "read_manifests",
     "read_numbers",
     "read_settings",
-    "summarize",
-    "write_page",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

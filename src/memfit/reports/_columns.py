@@ -13,6 +13,7 @@ from memfit.reports._numbers import or_dash
 from memfit.rundir import Event, JobState, RunDir, RunState, show_state
 from memfit.units import format_bytes, format_duration
 
+BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})  # ends that are failures
 PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
 _END_BYTES = 4096  # what is read of a log to find its last counter
 _PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}

@@ -18,9 +18,9 @@ from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
 from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
+from memfit.reports._columns import BAD
 from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
 from memfit.reports._parts import Facts, Note, Table, to_text
-from memfit.reports._summary import BAD
 from memfit.rundir import RunDir, read
 from memfit.units import list_some
 
@@ -126,26 +126,21 @@ def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
         one["stages"] = stages | {name: blank | own for name, own in (one.get("stages") or {}).items()}
     found = [Difference(*one) for one in differences(before, after) if not _NO_RESULT.fullmatch(one[0])]
     found.sort(key=lambda one: not one.name.startswith(("params.", "stages.")))  # what is tried, then its conditions
-    old, new = (_made(run, "stage") for run in (b, a))
+    old, new = (
+        {one["stage"]: {"code": one["code"], "data": one["parts"].get("data")} for one in read_manifests(run).values()}
+        for run in (b, a)
+    )
     both = [stage for stage in old if stage in new]
     for part in ("code", "data"):
-        then, now = (
-            {stage: made[stage]["code"] if part == "code" else made[stage]["parts"].get("data") for stage in both}
-            for made in (old, new)
-        )
+        then, now = ({stage: made[stage][part] for stage in both} for made in (old, new))
         if changes := [*differences(then, now)]:
             sides = ({name: one for name, one, _ in changes}, {name: one for name, _, one in changes})
             found.append(Difference(part, *sides))
     return found
 
 
-def _made(run: RunDir, by: str) -> dict[str, dict[str, Any]]:
-    """Return the manifests of a run by stage, of which the last one stands for all, or by job."""
-    return {one[by]: one for one in read_manifests(run).values()}
-
-
 def _notes(a: RunDir, b: RunDir) -> list[str]:
-    before, after = (_made(run, "job") for run in (b, a))
+    before, after = ({one["job"]: one for one in read_manifests(run).values()} for run in (b, a))
     both = [job for job in before if job in after]
     if not both:
         return ["no stage has a result in both runs, so code and data are not compared"]

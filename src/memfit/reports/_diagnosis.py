@@ -59,14 +59,7 @@ def print_diagnosis(
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
-    """The diagnosis and its first piece of evidence in one line.
-
-    >>> from memfit.diagnosis import Diagnosis
-    >>> explain_in_a_line(Diagnosis(False, False, "none", "unknown", "unknown", "not shown"))
-    'unknown'
-    """
-    if diagnosis.cause == "unknown":
-        return "unknown"
+    """Return the diagnosis and its first piece of evidence in one line."""
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""

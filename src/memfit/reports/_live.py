@@ -17,6 +17,7 @@ from rich.text import Text
 from memfit.files import fits, open_own
 from memfit.memory import Budget
 from memfit.reports._columns import (
+    BAD,
     COLUMNS,
     PHASE_COLUMNS,
     cells_of,
@@ -37,17 +38,8 @@ from memfit.units import format_bytes, format_count, format_duration
 if TYPE_CHECKING:
     from memfit.tuning import Study
 
-_STYLE = {
-    "running": "cyan",
-    "completed": "green",
-    "failed": "red",
-    "out_of_memory": "red",
-    "node_fail": "red",
-    "timeout": "red",
-    "stalled": "yellow",
-    "stopped": "yellow",
-    "rank": "dim",
-}
+_STYLE = {"running": "cyan", "completed": "green", "stalled": "yellow", "stopped": "yellow", "rank": "dim"}
+_STYLE |= dict.fromkeys(BAD, "red")
 _OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3

@@ -8,8 +8,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,13 +18,13 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._columns import COLUMNS, columns_of, explain_rank, size_text
+from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_rank, size_text
 from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
-from memfit.reports._summary import BAD, decisions, tables_of, totals, view_failures, view_results
-from memfit.rundir import Event, JobState, RunDir, RunState, read, read_events, show_state
+from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
+from memfit.rundir import JobState, RunDir, read, read_events, show_state
 from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
@@ -74,36 +72,24 @@ meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 
 
-@dataclass(frozen=True)
 class _Seen:
-    """A run as it was read."""
+    """A run as it was read, with the memory of its jobs over time: since a start, summed by phase."""
 
-    state: RunState
-    events: Sequence[Event]
-    series: Mapping[str, Sequence[Sample]]
+    def __init__(self, run: RunDir) -> None:
+        self.state, self.events, self.series = read(run), read_events(run.events_dir), _read(run)
+        self.name = f"{run.path.parent.name}/{run.path.name}"
+        times = [one.time for samples in self.series.values() for one in (samples[0], samples[-1])]
+        self.start = min(times, default=0.0)
+        self.seconds = max(times, default=0.0) - self.start
+        marked = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
+        phases = sorted(marked, key=lambda name: (name not in _PHASES, name))
+        self.colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)}
+        self.colours[_OTHER] = COLOURS[-1]
+        self.layers = self._layers()
+        self.peak_bytes = int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
 
-    @property
-    def name(self) -> str:
-        return f"{self.state.run.path.parent.name}/{self.state.run.path.name}"
-
-    @cached_property
-    def start(self) -> float:
-        return min((samples[0].time for samples in self.series.values()), default=0.0)
-
-    @cached_property
-    def seconds(self) -> float:
-        return max((samples[-1].time for samples in self.series.values()), default=0.0) - self.start
-
-    @cached_property
-    def colours(self) -> dict[str, str]:
-        """A colour for each phase; grey where a job marked none."""
-        found = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
-        phases = sorted(found, key=lambda name: (name not in _PHASES, name))
-        return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
-
-    @cached_property
-    def layers(self) -> list[Layer]:
-        """The private memory of all jobs at evenly spaced times, summed by phase."""
+    def _layers(self) -> list[Layer]:
+        """Return the private memory of all jobs at evenly spaced times, summed by phase."""
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for samples in self.series.values():
@@ -114,15 +100,10 @@ class _Seen:
                     sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
 
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The most private memory of all jobs together."""
-        return int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
-
 
 def write_page(run: RunDir, path: Path) -> Path:
     """Write a run as an HTML page; return the file."""
-    write_atomic(path, mask(_page(_Seen(read(run), read_events(run.events_dir), _read(run))), by_name=False))
+    write_atomic(path, mask(_page(_Seen(run)), by_name=False))
     return path
 
 
@@ -151,11 +132,11 @@ def _page(seen: _Seen) -> str:
 
 def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield the titles of the page and what is below each; one below which is nothing is left out."""
-    state, machine = seen.state, _machine(seen)
-    study = found.summarize() if (found := study_of(state)) else None
+    state, machine, found = seen.state, _machine(seen), study_of(seen.state)
+    study = found.summarize() if found else None
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
-    yield "Learning curves", _learned(seen, study or {})
+    yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
     yield "Results", view_results(state, None, verbose=True) if study is None else iter(())
     yield "Memory over time", _memory(seen)
     yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
@@ -173,18 +154,16 @@ def _facts(seen: _Seen) -> Iterator[Part]:
     yield Note(seen.state.outcome.get("why") or "", "red")
 
 
-def _learned(seen: _Seen, study: Mapping[str, Any]) -> Iterator[Part]:
+def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     """Yield the learning curves, and where each job stood last."""
     curves = read_curves(seen.state, seen.events)
     if not curves:
         return
-    sign = -1 if study.get("direction") == "maximize" else 1
-    done = [one for one in study.get("trials", ()) if one["value"] is not None]
-    ranked = [one["trial"] for one in sorted(done, key=lambda one: sign * one["value"])]
-    yield from map(Chart, draw_curves(curves, seen.state, ranked or [one["trial"] for one in study.get("trials", ())]))
-    if seen.state.kind != "commands" or seen.state.is_one:  # which have them as results
-        last = last_values(curves)
-        names = [seen.state.name(job) for job in last]
+    yield from map(Chart, draw_curves(curves, seen.state, ranked))
+    state, last = seen.state, last_values(curves)
+    are_commands = state.kind == "commands" and not state.is_one  # the numbers of those that completed are results
+    if not are_commands or all(state.jobs[job].own != "completed" for job in last):
+        names = [state.name(job) for job in last]
         tables = to_html(tables_of("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
 
@@ -257,12 +236,12 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
         yield Note("No job has run yet.")
     headings, rows = columns_of("page"), list[list[Cell]]()
     for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
-        cells: list[Cell] = [COLUMNS[name].text(job) for name in headings]
+        cells: dict[str, Cell] = {name: COLUMNS[name].text(job) for name in headings}
         if job.peak_bytes and job.reserved_bytes:
-            cells[2] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
-        rows.append(cells)
+            cells["peak"] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
+        rows.append([*cells.values()])
     if rows:
-        yield Table(headings, rows, headings[:2], "jobs")
+        yield Table(headings, rows, ("job", "state"), "jobs")
         told = "Peak: private memory. The bar is its share of what was reserved."
         yield Note(f"{told} The logs are jobs/JOB/out.log and err.log.", "dim")
 

@@ -76,7 +76,7 @@ def _html(part: Part) -> str:
     if isinstance(part, Chart):
         return part.html
     if isinstance(part, Note):
-        kind = {"": "", "dim": ' class="note"'}.get(part.style, ' class="failed"')
+        kind = {"red": ' class="failed"', "dim": ' class="note"'}.get(part.style, "")
         return f"<p{kind}>{escape(part.text.strip())}</p>" if part.text else ""
     if isinstance(part, Facts):
         if len(part.rows) == 1:

@@ -37,37 +37,23 @@ class StudyView:
     def __init__(self, state: RunState, study: Study) -> None:
         from memfit.tuning import Trial  # not by those that look at no study
 
-        self.run, self.study = state.run, study
+        self.run, self.study, settings = state.run, study, study.settings
         found = [Trial.from_dict(one, self.run.path / "trials" / f"{name}.json") for name, one in state.trials.items()]
         self.trials = sorted((one for one in found if one.number is not None), key=lambda one: one.number or 0)
         self.canaries = sorted((one for one in found if one.number is None), key=lambda one: one.epochs or 0)
-
-    @property
-    def ranked(self) -> list[Trial]:
-        """The completed trials, the best first; of equal ones the earlier one is better."""
-        sign = -1 if self.study.settings.direction == "maximize" else 1
-        done = [one for one in self.trials if one.state == "completed" and one.value is not None]
-        return sorted(done, key=lambda one: sign * (one.value or 0.0))
-
-    @property
-    def ended(self) -> list[Trial]:
-        """The trials that will not run any more."""
-        return [one for one in self.trials if one.is_over]
-
-    @property
-    def seconds_per_trial(self) -> float | None:
-        """How long a trial took on average, of those that ran and ended; None before the first."""
-        ran = [took for one in self.ended if (took := float(one.measured.get("seconds") or 0.0)) > 0]
-        return statistics.fmean(ran) if ran else None
-
-    @property
-    def seconds_left(self) -> float | None:
-        """How long the rest of the study takes, as trials took so far; None while that is not known."""
-        settings, mean = self.study.settings, self.seconds_per_trial
+        self.ended = [one for one in self.trials if one.is_over]
+        #: The completed trials, the best first; of equal ones the earlier one is better.
+        self.ranked = [one for one in self.ended if one.state == "completed" and one.value is not None]
+        self.ranked.sort(key=lambda one: one.value or 0.0, reverse=settings.direction == "maximize")
+        #: How long a trial took on average, of those that ran and ended, and how long the rest takes, if known.
+        self.seconds_per_trial: float | None = None
+        self.seconds_left: float | None = None
         num_left = max(0, settings.n_trials - len(self.ended))
+        if ran := [took for one in self.ended if (took := float(one.measured.get("seconds") or 0.0)) > 0]:
+            self.seconds_per_trial = statistics.fmean(ran)
+            self.seconds_left = self.seconds_per_trial * max(1.0, num_left / settings.num_slots)
         if not num_left:
-            return 0.0
-        return None if mean is None else mean * max(1.0, num_left / settings.num_slots)
+            self.seconds_left = 0.0
 
     def counts(self, *, is_live: bool = True) -> dict[str, int]:
         """Return how many trials are in which state; one that has not ended is ``stopped`` if no supervisor runs."""
@@ -111,15 +97,15 @@ class StudyView:
 
     def summarize(self) -> dict[str, Any]:
         """Return the study as JSON: sizes in bytes, durations in seconds."""
-        study, ended = self.study, self.ended
+        settings, ended = self.study.settings, self.ended
         states = Counter(str(one.state) for one in ended)
         found = {
-            "name": study.name,
-            "objective": study.settings.objective,
-            "number": study.settings.number,
-            "report": study.settings.report or study.settings.number,
-            "direction": study.settings.direction,
-            "n_trials": study.settings.n_trials,
+            "name": self.study.name,
+            "objective": settings.objective,
+            "number": settings.number,
+            "report": settings.report or settings.number,
+            "direction": settings.direction,
+            "n_trials": settings.n_trials,
             "num_ended": len(ended),
             "counts": self.counts(is_live=has_supervisor(self.run)),
             "rates": {name: rate_of("num", sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
@@ -134,7 +120,7 @@ class StudyView:
                 for one in self.trials
                 if one.state in _FAILED_TRIALS
             ],
-            "refused": _refused(self.trials, study.settings.space),
+            "refused": _refused(self.trials, settings.space),
             "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
         }
         return dict(finite(found))

@@ -17,7 +17,7 @@ from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.jobs import JobStatus
 from memfit.memory import Footprint
-from memfit.reports._columns import COLUMNS, columns_of, explain_memory, short_names, varied_params
+from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -36,7 +36,6 @@ from memfit.units import format_bytes, format_count, format_duration, list_some
 
 _MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
 _MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
-BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 _REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
@@ -55,12 +54,6 @@ def summarize(state: RunState) -> dict[str, Any]:
     """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
 
     The summary of a study has the key ``study`` in addition: see `summarize_study`.
-
-    Example:
-        >>> import tempfile; from memfit.rundir import read
-        >>> found = summarize(read(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64)))
-        >>> found["state"], found["jobs"], found["wall_seconds"]
-        ('running', [], 0.0)
     """
     jobs, reported = [*state.jobs.values()], read_reported(state)
     plain = "kind state most_at_once wall_seconds counts num_restarts outgrown num_gave_way"
@@ -281,7 +274,7 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     yield from _ranks(rows)
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
-            yield from _bounds(state, sum(row.seconds or 0.0 for row in rows if row.ended) / wall, wall)
+            yield from _bounds(state)
         warm = sum(row.evidence.get("start") == "warm" for row in rows)
         if warm and state.warm_bytes is not None:
             where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
@@ -304,8 +297,9 @@ def _record(state: RunState) -> Iterator[tuple[str, str]]:
         yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
-def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
+def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield how many jobs ran at once on average, what the others waited for, and how busy the cores were."""
+    wall, ran = state.wall_seconds, sum(row.seconds or 0.0 for row in state.jobs.values() if row.ended)
     waits = sorted(((seconds, on) for on, seconds in state.waits.items() if on in _WAITED_FOR), reverse=True)
     words = [
         f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}"
@@ -317,7 +311,7 @@ def _bounds(state: RunState, at_once: float, wall: float) -> Iterator[tuple[str,
     if state.cpu.get("disk", 0.0) >= _LEAST_WAIT:
         words.append(f"{100 * state.cpu['disk']:.0f} % idle for a disk")
     if words:
-        yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
+        yield "waits", ", ".join([f"{ran / wall:.1f} at once on average", *words])
 
 
 def _count_kills(run: RunDir) -> dict[str, Any]:
