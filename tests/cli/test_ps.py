@@ -19,11 +19,8 @@ pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
 
 def test_without_a_run_it_says_so(memfit):
-    done = memfit("ps")
-    assert (done.exit_code, done.out) == (
-        0,
-        "no run of yours is alive on this host; memfit ps --all shows those that ended\n",
-    )
+    done, told = memfit("ps"), "no run of yours is alive on this host; memfit ps --all shows those that ended\n"
+    assert (done.exit_code, done.out) == (0, told)
     assert memfit("ps", "--json").out == "[]\n"
 
 
@@ -49,9 +46,8 @@ def test_a_live_run_is_shown_from_any_folder_with_its_jobs_and_their_memory(memf
 
         head, line, table, *jobs = memfit("ps").out.splitlines()
         assert head == str(run.path)
-        assert re.fullmatch(
-            rf"  supervisor {process.pid}; running 2, waiting 1; \S+ MiB used of \S+ MiB reserved", line
-        )
+        held = r"\S+ MiB used of \S+ MiB reserved"
+        assert re.fullmatch(rf"  supervisor {process.pid}; running 2, waiting 1; {held}", line)
         assert table.split() == ["job", "pid", "phase", "memory", "peak", "reserved", "time"]
         assert [job.split()[:4] for job in jobs] == [
             [job["job"], f"fold={job['params']['fold']}", str(job["pid"]), "train"] for job in found["jobs"]

@@ -163,15 +163,13 @@ class LiveRun:
         limit = state.budget.get("binding", {}).get("limit_bytes", 0)
         for job in state.running:
             folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
-            new = self._new_of(folder / "err.log")
-            line = None
-            if new:  # most jobs say nothing, and the table of messages takes long to load
-                from memfit.diagnosis import find_shortage
+            if new := self._new_of(folder / "err.log"):
+                from memfit.diagnosis import find_shortage  # most jobs say nothing, and its table takes long to load
 
                 line = find_shortage(new)
-            if line and (job.id, line) not in self._said:
-                self._said.add((job.id, line))
-                self._say(f"{_stamp(time.time())}  {job.name} says: {line}", "red")
+                if line and (job.id, line) not in self._said:
+                    self._said.add((job.id, line))
+                    self._say(f"{_stamp(time.time())}  {job.name} says: {line}", "red")
             if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
                 self._epochs_seen[job.id] = len(ends)
                 from memfit.diagnosis import explain_growth
