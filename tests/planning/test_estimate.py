@@ -105,12 +105,8 @@ def traced(monkeypatch):
 def test_a_trace_is_answered_also_where_the_formula_does_not_read_the_config():
     assert ask(Question(UNREAD, Setup(batch=2), "24GiB"))["verdict"] == "fits"
     found = ask(Question(UNREAD, Setup(batch=30), "24GiB"))
-    assert (found["verdict"], found["method"], found["change"], found["smaller_model"]) == (
-        "does not fit",
-        "traced",
-        None,
-        None,
-    )
+    wanted = {"verdict": "does not fit", "method": "traced", "change": None, "smaller_model": None}
+    assert found.items() >= wanted.items()
     assert "no change was looked for" in found["notes"][-1]
     assert "hidden_size" in found["notes"][-1]
 

@@ -53,8 +53,9 @@ class Ledger:
     lines: tuple[Line, ...]
 
     def on_node(self, line: Line) -> Amount:
-        """Return what a line takes on the fullest node."""
-        found = replace(self.layout, processes_per_task=line.number).to(line.amount, "node")
+        """Return what a line takes on the fullest node; of a GPU on one that has none, what one GPU would take."""
+        layout = replace(self.layout, processes_per_task=line.number, gpus_per_node=self.layout.gpus_per_node or 1)
+        found = layout.to(line.amount, "node")
         assert found is not None, f"the layout lacks what {line.amount} takes"
         return found
 
