@@ -7,11 +7,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
@@ -21,36 +20,25 @@ from memfit.pipeline._config import RunConfig, StageSettings
 from memfit.rundir import EventWriter, RunDir
 from memfit.units import format_count
 
+#: What runs the jobs, and what this run says to others of its memory.
+Place = Iterator[tuple[Backend, Claims]]
 #: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
 _MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 
 
-class Place(NamedTuple):
-    """What runs the jobs, and what this run says to others of its memory."""
-
-    backend: Backend
-    claims: Claims
-
-
-def place_of(
-    run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None
-) -> AbstractContextManager[Place]:
-    """Return the place that the settings name; ``parent`` is the process from which functions are forked."""
-    if settings.backend == "slurm":
-        return slurm_place(run, settings, events)
-    return local_place(run, settings, events, parent)
-
-
 @contextmanager
-def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None = None) -> Iterator[Place]:
-    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can."""
+def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None) -> Place:
+    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can.
+
+    ``parent`` is the process from which functions are forked.
+    """
     for entry in sweep_entries():
-        with suppress(OSError):
+        with suppress(OSError), ExitStack() as held:
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
             if descriptor is not None:  # no other supervisor starts with this run now
+                held.callback(os.close, descriptor)
                 if entry.group:
                     sweep_groups(Path(entry.group), uid=os.geteuid())
-                os.close(descriptor)
     claims, budget, group = Claims(run.path), read_budget(settings), ""
     if claims.problem:
         print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
@@ -78,11 +66,11 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
         stack.callback(backend.close)
         claims.write(used=Counter(), unused=Counter(), group=group)
         events.write("budget", **facts)
-        yield Place(backend, claims)
+        yield backend, claims
 
 
 @contextmanager
-def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterator[Place]:
+def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter, _: Parent | None) -> Place:
     """Make the backend that queues jobs with Slurm."""
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
@@ -94,7 +82,7 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter) -> Iterat
     )
     queue.say = lambda text: events.write("plan", text=text)
     try:
-        yield Place(queue, Claims(run.path, boot="that of no job's host"))
+        yield queue, Claims(run.path, boot="that of no job's host")
     finally:
         queue.close()
 

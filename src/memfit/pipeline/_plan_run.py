@@ -26,7 +26,7 @@ from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
 from memfit.pipeline._places import most_at_once, read_budget
 from memfit.pipeline._probe import ask_of_loaders, ask_of_model
-from memfit.pipeline._results import Unit, changed_settings, is_same_command, made_for
+from memfit.pipeline._results import MOST_RUNS, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
 from memfit.planning import (
     Forecast,
@@ -42,7 +42,6 @@ from memfit.planning import (
 from memfit.rundir import RunDir
 from memfit.units import format_count, format_duration
 
-_MOST_RUNS = 20
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
 _FIRST_ROWS = (1, 2, 3, 4)  # the numbers of jobs at once with a row each, beside as many as fit and all
@@ -154,7 +153,7 @@ def plan_run(
     if not start:
         start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
     settings = order.settings
-    runs = RunDir.all(settings.runs_dir, settings.experiment)[:_MOST_RUNS]
+    runs = RunDir.all(settings.runs_dir, settings.experiment)[:MOST_RUNS]
     graph = Graph(order)
     found = None if new else find_run(order, graph)
     if found is None:

@@ -41,7 +41,7 @@ from memfit.rundir import EventTail, RunDir
 
 Count = Callable[[int], None]
 HOST = socket.gethostname()
-_MOST_RUNS = 20
+MOST_RUNS = 20  # earlier runs are looked at
 NOT_MADE = "it was not made yet"  # why a result is made for the first time
 
 
@@ -108,7 +108,7 @@ class Index:
     """
 
     def __init__(self, runs: Sequence[RunDir] = ()) -> None:
-        self.runs = list(runs)[:_MOST_RUNS]
+        self.runs = list(runs)[:MOST_RUNS]
         self.making: dict[tuple[str, str], str] = {}
         self.proofs: Proofs | None = None
 

@@ -38,7 +38,7 @@ from memfit.jobs import (
 from memfit.masking import mask
 from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._places import most_at_once, place_of, read_budget
+from memfit.pipeline._places import local_place, most_at_once, read_budget, slurm_place
 from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import Event, EventWriter, Reader, RunDir
@@ -299,6 +299,7 @@ def supervised(
         psutil.cpu_times_percent()  # the next call counts from here
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
+            place_of = slurm_place if settings.backend == "slurm" else local_place
             backend, claims = stack.enter_context(place_of(run, settings, events, parent))
             show = view(run) if view else lambda: None
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, show, lock, parent)
