@@ -15,7 +15,8 @@ def job(name="a", **options):
 
 @pytest.fixture
 def backend():
-    return FakeBackend({"a": FakeJob((10, 30, 20)), "b": FakeJob((5,), state="failed"), "c": FakeJob((7, 7))})
+    scripts = {"a": FakeJob((10, 30, 20), settles_at=1), "b": FakeJob((5,), state="failed"), "c": FakeJob((7, 7))}
+    return FakeBackend(scripts)
 
 
 class TestFakeBackend(BackendContract):
@@ -61,25 +62,14 @@ def test_a_job_that_ended_stays_as_it_ended_when_it_is_cancelled(backend):
     assert backend.poll()["b"].state == "failed"
 
 
-def test_its_memory_follows_the_script_and_its_peak_never_falls(backend):
+def test_its_memory_follows_the_script_and_its_peak_never_falls_and_speaks_from_its_step_on(backend):
     submit(backend, job())
     seen = []
-    while backend.poll()["a"].state not in ENDED:
-        seen.append((backend.poll()["a"].used_bytes, backend.poll()["a"].peak_bytes))
+    while (last := backend.poll()["a"]).state not in ENDED:
+        seen.append((last.used_bytes, last.peak_bytes, last.settled))
         backend.wait(0.1)
-    assert seen == [(0, 0), (10, 10), (30, 30), (20, 30)]
-    last = backend.poll()["a"]
+    assert seen == [(0, 0, False), (10, 10, False), (30, 30, True), (20, 30, True)]
     assert (last.state, last.used_bytes, last.footprint) == ("completed", 0, Footprint(30))
-
-
-def test_its_footprint_speaks_from_its_step_on():
-    backend = FakeBackend({"a": FakeJob((1, 1, 1), settles_at=1)})
-    submit(backend, job())
-    seen = []
-    for _ in range(2):
-        backend.wait(0.1)
-        seen.append(backend.poll()["a"].settled)
-    assert seen == [False, True]
 
 
 def test_a_job_stands_still_at_its_wall_and_at_the_wall_of_all_until_they_are_raised():

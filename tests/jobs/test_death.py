@@ -26,7 +26,7 @@ def death(returncode, **changes):
     return Death(**(evidence | changes))
 
 
-@pytest.mark.proves("S0-01", "S3-01")
+@pytest.mark.proves("S0-01", "S3-01", "C-07")
 @pytest.mark.parametrize(
     ("evidence", "state", "words"),
     [
@@ -69,6 +69,8 @@ def death(returncode, **changes):
         (death(-signal.SIGSEGV), "failed", "SIGSEGV"),
         (death(-250), "failed", "signal 250"),
         (death(3), "failed", "exit code 3 in phase validate"),
+        (death(137), "failed", "exit code 137"),  # alone it is no proof of the kernel
+        (death(1, counters_after=Counters({"/jobs": 4}, host=10)), "failed", "exit code 1"),  # it was not killed
         (death(1, error={"type": "ValueError", "memfit": False, "text": "ValueError: zoom", "memory": False}), "failed", "zoom"),
         (death(1, error={"type": "MemoryError", "memfit": False, "text": "MemoryError", "memory": True}), "out_of_memory", "MemoryError"),
     ],
@@ -95,15 +97,6 @@ def test_a_death_is_explained_from_its_evidence(evidence, state, words):
 )
 def test_who_ended_a_job_is_told(evidence, who):
     assert explain_death(evidence)[2] == who
-
-
-def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():
-    assert explain_death(death(137))[0] == "failed"
-
-
-@pytest.mark.proves("C-07")
-def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
-    assert explain_death(death(1, counters_after=Counters({"/jobs": 4}, host=10)))[0] == "failed"
 
 
 @pytest.mark.parametrize(

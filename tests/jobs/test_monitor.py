@@ -5,6 +5,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from memfit.files import write_json
 from memfit.jobs import JobStatus, Monitor
 from memfit.memory import GroupState, JobGroup
@@ -59,12 +61,14 @@ def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, 
     assert leaving.known.wants_more
 
 
-def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
-    watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
-    for phase in ("train", "validate"):
-        watch._enter(phase)
+@pytest.mark.parametrize(
+    ("told", "phases"), [((), ("train", "validate", "checkpoint")), (("load", "fit"), ("fit", "load", "save"))]
+)
+def test_a_job_that_was_in_each_phase_that_it_told_or_that_a_training_has_is_settled_at_once(tmp_path, told, phases):
+    watch = Monitor(RunDir(tmp_path), ORDER | {"phases": told}, here("cmd_0001"))
+    for phase in phases:
         assert not watch.settled
-    watch._enter("checkpoint")
+        watch._enter(phase)
     assert watch.settled
 
 

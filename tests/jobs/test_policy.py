@@ -66,6 +66,7 @@ def test_a_guess_is_the_mean_with_what_similar_jobs_differ_by():
     assert policy.guess_from([Ended(1000, 4.0, 10.0)]).is_early is False
     two = [Ended(900, 1.0, 8.0), Ended(1100, 3.0, 12.0)]
     assert policy.guess_from(two, usual=0.0) == Guess(1021, 1100, 100, 3.0, 10.0, True)
+    assert policy.guess_from(two, usual=0.3).spread == 150  # the more there are, the less counts what is usual
     # What still runs raises the mean and never lowers it: small jobs end first.
     assert policy.guess_from(two, [10], usual=0.0).size == 1000 + round(0.3 * math.sqrt(20000 / 3) / math.sqrt(3))
     assert policy.guess_from(two, [4000], usual=0.0).most == 4000

@@ -124,11 +124,11 @@ def agent(run_dir):
     """Runs the agent of a job whose ranks are a shell's lines; returns its process, and the rank that was lost."""
     folder, env = run_dir.job_dir("j"), os.environ | {RUN_DIR_VARIABLE: str(run_dir.path), JOB_ID_VARIABLE: "j"}
 
-    def run(lines, *, ranks=2, **more):
-        job = {"id": "j", "command": ["sh", "-c", lines], "target": None, "ranks": ranks, "env": {}, "group": None}
+    def run(lines, own=None, **more):
+        job = {"id": "j", "command": ["sh", "-c", lines], "target": None, "ranks": 2, "env": own or {}, "group": None}
         write_json(folder / "job.json", job | {"attempt": 3, "threads": 6})
         words = [sys.executable, "-m", "memfit.jobs", "ranks", str(folder)]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, **more)
+        done = subprocess.run(words, env=env | job["env"], capture_output=True, text=True, timeout=60, **more)
         return done, read_json(folder / "ranks/end.json")
 
     folder.mkdir()
@@ -163,6 +163,7 @@ LOST_PEER = "echo Connection closed by peer >&2; >said; exit 6"
             SECOND_ENDS + AWAIT_IT + LOST_PEER, 6,
             "rank 0 ended with exit code 6, after rank 1 had left with exit code 0",
         ),
+        (SECOND_ENDS + AWAIT_IT + "exit 79", 79, "rank 1 ended with exit code 0"),  # the other waited for it in vain
     ],
 )  # fmt: skip
 def test_the_agent_ends_as_the_rank_that_was_lost_first_and_names_it(agent, run_dir, tmp_path, lines, code, lost):
@@ -170,10 +171,26 @@ def test_the_agent_ends_as_the_rank_that_was_lost_first_and_names_it(agent, run_
     assert (done.returncode, f"memfit: {lost}" in done.stderr) == (code, True)
     rank = int(lost.split()[1])
     assert end == {"rank": rank, "generation": 0, "text": lost}
-    assert lost_in(run_dir) == [(rank, code, "start")]
+    assert lost_in(run_dir) == [(rank, 0 if code == 79 else code, "start")]
     assert "why" not in lines or done.stderr == f"[rank1]: why\nmemfit: {lost}\nwhy\n"
     [port] = [one["port"] for one in read_events(run_dir.events_dir) if one["kind"] == "ranks"]  # begun once
     assert 20_000 <= port < 32_000
+
+
+@pytest.mark.parametrize(
+    ("place", "elsewhere", "text"),
+    [
+        ("vote", "microbatch", "rank 0 left: a rank of another node was lost"),
+        ("microbatch", "vote", "rank 0 hung in microbatch of step 5"),
+    ],
+)
+def test_of_several_nodes_only_the_one_names_a_rank_whose_rank_was_lost(agent, run_dir, place, elsewhere, text):
+    (beats := run_dir.path / "ranks/3_0").mkdir(parents=True)
+    (beats / "rank_1").write_bytes(Beat(1, 7, "other", "", elsewhere, step=5, count=9).to_line())
+    (run_dir.path / "own").write_bytes(Beat(0, 8, "here", "", place, step=5, count=9).to_line())
+    nodes = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "other:20001", "SLURM_NODEID": "0"}
+    done, lost = agent("cp own $MEMFIT_RANKS/rank_0; exit 79", nodes, cwd=run_dir.path)
+    assert (done.returncode, lost["text"]) == (79, text)
 
 
 @pytest.mark.parametrize(

@@ -449,17 +449,18 @@ def test_a_dropped_job_keeps_the_number_of_its_attempts(world):
 # Stops, and jobs that run already
 
 
-def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_now(world):
-    found, stop, ticks = world(same(3, *[1] * 100), max_parallel=1), StopRequest(), []
-
-    def tick():
-        ticks.append(None)
-        if len(ticks) == 3:
-            stop.ask()
-
-    found.run(stop=stop, on_tick=tick)
-    assert (found.cancelled, found.ends) == ([("j1", False)], {"j1": "preempted"})
-    assert [(fields["asked"], fields["num_running"]) for fields in found.of("stop")] == [(1, 1)]
+@pytest.mark.parametrize(
+    ("ask", "level", "end", "text"),
+    [
+        (StopRequest.ask, 1, "preempted", "Stopping 1 running job at a checkpoint. Ctrl-C again ends them now"),
+        (StopRequest.now, 2, "cancelled", "Ending 1 running job now"),
+    ],
+)
+def test_a_request_to_stop_reaches_the_running_jobs_once_and_another_ends_them_now(world, ask, level, end, text):
+    found, stop = world(same(3, *[1] * 100), max_parallel=1), StopRequest()
+    found.run(stop=stop, on_tick=lambda: ask(stop) if found.backend.now > 0.3 else None)
+    assert (found.cancelled, found.ends) == ([("j1", level > 1)], {"j1": end})
+    assert found.of("stop") == [{"asked": level, "num_running": 1, "text": text}]
 
 
 def test_jobs_that_still_run_are_taken_over_whatever_is_free(world):
@@ -493,6 +494,7 @@ def test_a_job_that_is_stopped_while_it_waits_for_another_start_is_recorded_so(w
 def test_a_stop_while_a_job_waits_to_be_started_again_leaves_it_pending(world):
     found, stop = world(TWO, 1050, known={"a": 100, "b": 950}, jobs=kinds("a", "b")), StopRequest()
     found.run(stop=stop, on_tick=lambda: stop.ask() if found.retries else None)
+    assert found.of("retry")[0]["text"].startswith("a restarts as attempt 2: ")
     assert (found.ends, found.statuses["a"].attempt) == ({"a": "pending", "b": "preempted"}, 1)
 
 

@@ -17,9 +17,9 @@ from memfit.rundir import RunDir
 NO_ANSWER = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def tools(tmp_path, monkeypatch):
-    """Make stand-ins of Slurm's tools; each call is noted."""
+    """Make stand-ins of Slurm's tools; each call is noted. From the start, jobs are taken and nothing is known."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -31,6 +31,7 @@ def tools(tmp_path, monkeypatch):
             path.chmod(0o755)
         return lambda: (tmp_path / "calls").read_text().split()
 
+    make(sbatch="echo 7", squeue="true", sacct="true", scancel="true", scontrol="true")
     return make
 
 
@@ -65,7 +66,7 @@ def test_a_controller_that_does_not_answer_is_asked_again_and_gets_each_array_on
 
 
 def test_an_array_that_slurm_never_got_is_sent_again(tools, run_dir):
-    calls = tools(sbatch=NO_ANSWER, squeue="true", sacct="true")
+    calls = tools(sbatch=NO_ANSWER)
     backend = SlurmBackend(run_dir, now=Clock())
     submit(backend, "a")
     tools(sbatch="echo 7")
@@ -77,7 +78,7 @@ def test_an_array_that_slurm_never_got_is_sent_again(tools, run_dir):
 def test_thousands_of_jobs_cost_the_controller_a_few_calls_a_minute(tools, run_dir, tmp_path):
     lines = [f"7_{index}|PENDING|Priority|" for index in range(1000)]
     (tmp_path / "listed").write_text("\n".join(lines))
-    calls = tools(sbatch="echo 7", squeue=f"cat {tmp_path}/listed", sacct="true")
+    calls = tools(squeue=f"cat {tmp_path}/listed")
     now = [0.0]
     backend = SlurmBackend(run_dir, now=lambda: now[0])
     submit(backend, *(f"job_{number}" for number in range(1_001)))
@@ -91,7 +92,7 @@ def test_thousands_of_jobs_cost_the_controller_a_few_calls_a_minute(tools, run_d
 
 
 def test_what_slurm_refuses_fails_with_its_words(tools, run_dir):
-    tools(sbatch="echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1", squeue="true", sacct="true")
+    tools(sbatch="echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1")
     backend = SlurmBackend(run_dir, now=Clock())
     submit(backend, "a")
     status = backend.poll()["a"]
@@ -99,7 +100,7 @@ def test_what_slurm_refuses_fails_with_its_words(tools, run_dir):
 
 
 def test_an_end_without_an_outcome_is_what_slurm_says(tools, run_dir):
-    tools(sbatch="echo 7", squeue="echo '7_0|NODE_FAIL|None|n1'; echo '7_1|OUT_OF_MEMORY|None|n1'", sacct="true")
+    tools(squeue="echo '7_0|NODE_FAIL|None|n1'; echo '7_1|OUT_OF_MEMORY|None|n1'")
     backend = SlurmBackend(run_dir, now=Clock())
     submit(backend, "a", "b")
     for _ in range(3):
@@ -109,7 +110,7 @@ def test_an_end_without_an_outcome_is_what_slurm_says(tools, run_dir):
 
 
 def test_a_waiting_element_that_slurm_forgets_once_it_is_cancelled_has_ended(tools, run_dir):
-    tools(sbatch="echo 7", squeue="echo '7_0|PENDING|Priority|'; echo '7_1|PENDING|Priority|'", scancel="true")
+    tools(squeue="echo '7_0|PENDING|Priority|'; echo '7_1|PENDING|Priority|'")
     tools(sacct="echo 'sacct: error: Slurm accounting storage is disabled' >&2; exit 1")
     now = [1.0]
     backend = SlurmBackend(run_dir, now=lambda: now[0])
@@ -128,8 +129,7 @@ def test_a_waiting_element_that_slurm_forgets_once_it_is_cancelled_has_ended(too
 
 
 def test_a_job_that_slurm_takes_for_running_but_that_never_began_is_given_up(tools, run_dir):
-    calls = tools(sbatch="echo 7", squeue="echo '7_0|RUNNING|None|n1'; echo '7_1|RUNNING|None|n1'", sacct="true")
-    tools(scancel="true")
+    calls = tools(squeue="echo '7_0|RUNNING|None|n1'; echo '7_1|RUNNING|None|n1'")
     backend = SlurmBackend(run_dir, now=Clock())
     submit(backend, "a", "b")
     folder = run_dir.job_dir("b")
@@ -140,20 +140,22 @@ def test_a_job_that_slurm_takes_for_running_but_that_never_began_is_given_up(too
     assert "left no file" in found["a"].cause and "scancel" in calls()
 
 
-def test_an_element_that_a_crash_left_in_the_queue_is_released_or_removed(tools, run_dir):
-    calls = tools(sbatch="echo 7", sacct="true", scancel="true", scontrol="true")
-    tools(squeue="echo '7_0|PENDING|launch failed requeued held|'; echo '7_1|PENDING|launch failed requeued held|'")
+def test_an_element_that_a_crash_left_in_the_queue_is_released_or_removed_and_no_other(tools, run_dir, tmp_path):
+    reasons = ["launch failed requeued held"] * 2 + ["JobHeldUser"]
+    lines = "; ".join(f"echo '7_{index}|PENDING|{reason}|'" for index, reason in enumerate(reasons))
+    calls = tools(squeue=lines, scontrol=f'echo "$2" >> {tmp_path}/released')
     backend = SlurmBackend(run_dir, now=Clock())
-    submit(backend, "a", "b")
+    submit(backend, "a", "b", "c")
     outcome = '{"schema_version": 1, "state": "completed", "attempt": 1, "exit_code": 0}'
     (run_dir.job_dir("b") / "outcome.json").write_text(outcome)
     backend.poll()
     backend.poll()
-    assert calls().count("scontrol") >= 1 and calls().count("scancel") == 1
+    released = (tmp_path / "released").read_text().split()
+    assert ("7_0" in released, "7_2" in released, calls().count("scancel")) == (True, False, 1)
 
 
 def test_queued_jobs_are_cancelled_without_a_supervisor_and_a_dead_controller_is_said(tools, run_dir, monkeypatch):
-    calls = tools(sbatch="echo 7", squeue="echo '7_0|PENDING|Priority|'", sacct="true", scancel="true")
+    calls = tools(squeue="echo '7_0|PENDING|Priority|'")
     submit(SlurmBackend(run_dir), "a")
     monkeypatch.setattr("memfit.jobs._slurm._LATEST_SECONDS", 0.2)
     with pytest.raises(UsageError, match=r"its queue still has 1 job of"):
@@ -165,8 +167,7 @@ def test_queued_jobs_are_cancelled_without_a_supervisor_and_a_dead_controller_is
     assert read_status(run_dir, "a").cause == "stopped before it started"
 
 
-def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools, run_dir):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(run_dir):
     options = SlurmOptions(partition="gpu", time="01:00:00", extra=("--constraint=a100",))
     backend = SlurmBackend(run_dir, options, grace_seconds=30, max_parallel=4)
     submit(backend, *(f"fold_{number}" for number in range(1, 6)), limit_bytes=100 << 20)
@@ -195,22 +196,20 @@ def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools
 @pytest.mark.parametrize(
     "name", ["q ' x", 'q " x', "$(touch x)", "`touch x`", "$HOME", "%j", "%%A", "#x", "a;b", "a&b", "é\u2028"]
 )
-def test_a_run_in_any_folder_is_named_as_it_is_in_the_script(tools, tmp_path, name):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_a_run_in_any_folder_is_named_as_it_is_in_the_script(tmp_path, name):
     run = RunDir.create(tmp_path / name, "queue", "0" * 64)
     submit(SlurmBackend(run), "a")
     (script,) = (run.path / "slurm").glob("*.sh")
     *lines, command = script.read_text().removesuffix("\n").split("\n")
     assert lines[0] == "#!/bin/sh" and all(line.startswith("#SBATCH --") for line in lines[1:])
     (output,) = [line.partition("=")[2] for line in lines if "--output=" in line]
-    output = json.loads(output) if output.startswith('"') else output
+    (output,) = shlex.split(output)  # sbatch knows no escapes but those of a quote
     assert output.removesuffix("/%A_%a.log").replace("%%", "%") == f"{run.path}/slurm"
     assert shlex.split(command)[-3:] == [str(run.path), "--array", f"{run.path}/slurm/{script.stem}.json"]
 
 
 @pytest.mark.parametrize("letter", [*map(chr, range(1, 32)), "\x7f", "\\", "\udcff"])
-def test_what_no_batch_script_can_name_is_refused_before_any_job(tools, run_dir, tmp_path, letter):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_what_no_batch_script_can_name_is_refused_before_any_job(run_dir, tmp_path, letter):
     text = f"a{letter}touch${{IFS}}x"
     for place in ("partition", "account", "qos", "time"):
         with pytest.raises(UsageError, match="cannot be an option of sbatch"):
@@ -223,8 +222,7 @@ def test_what_no_batch_script_can_name_is_refused_before_any_job(tools, run_dir,
     assert not (tmp_path / "calls").exists()
 
 
-def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_the_jobs_of_a_stage_may_ask_for_something_else(run_dir):
     options = {"train": SlurmOptions(partition="gpu", nodes=2, extra=("--gpus-per-node=4",))}
     backend = SlurmBackend(run_dir, SlurmOptions(partition="cpu"), by_stage=options)
     jobs = [Job(name, command=("true",), stage=stage) for name, stage in (("a", "prepare"), ("b", "train"))]
@@ -234,8 +232,7 @@ def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):
     assert "--nodes=2" in scripts["gpu"] and "--mem=164M" in scripts["gpu"] and "--gpus-per-node=4" in scripts["gpu"]
 
 
-def test_the_gpus_of_a_job_are_spread_over_its_nodes(tools, run_dir):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_the_gpus_of_a_job_are_spread_over_its_nodes(run_dir):
     backend = SlurmBackend(run_dir, by_stage={"pair": SlurmOptions(nodes=2)})
     jobs = [Job(f"{stage}_{num}", command=("true",), stage=stage, num_devices=num) for stage, num in NUM_GPUS]
     backend.submit([Submission(job, 100 << 20) for job in jobs])
@@ -245,8 +242,7 @@ def test_the_gpus_of_a_job_are_spread_over_its_nodes(tools, run_dir):
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gres=gpu:2"} < set(step)
 
 
-def test_a_function_of_one_process_gets_one_node_of_a_run_on_several(tools, run_dir):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_a_function_of_one_process_gets_one_node_of_a_run_on_several(run_dir):
     backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
     jobs = [Job("prepare", target="math:sqrt", arguments={"x": 9}), Job("train", target="math:sqrt", ranks=4)]
     backend.submit([Submission(job, 100 << 20) for job in jobs])
@@ -284,9 +280,6 @@ LOSES = 'echo \'{"state": "failed", "exit_code": 79, "cause": "rank 1 left", "at
 )
 def test_a_group_is_one_whose_node_failed_however_soon_slurm_ends_it_for_that(tools, run_dir, srun, state):
     tools(
-        sbatch="echo 7",
-        squeue="true",
-        sacct="true",
         srun=f'for node in "{run_dir.path}"/jobs/*/*/jobs/node_0; do :; done; {srun}',
     )
     backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
@@ -304,7 +297,7 @@ def test_a_job_of_several_nodes_has_in_each_phase_the_peak_of_the_node_that_take
         end = {"state": "completed", "exit_code": 0, "peak_bytes": own.private_bytes, "attempt": 1}
         (tmp_path / f"end_{node}").write_text(json.dumps(end | {"footprint": own.to_dict()}))
     copies = f'for node in "{run_dir.path}"/jobs/*/*/jobs/node_?; do cp {tmp_path}/end_"${{node##*_}}" $node/outcome.json; done'
-    tools(sbatch="echo 7", squeue="true", sacct="true", srun=copies)
+    tools(srun=copies)
     backend = SlurmBackend(run_dir, SlurmOptions(nodes=2))
     backend.submit([Submission(Job("group", command=("true",), ranks=4), 100 << 20)])
     _run_array(run_dir)
@@ -314,8 +307,7 @@ def test_a_job_of_several_nodes_has_in_each_phase_the_peak_of_the_node_that_take
     assert peaks == {"train": 100, "validate": 80, "checkpoint": 90}
 
 
-def test_an_element_whose_job_has_a_later_attempt_does_nothing(tools, run_dir, monkeypatch):
-    tools(sbatch="echo 7", squeue="true", sacct="true")
+def test_an_element_whose_job_has_a_later_attempt_does_nothing(run_dir, monkeypatch):
     backend = SlurmBackend(run_dir)
     submit(backend, "a")
     (first,) = (run_dir.path / "slurm").glob("*.json")
