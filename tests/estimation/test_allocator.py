@@ -154,7 +154,7 @@ def test_an_expandable_segment_lets_a_growing_batch_use_what_a_smaller_one_left(
 
 
 def test_release_takes_whole_free_pages_and_leaves_the_rest_of_an_expandable_segment():
-    allocator = filled(30 * MIB, 50 * MIB, 10 * MIB, text="expandable_segments:True")  # 30 | 50 | 10 of 100
+    allocator = filled(30 * MIB, 50 * MIB, 20 * MIB, text="expandable_segments:True")
     allocator.free(1)
     allocator.release()
     assert allocator.reserved_bytes == 100 * MIB - 40 * MIB  # from 40 to 80 MiB no byte was used

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,16 @@ def test_the_verdict_follows_from_value_and_bound():
 def test_what_no_formula_knows_is_refused():
     with pytest.raises(ConfigError):
         estimate_formula({"model_type": "nothing"}, Setup())
+
+
+@pytest.mark.parametrize(
+    ("kind", "setup", "reason"),
+    [("llama", Setup(strategy="zero2", world_size=2), "zero2 follows"), ("lama", Setup(), "transformers .*'lama'")],
+)
+def test_what_is_not_traced_is_computed_and_says_why(kind, setup, reason):
+    pytest.importorskip("transformers")
+    found = estimate_config({**LLAMA, "model_type": kind}, setup)
+    assert found.method == "formula" and re.match(f"computed, not traced: {reason}", found.notes[0])
 
 
 LLAMA = {

@@ -396,9 +396,12 @@ def test_bart_is_read_by_the_names_of_its_own_widths() -> None:
     sizes = {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 256}
     config = {"model_type": "bart", "d_model": 64, "vocab_size": 1000, **sizes}
     anatomy = find_anatomy(config)
-    assert [(stack.num_blocks, stack.is_target, len(stack.block.attentions)) for stack in anatomy.stacks] == [
-        (2, False, 1),
-        (3, True, 2),
+    assert [
+        (stack.num_blocks, stack.is_target, [one.is_crossed for one in stack.block.attentions])
+        for stack in anatomy.stacks
+    ] == [
+        (2, False, [False]),
+        (3, True, [False, True]),
     ]
     assert anatomy.stacks[0].block.linears[-1].inputs == 256
 

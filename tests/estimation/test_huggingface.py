@@ -40,6 +40,7 @@ VIT = {
 }
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "image_size": 32}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
+DEEPSEEK = {**SIZES, "model_type": "deepseek_v3", "first_k_dense_replace": 1}
 TINY = Setup(batch=2, seq_len=8)
 
 
@@ -82,13 +83,15 @@ def test_what_a_partial_config_lacks_is_said_with_its_default():
     with FakeTensorMode():
         partial = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
         notes = build_program(partial, TINY).notes
+        images = build_program({**RESNET, "image_size": None}, TINY).batch["pixel_values"]
+    assert images.shape == (2, 3, 224, 224)
     assert "not in the config, so transformers' defaults: vocab_size = 32000" in notes
 
 
 def test_a_config_without_a_class_gets_the_usual_one_of_its_type():
     with FakeTensorMode():
         program = build_program(BERT, TINY)
-    assert type(program.model).__name__ == "BertForMaskedLM"
+    assert (type(program.model).__name__, {*program.batch}) == ("BertForMaskedLM", {"input_ids", "labels"})
     assert any("BertForMaskedLM is assumed" in note for note in program.notes)
 
 
@@ -118,11 +121,14 @@ def test_weights_are_fp32_under_autocast():
     assert program.autocast_dtype is torch.bfloat16
 
 
-def test_t5_in_fp16_keeps_the_layers_that_transformers_keeps_in_fp32():
+@pytest.mark.parametrize(
+    ("config", "dtype", "part"), [(T5, "fp16", ".wo."), (DEEPSEEK, "bf16", ".e_score_correction_bias")]
+)
+def test_what_transformers_keeps_in_fp32_is_kept_so(config, dtype, part):
     with FakeTensorMode():
-        program = build_program(T5, Setup(seq_len=8, dtype="fp16"))
-    kept = {name for name, parameter in program.model.named_parameters() if parameter.dtype is torch.float32}
-    assert kept and all(".wo." in name for name in kept)
+        program = build_program(config, Setup(seq_len=8, dtype=dtype))
+    kept = {name for name, tensor in program.model.state_dict().items() if tensor.dtype is torch.float32}
+    assert kept and all(part in name for name in kept)
 
 
 def test_qlora_quantises_all_but_the_head_and_trains_adapters_alone():

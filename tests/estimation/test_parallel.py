@@ -212,12 +212,15 @@ def test_fsdp2_peaks_as_the_real_fully_shard_does(
 @pytest.mark.proves("S3-40")
 @pytest.mark.core
 def test_fsdp_keeps_a_share_of_weights_gradients_and_states() -> None:
-    step = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="fsdp"))["step"].parts
+    peaks = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="fsdp"))
+    step = peaks["step"].parts
     share = count_bytes() / 4
     assert step["weights"] == pytest.approx(share, rel=0.01)
     assert step["gradients"] == pytest.approx(share, rel=0.01)
     assert step["optimizer"] == pytest.approx(2 * share, rel=0.01)
     assert "communication" not in step
+    # what lies outside of blocks, a block, and the buffer of the next one: of two blocks as much as the model
+    assert peaks["backward"].parts["communication"] == pytest.approx(count_bytes(), rel=0.01)
 
 
 def test_ddp_holds_gradients_twice() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint
+from tests.forked import call
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.training import CheckpointFolder, CheckpointWarning, Trainer, load_checkpoint, save_checkpoint
@@ -197,8 +198,9 @@ def test_without_hard_links_the_names_are_copies(tmp_path, monkeypatch):
     assert not (tmp_path / "latest_checkpoint.pt").samefile(tmp_path / "checkpoint_epoch_2.pt")
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
     flip(tmp_path / "latest_checkpoint.pt", 100)
-    with pytest.warns(CheckpointWarning, match=r"latest_checkpoint\.pt .* damaged.*checkpoint_epoch_2\.pt"):
+    with pytest.warns(CheckpointWarning, match=r"latest_checkpoint\.pt .* damaged.*checkpoint_epoch_2\.pt") as caught:
         CheckpointFolder(tmp_path, 2).newest()
+    assert caught[0].filename == __file__
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
 
 
@@ -443,24 +445,23 @@ def test_a_folder_is_written_by_one_process_and_free_when_that_is_killed(tmp_pat
             os.killpg(other.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+def _told_elsewhere(folder):
+    """What another process is told that wants to train there."""
+    with pytest.raises(UsageError) as caught, CheckpointFolder(folder, 2).held():
+        pass
+    return caught.value.what
+
+
 def test_a_fit_holds_its_folder(tmp_path):
-    model = torch.nn.Linear(2, 1)
+    told = []
 
     def evaluate(model, batches):
-        with pytest.raises(UsageError, match="trains into"):
-            _refused_elsewhere(tmp_path)
+        told.append(call(_told_elsewhere, tmp_path))
         return {"valid_loss": 1.0}
 
-    data = [torch.ones(2, 2)]
-    trainer = Trainer(model, loss=lambda model, x: (model(x).sum(), len(x)), checkpoint_dir=tmp_path)
-    trainer.fit(data, data, num_epochs=1, evaluate=evaluate, preflight=False)
-
-
-def _refused_elsewhere(folder):
-    """What another process is told that wants to train there."""
-    code = "import sys; from pathlib import Path; from memfit.training import CheckpointFolder\n"
-    code += "with CheckpointFolder(Path(sys.argv[1]), 2).held(): pass"
-    told = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True).stderr
-    if "trains into" in told:
-        raise UsageError(told, rule="-", remedy="-")
+    (tmp_path / ".lock").write_text("12345678")  # of a process that was killed
+    data, model = [torch.ones(2, 2)], torch.nn.Linear(2, 1)
+    Trainer(model, loss=squared, checkpoint_dir=tmp_path).fit(
+        data, data, num_epochs=1, evaluate=evaluate, preflight=False
+    )
+    assert told == [f"Process {os.getpid()} trains into {tmp_path} now."]

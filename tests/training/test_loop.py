@@ -516,6 +516,7 @@ def test_a_loss_that_is_given_says_before_the_first_step_whether_the_largest_bat
     assert torch.equal(weight, other)
     assert capsys.readouterr().err.count("no verdict whether the largest batch fits: pass loss=") == 1
     go(tmp_path / "left", allow=["rehearsal"])
+    go(None)  # a loop without a folder and a loss asks for nothing
     assert "verdict" not in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -270,15 +271,11 @@ def _materialize(model: nn.Module, fp32_names: set[str]) -> None:
         return made[id(tensor)][1]
 
     for path, module in model.named_modules():
-        in_fp32 = bool(set(path.split(".")) & fp32_names)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                dtype = torch.float32 if in_fp32 and parameter.is_floating_point() else parameter.dtype
-                module._parameters[name] = convert(parameter, dtype)
-        for holder in (module._buffers, module.__dict__):
+        for holder in (module._parameters, module._buffers, module.__dict__):
             for name, tensor in list(holder.items()):
                 if isinstance(tensor, torch.Tensor):
-                    holder[name] = convert(tensor, tensor.dtype)
+                    in_fp32 = tensor.is_floating_point() and any(re.search(one, f"{path}.{name}") for one in fp32_names)
+                    holder[name] = convert(tensor, torch.float32 if in_fp32 else tensor.dtype)
 
 
 def _make_batch(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:

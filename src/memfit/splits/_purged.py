@@ -210,15 +210,15 @@ class PurgedKFold(DateSplitter):
     def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
         date, end = rows.date, rows.label_end
         for first, last in rows.blocks(self.n_splits):
-            test = (date >= first) & (date <= last)
+            before, after = date < first, date > last
+            test = ~(before | after)
             latest_end = int(end[test].max())
-            embargo_end = latest_end + self.embargo_size
             # From the weakest rule to the strongest: each overwrites what the ones before it named.
             roles = np.full(len(date), _TRAIN, np.int8)
             roles[(date >= first - self.lookback_size) & (date <= last + self.lookback_size)] = _LOOKBACK
-            roles[(date > latest_end) & (date <= embargo_end)] = _EMBARGOED
-            roles[(date > last) & (date <= latest_end)] = _PURGED_AFTER
-            roles[(date < first) & (end >= first)] = _PURGED_BEFORE
+            roles[after & (date <= latest_end + self.embargo_size)] = _EMBARGOED
+            roles[after & (date <= latest_end)] = _PURGED_AFTER
+            roles[before & (end >= first)] = _PURGED_BEFORE
             roles[test] = _TEST
             yield roles
 

@@ -136,8 +136,6 @@ class Gradients:
 
     def num_alloc_retries(self) -> int:
         """Return how often the allocators of the parameters' devices have emptied their caches and tried again."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return 0
         devices = {parameter.device for parameter in self.parameters() if parameter.is_cuda}
         return sum(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0) for device in devices)
 
