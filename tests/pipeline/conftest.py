@@ -11,6 +11,13 @@ from stages_here import runs_here
 collect_ignore = ["chain.py", "chain_help.py"]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
 def here():
     """Stages run in the process of the tests."""

@@ -24,12 +24,6 @@ LEAK = "import sys, time; mib = int(sys.argv[1]); kept = []\nfor _ in range(mib 
 LEAK += " kept.append(bytearray(b'x') * (10 << 20)); time.sleep(0.05)\nprint(10 * len(kept))"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def kernel_kills(run_dir):
     """Kills in the groups of all attempts, by their own counters at their ends."""
     found = 0

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.usefixtures("here")
 WAIT = "until test -e go; do sleep 0.05; done"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def run(stages, choice=None, *, view=None, **settings):
     return memfit.run(config_of(stages, **settings), choice=choice or Choice(), view=view)
 

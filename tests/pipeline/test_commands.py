@@ -24,12 +24,6 @@ real, here = pytest.mark.slow, pytest.mark.usefixtures("here")  # with processes
 MEMFIT = [sys.executable, "-m", "memfit"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def run_sh(text, *params, settings=(), env=None, **options):
     """Run a shell text for all combinations of parameters."""
     return run_commands(["sh", "-c", text], params=params, overrides=settings, env=env or {}, **options)

@@ -24,12 +24,6 @@ STAGES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder in which the stages have run once."""

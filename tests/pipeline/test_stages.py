@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -379,6 +380,9 @@ def test_a_file_saved_under_another_name_is_found_again_and_none_is_written_over
         assert context.once(path.parent.name, pytest.fail) == found and found.read_text() == str(path)
     with pytest.raises(UsageError, match="output b was written over output a: both are tokens"):
         context.save("b", paths[2])
+    for name in ("", ".hidden", "../up"):
+        with pytest.raises(UsageError, match=f"'{re.escape(name)}' cannot name an output"):
+            context.save(name, [1])
 
 
 def test_a_large_raw_file_counts_by_size_time_and_sixteen_pieces_of_it(tmp_path):

@@ -14,11 +14,6 @@ from memfit.pipeline import run_commands
 from memfit.rundir import EventWriter, RunDir
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "number", "said"),
     [

@@ -185,9 +185,9 @@ def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
 
 
 def count_loaders(monkeypatch, data):
-    """Let a plan count loaders of so many bytes without making any."""
+    """Let a plan count loaders of so many bytes, with two workers, without making any."""
     facts = {"settings": {}, "workers": 2, "samples": 9, "valid": None, "batch": 3, "drops": False}
-    lines = [Line("data", Amount(data, "task"), "", "computed")]
+    lines = [Line(one, Amount(data, "task"), "", "computed", number=num) for one, num in (("data", 1), ("workers", 2))]
     monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, lines, []))
 
 
@@ -256,12 +256,12 @@ def test_what_cannot_be_right_is_refused(changes, what):
 
 def test_loaders_without_a_model_make_no_request_and_a_measured_run_does(monkeypatch):
     count_loaders(monkeypatch, GIB)
-    stages = {"train": {"run": ["python", "train.py"], "loaders": "train:loaders"}}
-    config = NODES | {"stages": stages, "resources": {"ranks": 16}}
+    config = NODES | {"stages": {"train": {"run": "true", "loaders": "train:loaders"}}, "resources": {"ranks": 16}}
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(config)
-    memory = made(config, measured=measured_run()).memory
-    assert memory == Amount(32 * GIB, "node")  # 4 x 6, 25 % more, 1 mapped, memfit
+    launch = made(config, measured=measured_run(), cpus_per_rank=None)
+    assert launch.memory == Amount(32 * GIB, "node")  # 4 x 6, 25 % more, 1 mapped, memfit
+    assert launch.num_cpus == 12  # 4 ranks with two workers of a loader each
 
 
 @pytest.mark.proves("S4-26", "S4-27", "S4-30")

@@ -83,10 +83,8 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
 
 def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(finished) -> None:
     first = [("load", 0, 10), ("train", 10, 100), ("train", 20, 100), ("load", 1590, 10), ("train", 1620, 100)]
-    for job, samples in {
-        "fold_1": [*first, ("train", 1630, 100)],
-        "fold_2": [("train", 1000, 70), ("", 1020, 90)],
-    }.items():
+    others = {"prepare": [("train", 1001, 0)], "fold_2": [("train", 1000, 70), ("", 1020, 90)]}  # one was seen once
+    for job, samples in {"fold_1": [*first, ("train", 1630, 100)], **others}.items():
         series = SeriesWriter(finished.path / "jobs" / job / "memory.jsonl")
         for phase, at, mib in samples:
             series.append(Sample(finished.start + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase))

@@ -71,9 +71,8 @@ _TORN = (zipfile.BadZipFile, EOFError, ValueError, LookupError, TypeError, Attri
 class Run:
     """A run directory, or the job of it that a path names."""
 
-    def __init__(self, folder: Path, path: Path) -> None:
+    def __init__(self, folder: Path, inside: Sequence[str]) -> None:
         self.dir = RunDir(folder)
-        inside = path.resolve().relative_to(folder.resolve()).parts
         self.only = inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
 
     @functools.cached_property
@@ -151,11 +150,12 @@ class Run:
 
 
 def find_run(path: Path) -> Run | None:
-    """Return the run directory that a path is or lies in, or None; refuse that of another user."""
-    for folder in (path, *path.parents[:5], *path.absolute().parents[:5]):
-        if os.path.lexists(folder / "run.json") and (folder / "jobs").is_dir():
+    """Return the run directory that a path is or lies in; refuse that of another user."""
+    for folder in (path, *path.parents, *path.absolute().parents):
+        inside = Path(os.path.relpath(path, folder)).parts
+        if ".." not in inside and os.path.lexists(folder / "run.json") and (folder / "jobs").is_dir():
             check_owner(folder.resolve())
-            return Run(folder, path)
+            return Run(folder, inside)
     return None
 
 
