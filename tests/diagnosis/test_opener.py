@@ -26,7 +26,7 @@ OTHERS = {
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),
     ("jobs/_nodes.py", "open"),
-    ("reports/_table.py", "read_text"),
+    ("reports/_live.py", "read_text"),
 }
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint
-from tests.forked import call
 
+from forked import call
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.training import CheckpointFolder, CheckpointWarning, Trainer, load_checkpoint, save_checkpoint
 

@@ -279,7 +279,7 @@ def test_ranks_on_two_hosts_begin_again_when_one_is_lost(hosts, monkeypatch):
     words = [sys.executable, "-m", "memfit.jobs", "shim", str(run.path), "--job", "job"]
     done = subprocess.run(words, cwd=hosts.own, env=env, timeout=600, capture_output=True, text=True)
     found = read_json(run.job_dir("job") / "outcome.json")
-    assert (done.returncode, found["state"]) == (0, "completed"), (found, done.stderr)
+    assert (done.returncode, found and found["state"]) == (0, "completed"), (found, done.stderr)
     assert sorted(hosts.hits()) == ["guest 0 in 0", "guest 0 in 1", "other 1 in 0", "other 1 in 1"]
     (again,) = [event for event in run.events() if event["kind"] == "ranks_again"]
     assert "rank 1 ended with exit code 5" in again["text"]
