@@ -82,18 +82,18 @@ def until_next_look() -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a path aside; what is made there gets this name at the end of the block, or is removed if that fails."""
+    """Yield a path aside; what is made there gets this name at the end of the block."""
     # A rename that got no answer may be made later: another try has another name.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
         yield aside
         os.replace(aside, path)
-    except OSError as error:
-        error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
-        raise
-    finally:
+    except BaseException as error:
         with suppress(OSError):
             aside.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
+        raise
     if durable:
         sync_folder(path.parent)
 

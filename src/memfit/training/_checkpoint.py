@@ -327,13 +327,14 @@ class CheckpointFolder:
 
     def _name(self, source: Path, name: str) -> None:
         """Give a checkpoint one more name, in place of what had it."""
-        with replacing(self.path / name) as aside:  # a rename between two names of one file leaves both
+        with replacing(self.path / name) as aside:
             try:
                 os.link(source, aside)
             except OSError:  # a file system without hard links
                 shutil.copyfile(source, aside)
                 with open(aside, "rb") as file:
                     os.fsync(file.fileno())
+        aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
 
 
 @contextmanager

@@ -55,9 +55,8 @@ class KeyedStream:
         an index, with a position of its own, or that gives batches in any order is refused."""
         _refuse(loader)
         options: dict[str, Any] = {"dataset": _KeyedItems(loader.dataset, self.seed)}
-        if is_single := loader.batch_size is None and loader.batch_sampler is None:
-            options["batch_size"] = None
-        else:
+        is_single = loader.batch_size is None and loader.batch_sampler is None
+        if not is_single:
             options["collate_fn"] = _KeyedCollate(loader.collate_fn, self.seed)
         if is_single or (type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None):
             options |= {"sampler": KeyedOrder(loader.sampler, self.seed)}
