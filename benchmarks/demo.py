@@ -204,7 +204,7 @@ def run_with(way: Way, group: Limited | None, limit: str) -> tuple[Seen, RunDir,
     series = {fold: read_series(run.job_dir(job) / "memory.jsonl") for fold, job in jobs.items()}
     start = min((samples[0].time for samples in series.values() if samples), default=0.0)
     seen.memory = {fold: [(one.time - start, one.private_bytes) for one in own] for fold, own in series.items()}
-    seen.finished = [fold for fold, job in jobs.items() if state.jobs[job].own == "completed"]
+    seen.finished = [fold for fold, job in jobs.items() if state.jobs[job].state == "completed"]
     seen.num_restarts = state.num_restarts
     return seen, run, code
 

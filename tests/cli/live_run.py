@@ -7,9 +7,8 @@ import sys
 from contextlib import contextmanager
 
 from jobs.contract import wait_until
-from memfit.jobs import running_jobs
 from memfit.memory import list_entries
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, liveness
 
 #: Marks a phase, holds some memory, and exits as one that has checkpointed when it is asked to stop.
 JOB = """
@@ -53,9 +52,9 @@ def running(tmp_path, *, seconds=300, folds="1..3", at_once=2, name="demo"):
         process.kill()
         process.wait()
         for (run,) in [RunDir.all(tmp_path / "runs", name)]:
-            for job in running_jobs(run):
+            for job in liveness(run).jobs:
                 (run.job_dir(job) / "stop_requested").write_text("now")
-            wait_until(lambda run=run: not running_jobs(run))
+            wait_until(lambda run=run: not liveness(run).jobs)
 
 
 def die(process):

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
-from memfit.jobs import find_supervisor, stop
+from memfit.jobs import stop
 from memfit.memory import Claims
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, liveness
 from nobody import UID, as_nobody, needs_root, shared_folder
 
 pytestmark = needs_root
@@ -132,7 +132,7 @@ def test_a_lock_that_is_no_file_is_held_by_nobody_and_no_process_gets_a_signal(t
     command = [sys.executable, "-c", holds, str(run.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
         other.stdout.readline()
-        assert find_supervisor(run) is None
+        assert liveness(run).supervisor is None
         assert stop(run) == []
         assert other.communicate()[0] == b""
     assert other.returncode == 0

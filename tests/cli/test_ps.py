@@ -11,9 +11,9 @@ import pytest
 from cli.live_run import die, running
 from jobs.contract import wait_until
 from memfit.files import write_json
-from memfit.jobs import read_status, running_jobs
+from memfit.jobs import read_status
 from memfit.memory import Claims
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, liveness
 
 pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
@@ -68,7 +68,7 @@ def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit,
         for pid in (process.pid, *(job.watcher_pid for job in jobs)):
             os.kill(pid, signal.SIGKILL)
         process.wait()
-        wait_until(lambda: not running_jobs(run))
+        wait_until(lambda: not liveness(run).jobs)
         assert "interrupted; waiting 1, node_fail 2" in memfit("ps", "--all").out
         for job in jobs:
             with suppress(ProcessLookupError):

@@ -9,7 +9,8 @@ import pytest
 from cli.conftest import check_refused
 from cli.live_run import die, running
 from jobs.contract import wait_until
-from memfit.jobs import read_status, running_jobs
+from memfit.jobs import read_status
+from memfit.rundir import liveness
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder_of_jobs")]
 
@@ -36,7 +37,7 @@ def test_jobs_that_outlived_their_supervisor_are_taken_over(memfit, tmp_path):
     )
     with running(tmp_path) as (process, run):
         die(process)
-        assert running_jobs(run) == ["cmd_0001", "cmd_0002"]
+        assert liveness(run).jobs == ["cmd_0001", "cmd_0002"]
 
         def let_go_when_taken_over():
             wait_until(lambda: any("taken over" in event.get("why", "") for event in run.events()))
@@ -57,6 +58,6 @@ def test_a_run_that_is_run_already_and_one_that_is_none_give_2(memfit, tmp_path)
         done = memfit("resume", run.path)
         assert (done.exit_code, done.out) == (2, "")
         assert "is being run by another process" in done.err
-        wait_until(lambda: running_jobs(run) == ["cmd_0001"])
+        wait_until(lambda: liveness(run).jobs == ["cmd_0001"])
         assert process.poll() is None
     check_refused(memfit("resume", "absent"), "'absent' names no run")

@@ -12,9 +12,9 @@ import pytest
 from cli.live_run import die, memfit_command, running
 from jobs.contract import submit, wait_until
 from memfit.errors import UsageError
-from memfit.jobs import Job, LocalBackend, find_supervisor, read_status, running_jobs, stop
+from memfit.jobs import Job, LocalBackend, read_status, stop
 from memfit.memory import list_entries
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, liveness
 
 pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 @pytest.mark.core
 def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path, monkeypatch):
     with running(tmp_path) as (process, run):
-        assert find_supervisor(run) == process.pid
+        assert liveness(run).supervisor == process.pid
         with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be seen from here"):
-            patch.setattr("memfit.jobs._stop._holds", lambda pid, lock: False)  # as in another container
-            find_supervisor(run)
+            patch.setattr("memfit.rundir._liveness._holds", lambda pid, lock: False)  # as in another container
+            stop(run)
         for name, known in (
             ("dmo", "demo"),
             (f"{run.path.name}x", run.path.name),
@@ -107,14 +107,14 @@ def test_one_job_is_stopped_and_the_others_go_on_and_one_that_waits_never_starts
         done = memfit("stop", run.job_dir("cmd_0002"))
         assert [line.split(":")[0] for line in done.out.splitlines()] == ["cmd_0002 stopped", "to go on"]
         # It was asked for, so it does not come again: the next job that waited takes its place.
-        wait_until(lambda: running_jobs(run) == ["cmd_0001", "cmd_0004"])
+        wait_until(lambda: liveness(run).jobs == ["cmd_0001", "cmd_0004"])
         assert process.poll() is None and not (tmp_path / "demo_3.started").exists()
         assert "nothing to stop" in memfit("stop", f"{run.path}/cmd_0002").out
         memfit("stop", run.path)
         assert process.wait(60) == 75
     resumed = subprocess.Popen(memfit_command("resume", run.path), cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
-        wait_until(lambda: "cmd_0002" in running_jobs(run))
+        wait_until(lambda: "cmd_0002" in liveness(run).jobs)
         memfit("stop", f"{run.path}/cmd_0002")
         wait_until((tmp_path / "demo_3.started").exists)
     finally:
@@ -127,11 +127,11 @@ def test_jobs_without_a_supervisor_are_stopped_too(memfit, tmp_path):
     with running(tmp_path) as (process, run):
         (entry,) = list_entries()
         die(process)
-        assert (find_supervisor(run), entry.pid) == (None, process.pid)  # by the lock, not by a number alone
-        assert running_jobs(run) == ["cmd_0001", "cmd_0002"]
+        assert (liveness(run).supervisor, entry.pid) == (None, process.pid)  # by the lock, not by a number alone
+        assert liveness(run).jobs == ["cmd_0001", "cmd_0002"]
         done = memfit("stop", run.path)
         assert re.findall(r"(?m)^(cmd_\d+ \w+):", done.out) == ["cmd_0001 stopped", "cmd_0002 stopped"]
-        assert running_jobs(run) == []
+        assert liveness(run).jobs == []
 
 
 @pytest.mark.slow

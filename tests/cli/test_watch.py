@@ -14,8 +14,8 @@ from cli.conftest import check_refused
 from cli.live_run import die, memfit_command, running
 from jobs.contract import wait_until
 from memfit.files import write_json
-from memfit.jobs import running_jobs, stop
-from memfit.rundir import RunDir
+from memfit.jobs import stop
+from memfit.rundir import RunDir, liveness
 
 pytestmark = pytest.mark.usefixtures("folder_of_jobs")
 
@@ -34,7 +34,7 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
     with running(tmp_path) as (process, run):
         watcher, first = watch(tmp_path)
         stop(run, "cmd_0001")
-        wait_until(lambda: running_jobs(run) == ["cmd_0002", "cmd_0003"])
+        wait_until(lambda: liveness(run).jobs == ["cmd_0002", "cmd_0003"])
         stop(run)
         out, err = watcher.communicate(timeout=100)
         assert process.wait(60) == 75
@@ -65,7 +65,7 @@ def test_interrupting_a_watcher_leaves_the_run_and_without_a_supervisor_its_jobs
         os.kill(watcher.pid, signal.SIGINT)
         out, _ = watcher.communicate(timeout=60)
         assert (watcher.returncode, out) == (130, "the run goes on\n")
-        assert process.poll() is None and running_jobs(run) == ["cmd_0001"]
+        assert process.poll() is None and liveness(run).jobs == ["cmd_0001"]
         die(process)
         watcher, _ = watch(tmp_path, run.path)
         told = watcher.stdout.readline()

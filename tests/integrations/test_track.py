@@ -129,7 +129,7 @@ def test_a_run_is_closed_with_the_cause_when_the_supervisor_was_killed_and_goes_
     supervisor.send_signal(signal.SIGKILL)
     supervisor.wait()
     [one] = RunDir.all(tmp_path / "runs", "shown")
-    assert read(one).jobs["work"].state == "running" and is_locked(one.path / "tensorboard.lock")
+    assert read(one).jobs["work"].shown == "running" and is_locked(one.path / "tensorboard.lock")
     (tmp_path / "go").touch()
     wait_until(lambda: not is_locked(one.path / "tensorboard.lock"))
     ends = tensorboard(one.path)[1]

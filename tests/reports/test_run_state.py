@@ -159,7 +159,7 @@ def test_the_files_of_a_job_that_ended_are_read_once(commands):
     made.job("cmd_0004", seconds=30)
     view.read()
     assert [*view.state().jobs.values()][:3] == before[:3]
-    assert view.state().jobs["cmd_0004"].own == "completed"
+    assert view.state().jobs["cmd_0004"].state == "completed"
     made.event(50, "run", state="continued")
     view.read()
     with pytest.raises(DamagedError):
@@ -184,7 +184,7 @@ def test_a_runs_time_left_is_what_is_waiting_at_the_mean_time_shared_by_those_th
                  name="status.json" if state == "running" else "outcome.json")  # fmt: skip
     view = view_of(made, 14)
     assert view.left("cmd") == (8, (6 * 10 + 2 * 6) / 2)
-    late = {name: job for name, job in view.jobs.items() if job.own == "running"}
+    late = {name: job for name, job in view.jobs.items() if job.state == "running"}
     assert replace(view, jobs=late).left("cmd") == (10, None)
 
 
@@ -257,7 +257,7 @@ def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):
     made.job("fold_3", "running", name="status.json", at=10)
     view = reader_of(made, 20)
     rows = [*view.state().jobs.values()]
-    assert [(row.id, row.state) for row in rows] == [
+    assert [(row.id, row.shown) for row in rows] == [
         ("prepare", "reused"), ("fold_1", "kept"), ("fold_2", "kept"), ("fold_3", "running"),
     ]  # fmt: skip
     assert (rows[0].result, rows[2].result, rows[2].seconds) == ({"num_dates": 9}, {"rank_ic": 0.5}, None)
@@ -283,7 +283,7 @@ def test_a_gate_that_stopped_the_run_and_what_it_skipped_are_no_failures(made):
 def test_a_job_that_ended_well_and_left_no_result_has_failed(made):
     made.stage(0, "prepare", "failed", why="its result is not there")
     made.job("prepare")
-    assert view_of(made).jobs["prepare"].state == "failed"
+    assert view_of(made).jobs["prepare"].shown == "failed"
 
 
 def test_a_torn_last_record_and_broken_lines_are_passed_over(made):

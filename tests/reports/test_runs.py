@@ -9,8 +9,8 @@ import pytest
 from memfit.errors import UsageError
 from memfit.files import write_json
 from memfit.memory import Claims
-from memfit.reports import find_run, find_target, has_supervisor, is_live, list_runs
-from memfit.rundir import RunDir
+from memfit.reports import find_run, find_target, list_runs
+from memfit.rundir import RunDir, liveness
 
 
 @pytest.fixture
@@ -107,9 +107,9 @@ def test_a_run_lives_while_a_watcher_holds_a_jobs_lock(host, tmp_path):
         # The other says that it runs, but its watcher is dead.
         assert [row.id for row in found.running] == ["cmd_0001"]
         assert (found.supervisor, found.used_bytes, found.reserved_bytes) == (None, 7, 7)
-        assert (is_live(run), has_supervisor(run)) == (True, False)
+        assert (liveness(run).is_live, liveness(run).is_supervised) == (True, False)
     assert list_runs(claims=tmp_path / "claims") == []
-    assert not is_live(run)
+    assert not liveness(run).is_live
     assert [one.run.path for one in list_runs(claims=tmp_path / "claims", root=tmp_path / "runs")] == [run.path]
 
 

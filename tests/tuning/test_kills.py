@@ -9,7 +9,7 @@ import pytest
 
 import kills
 from memfit.files import read_json
-from memfit.jobs import running_jobs
+from memfit.rundir import liveness
 from memfit.tuning import Study
 from tuning.studies import KIND, SPACE, asking, config_of, ended, lay_out, left_by, saving
 
@@ -38,7 +38,7 @@ def studies(tmp_path_factory):
     def holding(run):
         if ended(1)(run) and not hold.exists():
             hold.touch()  # so that jobs outlive their supervisor
-        return hold.exists() and any(job.partition(".")[2].startswith("fold") for job in running_jobs(run))
+        return hold.exists() and any(job.partition(".")[2].startswith("fold") for job in liveness(run).jobs)
 
     def taken_over(run):
         if found := any(event["why"] == TAKEN for event in events(run, "admit")):
@@ -108,7 +108,7 @@ def test_the_stage_that_all_trials_share_ran_in_one_of_them(studies, name):
 
 def test_nothing_of_a_study_runs_on(studies):
     for run in (studies.quiet, studies.killed):
-        assert running_jobs(run) == []
+        assert liveness(run).jobs == []
         assert all(one.is_over for one in Study.open(run).trials)
         assert read_json(run.path / "outcome.json")["state"] == "completed"
     assert [process for process in psutil.process_iter() if is_of(process, studies.mark)] == []

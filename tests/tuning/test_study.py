@@ -17,8 +17,8 @@ from jobs.contract import is_alive, wait_until
 from memfit.config import read_file
 from memfit.errors import ConfigError, DoesNotFitError, JobFailedError, UsageError
 from memfit.files import read_json
-from memfit.jobs import ENDED, read_status, running_jobs, stop
-from memfit.rundir import RunDir
+from memfit.jobs import ENDED, read_status, stop
+from memfit.rundir import RunDir, liveness
 from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune, write_trial
 from tuning.studies import SPACE, config_of, lay_out
 from tuning.study_workload import MIB
@@ -369,11 +369,11 @@ def test_ctrl_c_while_trials_wait_for_a_shared_stage_leaves_them_to_the_next_sta
     path = study({"prepare_seconds": 1.0, "num_epochs": 2}, {"n_trials": 2})
     with running(tmp_path) as process:
         run = only_run(tmp_path)
-        wait_until(lambda: read_trial(run, "trial_0001") is not None and "trial_0000.prepare" in running_jobs(run))
+        wait_until(lambda: read_trial(run, "trial_0001") is not None and "trial_0000.prepare" in liveness(run).jobs)
         wait_until(lambda: any(event.get("job") == "trial_0000.prepare" for event in events(run, "phase")))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75
-    assert run.state == "preempted" and running_jobs(run) == []
+    assert run.state == "preempted" and liveness(run).jobs == []
     assert [one.state for one in Study.open(run).trials] == ["running"] * 2
     params = [dict(one.params) for one in Study.open(run).trials]
     result = tune(path)
@@ -386,7 +386,7 @@ def test_a_trial_that_is_stopped_alone_waits_for_the_next_start(study, tmp_path,
     Path("hold").touch()
     with running(tmp_path) as process:
         run = only_run(tmp_path)
-        wait_until(lambda: "trial_0000.fold_1" in running_jobs(run))
+        wait_until(lambda: "trial_0000.fold_1" in liveness(run).jobs)
         stop(run, "trial_0000.fold_1", now=True)
         assert process.wait(60) == 75
     assert [(one.name, one.state) for one in Study.open(run).trials] == [("trial_0000", "running")]
@@ -417,7 +417,7 @@ def test_jobs_of_trials_that_are_no_longer_asked_for_are_stopped(study, tmp_path
 
     result = tune(path, overrides=["tune.n_trials=1"], view=let_go)
     assert (result.exit_code, result.best.name) == (0, "trial_0000")
-    assert read_status(run, "trial_0001.fold_1").state != "completed" and running_jobs(run) == []
+    assert read_status(run, "trial_0001.fold_1").state != "completed" and liveness(run).jobs == []
     assert any(
         "trial_0001.fold_1 still runs and this run does not need it" in event["text"] for event in events(run, "plan")
     )

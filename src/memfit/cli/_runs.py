@@ -16,8 +16,8 @@ from memfit.cli._settings import Output, with_flags
 from memfit.cli._terminal import AsJson, Console, RunName, answer, console, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
-from memfit.reports import LiveRun, find_run, find_target, has_supervisor, is_live, list_runs, print_runs
-from memfit.rundir import show_state
+from memfit.reports import LiveRun, find_run, find_target, list_runs, print_runs
+from memfit.rundir import liveness, show_state
 from memfit.units import format_duration
 
 _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
@@ -40,7 +40,7 @@ def watch(
     """
     found = find_run(run)
     log = console()
-    if not is_live(found):
+    if not liveness(found).is_live:
         going_on = "" if found.state == "completed" else f"; memfit resume {found.path} goes on with it"
         state = "interrupted" if found.state == "running" else found.state
         log.say(f"Run {found.path} does not run any more: {show_state(state)}{going_on}")
@@ -50,9 +50,9 @@ def watch(
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
         tick = live.show(found)
-        if not has_supervisor(found):
+        if not liveness(found).is_supervised:
             log.say(f"no supervisor: its jobs go on; memfit resume {found.path} starts what waits")
-        while is_live(found) and not interrupted.wait(_STEP_SECONDS):
+        while liveness(found).is_live and not interrupted.wait(_STEP_SECONDS):
             tick()
     finally:
         live.close()
@@ -119,7 +119,7 @@ def stop(
         jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
         log.say(f"waiting for {jobs} ({format_duration(told - began)})")
 
-    was_live = is_live(found.run)
+    was_live = liveness(found.run).is_live
     try:
         ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
     except KeyboardInterrupt:

@@ -150,8 +150,8 @@ class _Writer:
         jobs = self.reader.state().jobs.values()
         for job in jobs:
             if state == _KILLED and job.ended and job.id not in self._told:
-                self._end(job.id, job.state, job.cause)
-        causes = [f"{job.id} {job.state}: {job.cause}" for job in jobs if job.cause and job.state != "completed"]
+                self._end(job.id, job.shown, job.cause)
+        causes = [f"{job.id} {job.shown}: {job.cause}" for job in jobs if job.cause and job.shown != "completed"]
         self.tracker.close(state, "; ".join([*filter(None, [why]), *causes[:_MOST_CAUSES]]))
 
     def _end(self, job: str, state: str, cause: str) -> None:

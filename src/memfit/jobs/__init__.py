@@ -17,25 +17,20 @@ if TYPE_CHECKING:
     from memfit.jobs._death import Death as Death
     from memfit.jobs._death import explain_death as explain_death
     from memfit.jobs._death import memory_place as memory_place
-    from memfit.jobs._folder import read_status as read_status
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._fork import leave as leave
     from memfit.jobs._fork import own_threads as own_threads
     from memfit.jobs._fork import thread_env as thread_env
-    from memfit.jobs._job import ENDED as ENDED
     from memfit.jobs._job import Backend as Backend
     from memfit.jobs._job import Enforcer as Enforcer
     from memfit.jobs._job import Job as Job
     from memfit.jobs._job import JobSource as JobSource
-    from memfit.jobs._job import JobStatus as JobStatus
     from memfit.jobs._job import OnFailure as OnFailure
     from memfit.jobs._job import Policy as Policy
-    from memfit.jobs._job import State as State
     from memfit.jobs._job import StopRequest as StopRequest
     from memfit.jobs._job import Submission as Submission
     from memfit.jobs._job import Traits as Traits
     from memfit.jobs._job import Verdict as Verdict
-    from memfit.jobs._job import name_jobs as name_jobs
     from memfit.jobs._local import LocalBackend as LocalBackend
     from memfit.jobs._local import child_env as child_env
     from memfit.jobs._local import start_env as start_env
@@ -56,12 +51,15 @@ if TYPE_CHECKING:
     from memfit.jobs._slurm import render_script as render_script
     from memfit.jobs._stop import ASK_SIGNAL as ASK_SIGNAL
     from memfit.jobs._stop import NOW_SIGNAL as NOW_SIGNAL
-    from memfit.jobs._stop import find_supervisor as find_supervisor
     from memfit.jobs._stop import forget_stops as forget_stops
-    from memfit.jobs._stop import running_jobs as running_jobs
     from memfit.jobs._stop import stop as stop
     from memfit.jobs._stop import take_stop as take_stop
     from memfit.jobs._warm import Parent as Parent
+    from memfit.rundir import ENDED as ENDED
+    from memfit.rundir import JobStatus as JobStatus
+    from memfit.rundir import State as State
+    from memfit.rundir import name_jobs as name_jobs
+    from memfit.rundir import read_status as read_status
 
 __all__ = ["Job", "JobStatus", "State", "Verdict"]
 

@@ -186,7 +186,7 @@ class LocalAdmission:
             if why := why_no_core(self.held(), cores):
                 return Wait("cores", f"{why} (max_parallel: auto)")
         for entry in () if self.is_shared else self.running.values():
-            if not entry.is_measured:
+            if not (entry.reserved[HOST] or entry.status.settled):
                 passed = "passed each phase once" if entry.job.phases else "stopped growing"
                 return Wait("measuring", f"{entry.job.id} is being measured until it has {passed}")
         return None

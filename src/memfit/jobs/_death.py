@@ -15,8 +15,8 @@ from typing import Any
 from memfit.errors import DamagedError, StoppedError
 from memfit.files import open_own, read_json
 from memfit.jobs._child import ERROR_SHAPE
-from memfit.jobs._job import EndedBy, State
 from memfit.memory import JobGroup, memory_group, oom_kills_above
+from memfit.rundir import EndedBy, State
 from memfit.units import format_bytes
 
 #: The last lines of a program that got no memory: the types of errors, and texts that alone prove nothing.

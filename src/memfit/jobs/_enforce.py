@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from memfit.jobs import policy
@@ -84,8 +83,8 @@ class Enforcement:
         for job in jobs:
             entry, size = self._running[job.id], grown.reserved[job.id]
             if size != job.reserved:
-                entry.hold(HOST, size)
-            entry.hold_expected(HOST, policy.wanted(job, capacity, has_walls=has_walls))
+                entry.reserved[HOST] = size
+            entry.expected[HOST] = policy.wanted(job, capacity, has_walls=has_walls)
             if 0 < _LEAST_GROWTH * entry.progress.told_bytes < size:
                 before, entry.progress.told_bytes = entry.progress.told_bytes, size
                 self._say_grown(entry, HOST, before, f"{format_bytes(grown.free)} available")
@@ -105,11 +104,11 @@ class Enforcement:
         """Grow what a job has of a device once it uses more; jobs elsewhere lose nothing by it."""
         before, used = entry.reserved[place], entry.used[place]
         step = min(_DEVICE_STEP_BYTES, free[place] // 8)
-        wanted = max(entry.sizes.expected[place], round(used * _DEVICE_GROWTH), used + step) if used > before else 0
+        wanted = max(entry.expected[place], round(used * _DEVICE_GROWTH), used + step) if used > before else 0
         held = max(before, used)
         more = min(wanted - held, free[place])
         if before and wanted > before and held + more > _LEAST_GROWTH * before:
-            entry.hold(place, held + more)
+            entry.reserved[place] = held + more
             free[place] -= more
             where = self.admission.rooms()[place].where
             self._say_grown(entry, place, before, f"{format_bytes(free[place])} available {where}")
@@ -153,7 +152,7 @@ class Enforcement:
             entry = self._running[job_id]
             if entry.progress.set_aside is not None:
                 continue  # it has what it needs to leave
-            old = entry.sizes.wall_bytes or 0
+            old = entry.wall_bytes or 0
             is_pressed = entry.status.stalled or entry.status.used_bytes > _PRESSED * old
             if not old or abs(wall - old) > (0 if is_pressed or is_exact else wall // 64):
                 changes.append((wall - old, job_id, wall))
@@ -161,7 +160,7 @@ class Enforcement:
             entry = self._running[job_id]
             if more > 0:
                 entry.progress.stalled_since = None  # it has yet to show whether that is enough
-            entry.sizes = replace(entry.sizes, wall_bytes=wall)
+            entry.wall_bytes = wall
             if self.walls is not None:
                 self.walls.grant(job_id, wall)
 
@@ -205,10 +204,10 @@ class Enforcement:
     def _set_aside(self, entry: Entry, reason: str, *, to: str | None = None) -> None:
         """Ask a job to checkpoint and stop; it is restarted later."""
         entry.progress.set_aside = self._now()
-        if entry.sizes.wall_bytes and self.walls is not None:
+        if entry.wall_bytes and self.walls is not None:
             # A job that waits in the kernel runs no signal handler. It gets the room to leave, from the reserve.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
-            self.walls.grant(entry.job.id, entry.sizes.wall_bytes + more)
+            self.walls.grant(entry.job.id, entry.wall_bytes + more)
         text = f"{entry.job.id} gives way and is restarted later: {reason}"
         self._say("aside", job=entry.job.id, reason=reason, now=False, to=to, text=text)
         self.backend.cancel(entry.job.id)

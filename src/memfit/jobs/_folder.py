@@ -12,11 +12,9 @@ from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import read_masked, write_atomic, write_masked
-from memfit.jobs._job import Job, JobStatus
+from memfit.jobs._job import Job
 from memfit.memory import lock_file
-from memfit.rundir import OUTCOME as OUTCOME
-from memfit.rundir import STATUS as STATUS
-from memfit.rundir import RunDir, read_job, read_status_file
+from memfit.rundir import OUTCOME, STATUS, JobStatus, read_record
 
 LOCK, JOB = "lock", "job.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
@@ -28,17 +26,6 @@ _JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(Non
 def take_lock(folder: Path) -> int | None:
     """Take a job's lock; return the descriptor that holds it, or None when a shim has it."""
     return lock_file(folder / LOCK)
-
-
-def read_record(job_id: str, path: Path) -> JobStatus | None:
-    """Return the status in a job's file; None without one, or for an empty file, which a power cut leaves."""
-    found = read_status_file(path)
-    return JobStatus.from_dict(job_id, found) if found is not None else None
-
-
-def read_status(run: RunDir, job_id: str) -> JobStatus:
-    """Return a job's status from its files alone, for readers that did not submit it."""
-    return JobStatus.from_dict(job_id, {"state": "pending"} | read_job(run.job_dir(job_id)))
 
 
 def write_outcome(folder: Path, status: JobStatus) -> None:
@@ -81,7 +68,7 @@ def write_order(folder: Path, job: Job, more: Mapping[str, Any]) -> None:
 def next_attempt(folder: Path) -> int:
     """Return the next attempt's number; keep the last attempt's outcome under its number."""
     with suppress(DamagedError):
-        known = read_record(folder.name, folder / OUTCOME)
+        known = read_record(folder / OUTCOME)
         if known is not None and known.attempt == 0:  # recorded without a start
             (folder / OUTCOME).unlink()
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.

@@ -12,10 +12,10 @@ from typing import Generic, TypeVar
 
 from memfit.errors import UsageError
 from memfit.files import until_next_look
-from memfit.jobs._folder import OUTCOME, STATUS, STOP_REQUESTED, ask_to_stop, read_record, write_outcome
+from memfit.jobs._folder import STOP_REQUESTED, ask_to_stop, write_outcome
 from memfit.jobs._fork import wait_for_any
-from memfit.jobs._job import JobStatus, Verdict
-from memfit.rundir import RunDir
+from memfit.jobs._job import Verdict
+from memfit.rundir import OUTCOME, STATUS, JobStatus, RunDir, read_record
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Followed:
         with suppress(OSError):
             changed = path.stat().st_mtime_ns
             if changed != self.changed:
-                self.status, self.changed = read_record(self.status.job_id, path) or self.status, changed
+                self.status, self.changed = read_record(path) or self.status, changed
 
 
 F = TypeVar("F", bound=Followed)
@@ -81,7 +81,7 @@ class FollowingBackend(ABC, Generic[F]):
         elif verdict is not None:
             folder = self.run.job_dir(job_id)
             folder.mkdir(parents=True, exist_ok=True)
-            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
+            known = read_record(folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
             self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
             write_outcome(folder, self._ended[job_id])
         elif job_id not in self._ended:

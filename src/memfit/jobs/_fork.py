@@ -141,7 +141,7 @@ def fork(run: Callable[[], int]) -> int:
 def fork_job(
     prepare: Callable[[], None], call: Callable[[], int], streams: Sequence[int], seconds: float | None = None
 ) -> tuple[int, bool]:
-    """Fork a process that prepares itself, which may be to become another program, and then calls a function.
+    """Fork a process that prepares itself and then calls a function.
 
     It has these three streams and no other descriptors. Return its number, and True if it came to the function in so
     many seconds (None for any). An OSError of ``prepare`` is raised here.
@@ -170,6 +170,23 @@ def fork_job(
     os.waitpid(pid, 0)
     number, _, name = os.fsdecode(said).partition(" ")
     raise OSError(int(number), os.strerror(int(number)), name)
+
+
+def fork_program(
+    prepare: Callable[[], None], command: list[str], env: Mapping[str, str], streams: Sequence[int]
+) -> int:
+    """Fork a process that prepares itself and becomes a program with these variables on top; as `fork_job`."""
+
+    def become() -> None:
+        prepare()
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(one, signal.SIG_DFL)
+        try:
+            os.execvpe(command[0], command, {**os.environ, **env})
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, command[0]) from None
+
+    return fork_job(become, lambda: 127, streams)[0]
 
 
 def close_all_but(descriptor: int) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from memfit.checks import check_one_given
 from memfit.errors import UsageError
 from memfit.memory import DEFAULT_SLACK, Footprint
-from memfit.rundir import ENDED as ENDED
-from memfit.rundir import EndedBy as EndedBy
-from memfit.rundir import State as State
-from memfit.rundir import name_jobs as name_jobs
-from memfit.rundir import show_state
-from memfit.units import format_bytes, format_count, format_duration
+from memfit.rundir import JobStatus, State
+from memfit.units import format_count
 
 OnFailure = Literal["stop", "continue"]
 
@@ -114,78 +109,6 @@ class Job:
                 rule="a job runs with at least 1 thread.",
                 remedy="set threads_per_job to 1 or more",
             )
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """The state of a job."""
-
-    job_id: str
-    state: State  # one of Slurm's states in lower case
-    phase: str | None = None  # the phase that it marked last; None without marks
-    settled: bool = False  # it has passed its ``phases``, or else stopped growing: a forecast for similar jobs
-    used_bytes: int = 0  # its non-reclaimable memory now, of its whole control group where it has one
-    peak_bytes: int = 0  # the peak of that
-    footprint: Footprint | None = None  # the measured footprint so far, or None before the first sample
-    started: float | None = None  # Unix seconds
-    ended: float | None = None
-    exit_code: int | None = None  # negative for a signal, as in ``subprocess``
-    cause: str = ""  # why it ended as it did, in words
-    attempt: int = 1  # how many times it was started
-    pss_bytes: int = 0  # the proportional sizes of its processes at the last sweep; 0 before and after
-    device_used_bytes: Mapping[str, int] = field(default_factory=dict)  # now, by the UUID of each device that it has
-    pid: int | None = None  # of the job itself; None before its start
-    watcher_pid: int | None = None  # of its shim
-    stalled: bool = False  # it waits at its limit: the kernel lets it allocate no more until the limit is raised
-    wants_more: bool = False  # an allocation of it was refused or delayed at its limit in this attempt
-    cpu_seconds: float = 0.0  # the CPU time of all its processes so far
-    # when it last reported a checkpoint further than those of earlier attempts, in Unix seconds; its start if it
-    # reported others alone, None if none
-    checkpointed: float | None = None
-    furthest: Mapping[str, Sequence[float]] = field(default_factory=dict)  # checkpoint of each training: epoch and step
-    checkpoint_bytes: int = 0  # the largest checkpoint that it reported
-    asked: bool = False  # its end was asked for by ``cancel`` or ``memfit stop``
-    ended_by: EndedBy = ""  # ``job``, ``user`` (through memfit) or ``platform`` (others); empty while it runs
-    pending_reason: str = ""  # why the backend's queue holds a submitted job that has not started; empty when none does
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # limits, peaks and counters of its group at the end
-    node: str = ""  # the node of a cluster that it runs on; empty on this host
-    # what each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
-    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far
-    ranks: Sequence[Mapping[str, Any]] = ()
-
-    def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
-        """Return the status of a job that ended just now: it uses and wants nothing any more."""
-        return replace(
-            self,
-            state=state,
-            cause=cause,
-            ended=time.time(),
-            ended_by=ended_by,
-            used_bytes=0,
-            pss_bytes=0,
-            stalled=False,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, as in ``status.json`` and ``outcome.json``; the id is the folder's name."""
-        found = {name: value for name, value in vars(self).items() if name != "job_id"}
-        return found | {"footprint": self.footprint.to_dict() if self.footprint else None}
-
-    @classmethod
-    def from_dict(cls, job_id: str, found: Mapping[str, Any]) -> JobStatus:
-        """Return the status that ``to_dict`` gave; what is missing or unknown is left out."""
-        names = {one.name for one in fields(cls)} - {"job_id", "footprint"}
-        plain = {name: value for name, value in found.items() if name in names and value is not None}
-        footprint = found.get("footprint")
-        return cls(job_id, footprint=Footprint.from_dict(footprint) if footprint else None, **plain)
-
-    def describe_end(self, reserved_bytes: int | None) -> str:
-        """Return the state, the time it took and the peak: ``completed (5.2s), peak 228 MiB of 251 MiB reserved``."""
-        took = "" if self.started is None or self.ended is None else f" ({format_duration(self.ended - self.started)})"
-        reserved = f" of {format_bytes(reserved_bytes)} reserved" if reserved_bytes else ""
-        return f"{show_state(self.state)}{took}, peak " + (
-            f"{format_bytes(self.peak_bytes)}{reserved}" if self.peak_bytes else "not measured"
-        )
 
 
 @dataclass(frozen=True)

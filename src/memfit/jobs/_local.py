@@ -12,25 +12,14 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.files import refresh
-from memfit.jobs._folder import (
-    LOCK,
-    OUTCOME,
-    STATUS,
-    next_attempt,
-    other_host,
-    read_order,
-    read_record,
-    take_lock,
-    write_order,
-    write_outcome,
-)
+from memfit.jobs._folder import LOCK, next_attempt, other_host, read_order, take_lock, write_order, write_outcome
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._fork import is_alive, start_interpreter, thread_env
-from memfit.jobs._job import Job, JobStatus, Submission, Traits
+from memfit.jobs._job import Job, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls, is_locked
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.rundir import JOB_ID_VARIABLE, OUTCOME, RUN_DIR_VARIABLE, STATUS, JobStatus, RunDir, read_record
 from memfit.units import MIB, format_bytes
 
 #: Has glibc give freed memory back to the kernel at once.
@@ -83,7 +72,6 @@ class LocalBackend(FollowingBackend[_Followed]):
     ) -> None:
         super().__init__(run, grace_seconds)
         self.walls, self.parent = walls, parent
-        self._plain: Parent | None = None  # from which the shims of commands are forked that start beside others
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0, least_bytes=_LEAST)
         self._granted: dict[str, JobGroup] = {}
         for folder in sorted((run.path / "jobs").glob("*")):
@@ -141,12 +129,8 @@ class LocalBackend(FollowingBackend[_Followed]):
 
     def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
         """Fork the shim of a job from a process that has imported what it needs; None where that cannot be."""
-        if job.target is None:
-            with contextlib.suppress(OSError):
-                self._plain = self._plain or (Parent.start("", os.environ) if self._live else None)
-            return self._plain.start_shim(folder, lock) if self._plain is not None else None
         parent = self.parent
-        if parent is not None and parent.takes(child_env(job, self.run)):
+        if parent is not None and job.target is not None and parent.takes(child_env(job, self.run)):
             parent.load(uses=job.uses)
             if not parent.refused:
                 if (shim := parent.start_shim(folder, lock)) is not None:
@@ -167,11 +151,6 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.say(f"jobs start in new interpreters: {parent.refused}")
         self.parent = None
         parent.close()
-
-    def close(self) -> None:
-        """End the process from which shims are forked."""
-        if self._plain is not None:
-            self._plain.close()
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in an interpreter of its own; None when no process can be had."""
@@ -212,7 +191,7 @@ class LocalBackend(FollowingBackend[_Followed]):
             _read_running(followed)
             return
         refresh(followed.folder)
-        status = read_record(job_id, followed.folder / OUTCOME)
+        status = read_record(followed.folder / OUTCOME)
         if status is None and followed.host:
             if self._may_come(followed, CACHED_SECONDS, f"on {followed.host}"):
                 return
@@ -264,7 +243,7 @@ def _settle(folder: Path) -> JobStatus:
         end_group(JobGroup.at(Path(order["group"])), keep=bool(order.get("keeps_group")))
     last = JobStatus(folder.name, "pending", attempt=order.get("attempt", 1))
     with contextlib.suppress(DamagedError):
-        last = read_record(folder.name, folder / STATUS) or last
+        last = read_record(folder / STATUS) or last
     cause = f"its watcher died (see {folder / 'shim.log'}); its processes were ended"
     status = last.ended_as("node_fail", cause, "platform")
     write_outcome(folder, status)

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import fits, until_next_look
-from memfit.jobs._job import JobStatus
 from memfit.memory import (
     HOST,
     Footprint,
@@ -30,7 +29,18 @@ from memfit.memory import (
     is_locked,
     visible_uuids,
 )
-from memfit.rundir import Beat, Event, EventTail, RunDir, event_time, is_further, read_beats, read_status_file
+from memfit.rundir import (
+    SUPERVISOR,
+    Beat,
+    Event,
+    EventTail,
+    JobStatus,
+    RunDir,
+    event_time,
+    is_further,
+    read_beats,
+    read_record,
+)
 from memfit.units import format_bytes
 
 STATUS_SECONDS = 0.5
@@ -73,14 +83,13 @@ class Monitor:
     _has_met: bool = False
     _wall_bytes: int = sys.maxsize
     #: The furthest checkpoint of each training in earlier attempts.
-    _before: dict[str, list[float]] = field(default_factory=dict)
+    _before: dict[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._grown_at = self.born
         for path in self.run.job_dir(self.known.job_id).glob("outcome_*.json"):
             with suppress(DamagedError, OSError):
-                last = read_status_file(path) or {}
-                found = (last.get("furthest") or {}).items()
+                found = last.furthest.items() if (last := read_record(path)) is not None else ()
                 self._before |= {name: at for name, at in found if is_further(self._before, name, at)}
         self.note(furthest=self._before)
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
@@ -272,7 +281,7 @@ class Unsupervised:
     """Follows one job that may wait at its limit while no supervisor holds the run's ``supervisor.lock``."""
 
     def __init__(self, run_path: Path, group: JobGroup) -> None:
-        self._lock, self._group = run_path / "supervisor.lock", group
+        self._lock, self._group = run_path / SUPERVISOR, group
         self._ends_after = _STARVED_SECONDS * random.uniform(1, 2)
         self._look_at = 0.0
         self._since: float | None = None

@@ -19,14 +19,13 @@ from typing import Any
 from memfit.errors import PeerFailedError
 from memfit.files import open_own, outlast, refresh, write_masked
 from memfit.jobs._child import ERROR, RESULT
-from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
-from memfit.jobs._job import JobStatus
+from memfit.jobs._folder import JOB, ask_to_stop
 from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
 from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, Headway, free_port
 from memfit.jobs._watch import Shim, Stop
 from memfit.memory import Footprint
-from memfit.rundir import CANARY_VARIABLE, EventWriter, read_beats
+from memfit.rundir import CANARY_VARIABLE, OUTCOME, STATUS, EventWriter, JobStatus, read_beats, read_record
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -145,19 +144,19 @@ class NodesShim(Shim):
 
     def _ends(self) -> dict[str, JobStatus]:
         """Return how the nodes' parts ended that have ended."""
-        found = outlast(lambda: [read_record(path.parent.name, path) for path in self._files(OUTCOME)])
+        found = outlast(lambda: [read_record(path) for path in self._files(OUTCOME)])
         return {end.job_id: end for end in found if end is not None}
 
     def _without_end(self, ends: Mapping[str, JobStatus]) -> list[str]:
         """Return the nodes whose shims wrote no outcome: they were killed with all else there, or never began."""
         folders = [path.parent for path in self._files(JOB) if path.parent.name not in ends]
-        known = [(folder.name, read_record(folder.name, folder / STATUS)) for folder in folders]
+        known = [(folder.name, read_record(folder / STATUS)) for folder in folders]
         return [one.node if one is not None and one.node else name for name, one in known]
 
     def _merged(self, status: JobStatus) -> JobStatus:
         """Return the job's status with the memory of the node that takes most, in each phase too."""
         files = [*self._files(STATUS), *self._files(OUTCOME)]
-        nodes = [one for path in files if (one := read_record(status.job_id, path)) is not None]
+        nodes = [one for path in files if (one := read_record(path)) is not None]
         if not nodes:
             return status
         sizes = [one.footprint for one in nodes if one.footprint is not None]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with, main
-from memfit.jobs._fork import begin_anew, end_of, fork_job, wait_for_any
+from memfit.jobs._fork import begin_anew, end_of, fork_job, fork_program, wait_for_any
 from memfit.jobs._ranks import run_ranks
 from memfit.memory import JobGroup, ProcReader
 
@@ -73,28 +73,19 @@ def spawn(
         enter(ProcReader().data_bytes(os.getpid()))
         begin_anew(job_dir.name, job["env"])
 
-    def become_program() -> None:
-        enter(0)
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
-            signal.signal(ignored, signal.SIG_DFL)
-        try:
-            os.execvpe(command[0], command, {**os.environ, **job["env"]})
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, command[0]) from None
-
     with ExitStack() as stack:
         streams = []
         for stream in _open_streams(job, job_dir):
             streams.append(stream)
             stack.callback(os.close, stream)
-        if forks and job["target"] is not None:
+        if forks:
             pid, has_begun = fork_job(become_function, call, streams, patience_seconds)
             if has_begun:
                 return Started(pid, is_forked=True)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             print("a fork did not come to its function: starting a new interpreter", file=sys.stderr)
-        return Started(fork_job(become_program, lambda: 127, streams)[0], is_forked=False)
+        return Started(fork_program(partial(enter, 0), command, job["env"], streams), is_forked=False)
 
 
 def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:

@@ -28,7 +28,7 @@ from memfit.files import read_json, read_whole, write_json
 from memfit.jobs._child import ERROR, RESULT, die_with, main
 from memfit.jobs._death import Counters
 from memfit.jobs._folder import JOB
-from memfit.jobs._fork import begin_anew, end_descriptors, fork_job, stop_targets, thread_env
+from memfit.jobs._fork import begin_anew, end_descriptors, fork_job, fork_program, stop_targets, thread_env
 from memfit.memory import JobGroup
 from memfit.rundir import (
     LOST,
@@ -216,7 +216,7 @@ class Agent:
     def _start_one(self, number: int, env: Mapping[str, str], folder: Path) -> _Rank:
         job, agent = self.job, os.getpid()
         command = list(job["command"])
-        if is_function := job["target"] is not None:
+        if job["target"] is not None:
             command = [sys.executable, "-m", "memfit.jobs", "child", str(self.job_dir), f"{folder}/{number}_"]
 
         def become_rank() -> None:
@@ -231,15 +231,6 @@ class Agent:
             become_rank()
             begin_anew(job["id"], env)
 
-        def become_program() -> None:
-            become_rank()
-            for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(one, signal.SIG_DFL)
-            try:
-                os.execvpe(command[0], command, {**os.environ, **env})
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, command[0]) from None
-
         streams, pipes, closed = [0, 1, 2], {}, []
         if number:
             streams[0] = os.open(os.devnull, os.O_RDONLY)
@@ -250,10 +241,10 @@ class Agent:
             pipes[reading] = stream
             closed.append(streams[stream])
         try:
-            if self.forks and is_function:
+            if self.forks:
                 call = partial(main, self.job_dir, f"{folder}/{number}_")
                 return _Rank(number, fork_job(become_function, call, streams)[0], pipes)
-            return _Rank(number, fork_job(become_program, lambda: 127, streams)[0], pipes)
+            return _Rank(number, fork_program(become_rank, command, env, streams), pipes)
         finally:
             for one in closed:
                 os.close(one)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
-from memfit.jobs._job import Job, JobStatus, Verdict
+from memfit.jobs._job import Job, Verdict
 from memfit.jobs._retry import Restart, Retry
 from memfit.jobs.policy import STILL_SHARE, Guess, Held, likely
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
+from memfit.rundir import JobStatus
 
 _CPU_SECONDS = 1.0  # the CPU use of a running job is measured over so long at least
 
@@ -24,17 +25,6 @@ class Wait(NamedTuple):
     detail: str = ""  # the arithmetic behind it
     lacks: int = 0  # the bytes that it needs; 0 when it waits for something else
     available: int = 0  # the bytes that are there instead
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """What one attempt of a job holds, in bytes by place. The places other than the host are its devices."""
-
-    # what it was granted. Nothing on the host where a cluster's job of unknown size has a node to itself
-    reserved: Sizes = field(default_factory=Counter)
-    expected: Sizes = field(default_factory=Counter)  # what it will take by all that is known of it now
-    by_hint: frozenset[str] = frozenset()  # where it rests on no measurement; a measured one may lower it
-    wall_bytes: int | None = None  # the limit that the backend was given last
 
 
 @dataclass
@@ -85,26 +75,17 @@ class Progress:
 
 @dataclass
 class Entry:
-    """One job from its first admission to its last end: what it holds, and how far it has come."""
+    """One job from its first admission to its last end: what it holds in bytes by place, and how far it has come."""
 
     job: Job
     status: JobStatus
-    sizes: Reservation = field(default_factory=Reservation)
     progress: Progress = field(default_factory=Progress)
-
-    @property
-    def reserved(self) -> Sizes:
-        """What it was granted, by place."""
-        return self.sizes.reserved
-
-    def hold(self, place: str, reserved: int) -> None:
-        """Reserve so much at a place."""
-        self.sizes = replace(self.sizes, reserved=Counter({**self.sizes.reserved, place: reserved}))
-
-    def hold_expected(self, place: str, expected: int) -> None:
-        """Expect so much of it at a place."""
-        if expected != self.sizes.expected[place]:
-            self.sizes = replace(self.sizes, expected=Counter({**self.sizes.expected, place: expected}))
+    # what this attempt was granted; the places other than the host are its devices. Nothing on the host where a
+    # cluster's job of unknown size has a node to itself
+    reserved: Sizes = field(default_factory=Counter)
+    expected: Sizes = field(default_factory=Counter)  # what it will take by all that is known of it now
+    by_hint: bool = False  # what it has of its devices rests on no measurement; a measured one may lower it
+    wall_bytes: int | None = None  # the limit that the backend was given last
 
     @property
     def used(self) -> Sizes:
@@ -118,11 +99,11 @@ class Entry:
 
     def unused(self, *, expected: bool = True) -> Sizes:
         """Return what it has reserved, or is also expected to take, and does not use yet."""
-        return Counter(self.reserved | self.sizes.expected if expected else self.reserved) - self.used
+        return Counter(self.reserved | self.expected if expected else self.reserved) - self.used
 
     def held(self, guess: Guess | None, now: float) -> Held:
         """Return it as the policy sees it."""
-        stalled = self.progress.stalled_since
+        stalled, saved = self.progress.stalled_since, self.status.checkpointed or self.status.started
         return Held(
             self.job.id,
             self.status.used_bytes,
@@ -132,7 +113,7 @@ class Entry:
             age=self.progress.age,
             still=now - self.progress.grown_at,
             stalled=None if stalled is None else now - stalled,
-            at_risk=self.seconds_since_checkpoint(),
+            at_risk=max(0.0, time.time() - saved) if saved else 0.0,
             asides=self.progress.restarts["aside"],
             is_leaving=self.progress.set_aside is not None,
             cores=self.progress.cores,
@@ -144,24 +125,17 @@ class Entry:
         """True while the backend has the job in a queue."""
         return self.status.state == "pending" and bool(self.status.pending_reason)
 
-    @property
-    def is_measured(self) -> bool:
-        """True if its size is known or reserved, so that others need not wait for it."""
-        return bool(self.reserved[HOST]) or self.status.settled
-
-    def reserve(self, sizes: Sizes, forecast: Footprint | None) -> None:
+    def reserve(self, sizes: Sizes) -> None:
         """Hold these bytes at each place from its start on."""
-        is_declared = forecast is not None and forecast.method == "declared"
-        needed, places = self.progress.needed, (HOST, *(place for place in sizes if place != HOST))
-        by_hint = (place for place in places if kind_of(place) not in needed and (place != HOST or is_declared))
-        self.sizes = Reservation(sizes, sizes.copy(), frozenset(by_hint))
+        self.reserved, self.expected = sizes, sizes.copy()
+        self.by_hint = bool(self.devices) and DEVICE not in self.progress.needed
 
     def hold_devices(self, forecast: Footprint | None, slack: float) -> None:
         """Reserve its devices if an earlier supervisor chose them."""
         if self.job.num_devices and not self.devices:
             need = self.progress.needed.get(DEVICE) or self.forecast_bytes(DEVICE, forecast, slack) or 1
             for place, used in self.status.device_used_bytes.items():
-                self.hold(place, max(need, used))
+                self.reserved[place] = max(need, used)
 
     def forecast_bytes(self, kind: str, forecast: Footprint | None, slack: float = 0.0) -> int | None:
         """Return what it reserves on the host or on each device by its forecast; None if that is unknown."""
@@ -176,19 +150,14 @@ class Entry:
             return
         for place in self.devices:
             size = self.forecast_bytes(DEVICE, measured, slack) or 0
-            reserved = self.reserved[place]
-            self.hold(place, min(reserved, size) if place in self.sizes.by_hint else reserved)
-            self.hold_expected(place, size)
-        self.sizes = replace(self.sizes, by_hint=self.sizes.by_hint - {*self.devices})
-
-    def seconds_since_checkpoint(self) -> float:
-        """Return how much work would be lost if it ended now."""
-        since = self.status.checkpointed or self.status.started
-        return max(0.0, time.time() - since) if since else 0.0
+            if self.by_hint:
+                self.reserved[place] = min(self.reserved[place], size)
+            self.expected[place] = size
+        self.by_hint = False
 
     def had(self, *, is_enforced: bool) -> dict[str, int]:
         """Return the limit of its start that it met, by place; none where a grant is not enforced."""
-        status, wall = self.status, self.sizes.wall_bytes or 0
+        status, wall = self.status, self.wall_bytes or 0
         met_wall = status.wants_more and status.peak_bytes >= 0.8 * wall
         at_start = status.evidence.get("data_limit_bytes")
         host = at_start or (wall if met_wall else self.reserved[HOST] * is_enforced)
@@ -201,10 +170,5 @@ class Entry:
             self.progress.restarts["outside"] = 0
         self.progress.restarts[again.counts_as] += 1
         self.progress.needed, self.progress.gets_all = {**self.progress.needed, **again.needed}, again.gets_all
-        self.sizes = Reservation()
+        self.reserved, self.expected, self.by_hint, self.wall_bytes = Counter(), Counter(), False, None
         self.progress.set_aside, self.progress.stalled_since = None, None
-
-
-def kind_of(place: str) -> str:
-    """Return ``HOST`` for the host and ``DEVICE`` for any device."""
-    return HOST if place == HOST else DEVICE

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memfit.jobs._budget_watch import DEVICE, HeldByOthers
-from memfit.jobs._job import JobStatus, Traits
+from memfit.jobs._job import Traits
 from memfit.memory import HOST
+from memfit.rundir import JobStatus
 from memfit.units import format_bytes, format_count
 
 #: What a restart counts as: a retry (at most ``retries``), an end from outside memfit, or a job that gave way.

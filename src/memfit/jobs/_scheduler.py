@@ -16,11 +16,12 @@ from memfit.errors import DoesNotFitError
 from memfit.jobs._admission import Admitted, LocalAdmission
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._enforce import Enforcement
-from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, State, StopRequest, Submission, Verdict
+from memfit.jobs._job import Backend, JobSource, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
 from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs._retry import End, what_follows
 from memfit.memory import HOST
+from memfit.rundir import ENDED, JobStatus, State
 from memfit.units import format_bytes, format_count
 
 _TICK_SECONDS = 0.1
@@ -233,7 +234,7 @@ class Scheduler:
         self._waiting.remove(entry)
         self._why_waiting, self._lacking_since = "", None
         before, job, was_started = self.admission.memory(), entry.job, entry.job.id in self.statuses
-        entry.reserve(admitted.reserved, self.admission.forecast.predict(job))
+        entry.reserve(admitted.reserved)
         entry.progress.begin(self.admission.now())
         entry.status = JobStatus(job.id, "pending")
         self._running[job.id], self.statuses[job.id] = entry, entry.status
@@ -261,7 +262,7 @@ class Scheduler:
     def _limit_of(self, entry: Entry) -> int | None:
         """Return what an attempt asks for: its grant here, or in a queue its reservation and what it shares."""
         if self.admission.is_shared:
-            return entry.sizes.wall_bytes
+            return entry.wall_bytes
         expected, reserved = self.admission.forecast.predict(entry.job), entry.reserved[HOST]
         wanted = reserved + (expected.shared_bytes if expected else 0)
         return min(wanted, self.admission.budget.capacity_bytes) if reserved else None

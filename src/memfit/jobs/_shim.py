@@ -13,11 +13,11 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.files import read_json, read_whole, refresh
-from memfit.jobs._folder import JOB, OUTCOME, read_record, take_lock, write_outcome
-from memfit.jobs._job import JobStatus
+from memfit.jobs._folder import JOB, take_lock, write_outcome
 from memfit.jobs._nodes import NodesShim
 from memfit.jobs._processes import become_subreaper
 from memfit.jobs._watch import Shim, Stop
+from memfit.rundir import OUTCOME, JobStatus, read_record
 
 
 def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
@@ -29,7 +29,7 @@ def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
     if lock is None and (lock := take_lock(job_dir)) is None:
         return 0
     os.set_inheritable(lock, False)  # or the lock would live as long as any process of the job
-    status = read_record(job_dir.name, job_dir / OUTCOME) or _run(job_dir, forks)
+    status = read_record(job_dir / OUTCOME) or _run(job_dir, forks)
     with contextlib.suppress(OSError):
         if not (log := job_dir / "shim.log").stat().st_size:
             log.unlink()

@@ -27,11 +27,11 @@ from memfit.amounts import Amount
 from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
 from memfit.files import read_json, refresh, write_atomic, write_json
-from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, next_attempt, read_order, read_record, write_order
+from memfit.jobs._folder import STOP_REQUESTED, next_attempt, read_order, write_order
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
-from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
+from memfit.jobs._job import Job, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
-from memfit.rundir import RunDir
+from memfit.rundir import ENDED, OUTCOME, EndedBy, JobStatus, RunDir, State, read_record
 from memfit.units import MIB, format_count
 
 SHIM: Amount = Amount(16 * MIB, "node")  # what the shim takes beside its job
@@ -202,7 +202,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         array = _Array(path, found["name"], [tuple(one) for one in found["jobs"]], found["number"], was_tried=True)
         for index, (job_id, attempt) in enumerate(array.jobs):
             refresh(folder := self.run.job_dir(job_id))
-            if read_order(folder).get("attempt") == attempt and read_record(job_id, folder / OUTCOME) is None:
+            if read_order(folder).get("attempt") == attempt and read_record(folder / OUTCOME) is None:
                 status = JobStatus(job_id, "pending", attempt=attempt)
                 self._live[job_id] = _Followed(folder, status, array=array, index=index)
                 self._adopted.add(job_id)
@@ -314,7 +314,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
         """Bring a job's status up to date: by its outcome, else its status file, else by Slurm."""
         element, state = self._find(followed)
         if self._has_news(followed) or (state in _ENDS and refresh(followed.folder)):
-            if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
+            if (outcome := read_record(followed.folder / OUTCOME)) is not None:
                 self._end(job_id, outcome)
                 return
             followed.read_status()

@@ -6,19 +6,15 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.files import check_owner
-from memfit.jobs._folder import LOCK, OUTCOME, STOP_REQUESTED, ask_to_stop, read_status
-from memfit.jobs._job import JobStatus
-from memfit.memory import is_locked, live_jobs
-from memfit.rundir import RunDir
+from memfit.jobs._folder import LOCK, STOP_REQUESTED, ask_to_stop
+from memfit.memory import is_locked
+from memfit.rundir import OUTCOME, SUPERVISOR, JobStatus, RunDir, liveness, read_status
 
-_SUPERVISOR = "supervisor.lock"
 _STEP_SECONDS = 0.1
 #: Ask a supervisor to have its jobs checkpoint and end, and to end them now. Unlike Ctrl-C, twice means the same.
 ASK_SIGNAL, NOW_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
@@ -38,12 +34,20 @@ def stop(
     twice never ends a job sooner. ``on_tick`` gets the ids of the jobs that still run, ten times a second.
     """
     check_owner(run.path)
-    asked, supervisor = [one for one in running_jobs(run) if job_id in (None, one)], None
-    if job_id is None and (supervisor := find_supervisor(run)) is not None:
+    live = liveness(run)
+    asked, supervisor = [one for one in live.jobs if job_id in (None, one)], None
+    waits = job_id is not None and not asked and read_status(run, job_id).state == "pending"
+    if live.is_hidden and (job_id is None or waits):
+        where = f"{run.header.get('host', 'another host')}, or in another container or as another user"
+        raise UsageError(
+            f"the supervisor of {run.path} cannot be seen from here.",
+            rule=f"it holds {run.path / SUPERVISOR} on {where}; this is {socket.gethostname()}.",
+            remedy=f"there: memfit stop {run.path}",
+        )
+    if job_id is None and (supervisor := live.supervisor) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
-    waits = job_id is not None and not asked and read_status(run, job_id).state == "pending"
-    if job_id is not None and waits and find_supervisor(run) is not None:
+    if job_id is not None and waits and live.supervisor is not None:
         run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
         asked = [job_id]
     for one in asked:
@@ -55,22 +59,17 @@ def stop(
     if job_id is not None and waits and asked and not is_locked(run.job_dir(job_id) / LOCK):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
     left = asked
-    while left or (supervisor is not None and _holds(supervisor, run.path / _SUPERVISOR)):
+    while left or (supervisor is not None and liveness(run).supervisor == supervisor):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
         # The supervisor may have been about to start a job.
-        left = [one for one in running_jobs(run) if job_id in (None, one)]
+        left = [one for one in liveness(run).jobs if job_id in (None, one)]
         for one in left:
             folder = run.job_dir(one)
             if one in asked and not (folder / STOP_REQUESTED).exists() and not (folder / OUTCOME).exists():
                 ask_to_stop(folder, now=now)  # it was asked while it began, which forgets earlier requests
         asked += [one for one in left if one not in asked]
     return [read_status(run, one) for one in asked]
-
-
-def running_jobs(run: RunDir) -> list[str]:
-    """Return the ids of the jobs that run now: a watcher holds their locks."""
-    return list(live_jobs(run.path))
 
 
 def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
@@ -85,46 +84,3 @@ def take_stop(run: RunDir, job_id: str) -> str:
         return ""
     (run.job_dir(job_id) / STOP_REQUESTED).unlink(missing_ok=True)
     return _NEVER_BEGAN
-
-
-def find_supervisor(run: RunDir) -> int | None:
-    """Return the process id of the run's supervisor, or None when it has none."""
-    lock = run.path / _SUPERVISOR
-    for pid in _lock_owners(lock):
-        if _holds(pid, lock):
-            return pid
-    if not is_locked(lock):
-        return None
-    host = run.header.get("host", "another host")
-    raise UsageError(
-        f"the supervisor of {run.path} cannot be seen from here.",
-        rule=f"it holds {lock} on {host}, or in another container or as another user; this is {socket.gethostname()}.",
-        remedy=f"there: memfit stop {run.path}",
-    )
-
-
-def _holds(pid: int, lock: Path) -> bool:
-    """Return True if a process of this user has the lock file open, so that a reused number is never taken."""
-    with contextlib.suppress(OSError):
-        wanted = lock.lstat()
-        if not stat.S_ISREG(wanted.st_mode) or Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
-            return False
-        for found in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.path.samestat(found.stat(), wanted):
-                    return True
-    return False
-
-
-def _lock_owners(path: Path) -> list[int]:
-    """Return who holds a ``flock`` on a file, as far as this process can see.
-
-    Source: proc(5), ``/proc/locks``: ``1: FLOCK  ADVISORY  WRITE 4711 fe:01:1835033 0 EOF``.
-    """
-    try:
-        inode = path.lstat().st_ino
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    return [int(one[4]) for one in fields if one[1:2] == ["FLOCK"] and one[5].rpartition(":")[2] == str(inode)]

@@ -18,15 +18,14 @@ from memfit.errors import StoppedError
 from memfit.files import outlast, read_own, until_next_look, write_atomic
 from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._death import Counters, Death, explain_death, memory_place, read_end, read_error, shows_last_epoch
-from memfit.jobs._folder import STATUS, STOP_REQUESTED
+from memfit.jobs._folder import STOP_REQUESTED
 from memfit.jobs._fork import end_of, stop_targets
-from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor, Unsupervised
 from memfit.jobs._processes import end_children, end_group, remove_segments, spawn, wait_for
 from memfit.jobs._ranks import read_lost
 from memfit.masking import mask
 from memfit.memory import JobGroup, ProcReader
-from memfit.rundir import RunDir
+from memfit.rundir import STATUS, EndedBy, JobStatus, RunDir, State
 from memfit.units import KIB, MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1

@@ -16,7 +16,7 @@ from memfit.amounts import Amount, Layout
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.jobs import SHIM
 from memfit.masking import mask
-from memfit.memory import Footprint, why_tight
+from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
 from memfit.pipeline._order import Order, order_of_config
@@ -127,8 +127,8 @@ def _read_run(order: Order, run: RunDir | None) -> _Measured:
     reader = Reader(run)
     saves = [one.get("seconds") for one in reader.read() if one["kind"] == "checkpoint"]
     longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
-    jobs = [one for one in reader.state().jobs.values() if one.own != "out_of_memory"]
-    sizes = [(Footprint.from_dict(one.footprint), one) for one in jobs if one.footprint]
+    jobs = [one for one in reader.state().jobs.values() if one.state != "out_of_memory"]
+    sizes = [(one.footprint, one) for one in jobs if one.footprint]
     if not sizes:
         return _Measured(save_seconds=longest)
     size, largest = max(sizes, key=lambda one: one[0].private_bytes)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions, running_jobs
+from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
 from memfit.pipeline._config import RunConfig, StageSettings
-from memfit.rundir import EventWriter, RunDir
+from memfit.rundir import EventWriter, RunDir, liveness
 from memfit.units import format_count
 
 #: What runs the jobs, and what this run says to others of its memory.
@@ -44,7 +44,7 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
         print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         # Called last: a run that still has processes or groups stays on the list, so that a later run sweeps it.
-        stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
+        stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(liveness(run).jobs)))
         # The path's hash makes the name unique on this host.
         walls = Walls.build(f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}", max(1, budget.lendable_bytes))
         facts = budget.to_dict() | {"permission": "none", "group": group}

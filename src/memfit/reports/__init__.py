@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from memfit.reports._runs import find_run as find_run
     from memfit.reports._runs import find_runs as find_runs
     from memfit.reports._runs import find_target as find_target
-    from memfit.reports._runs import has_supervisor as has_supervisor
-    from memfit.reports._runs import is_live as is_live
     from memfit.reports._runs import list_runs as list_runs
     from memfit.reports._runs import print_runs as print_runs
     from memfit.reports._study import print_study as print_study

@@ -45,7 +45,7 @@ COLUMNS: Mapping[str, Column] = {
     "job": Column(lambda job: job.name, {"live", "ps", "page"}),
     "node": Column(lambda job: job.node or "-", {"live"}, gives_way=3),
     "pid": Column(lambda job: f"{job.node}{job.node and ':'}{job.pid or '-'}", {"ps"}),
-    "state": Column(lambda job: show_state(job.state), {"summary", "page"}),
+    "state": Column(lambda job: show_state(job.shown), {"summary", "page"}),
     "phase": Column(lambda job: job.phase or "-", _LIVE),
     "epoch": Column(lambda job: epochs_done(job).strip() or "-", {"live"}),
     "memory": Column(lambda job: size_text(job.used_bytes), _LIVE, gives_way=4),
@@ -64,7 +64,7 @@ def columns_of(report: str) -> list[str]:
 
 def cells_of(job: JobState, run: RunDir) -> dict[str, str]:
     """Return what is told of a job while it runs: all columns, its time in short, and below ``phase`` what it does."""
-    state = "waiting" if job.state == "pending" else "stalled" if job.state == "running" and job.stalled else job.state
+    state = "waiting" if job.shown == "pending" else "stalled" if job.shown == "running" and job.stalled else job.shown
     phase = what_it_does(job, run)[:PHASE_COLUMNS] if state == "running" else show_state(state)
     time = or_dash(job.seconds, partial(format_duration, short=True))
     return {name: column.text(job) for name, column in COLUMNS.items()} | {"phase": phase, "time": time, "state": state}

@@ -122,7 +122,7 @@ def read_reported(state: RunState) -> dict[str, dict[str, float]]:
         return {}
     found = last_values(read_curves(state, read_events(state.run.events_dir)))
     found = found or {job: own for job in [*state.jobs][:_MOST_LINES] if (own := _read_logs(state.run, job))}
-    return {job: values for job, values in found.items() if state.jobs[job].own == "completed"}
+    return {job: values for job, values in found.items() if state.jobs[job].state == "completed"}
 
 
 def _read_logs(run: RunDir, job: str) -> dict[str, float]:

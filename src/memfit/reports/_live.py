@@ -343,7 +343,7 @@ def render(
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
     if len(rows) <= _WHOLE_ROWS:
         return rows
-    running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
+    running = [row for row in rows if row.shown == "running"][:_RUNNING_ROWS]
     ended = sorted((row for row in rows if row.ended), key=lambda row: row.ended or 0.0)
     return [*ended[-_ENDED_ROWS:], *running]
 
@@ -363,12 +363,12 @@ def _footer(
             counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
         yield Text(counts)
     used = sum(row.used_bytes for row in rows)
-    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.own == "running")
+    reserved = sum(max(row.reserved_bytes or 0, row.used_bytes) for row in rows if row.state == "running")
     free = max(0, room.limit_bytes - room.used_bytes)
     others = max(0, room.used_bytes - used)
     held = f"jobs use {format_bytes(used)} of {format_bytes(reserved)}"
     if state.budget.get("backend") == "slurm":
-        nodes = format_count(len({row.node for row in rows if row.own == "running"}), "node")
+        nodes = format_count(len({row.node for row in rows if row.state == "running"}), "node")
         yield Text(f"{held} that Slurm gave them on {nodes}", style="dim")
         return
     sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
@@ -391,7 +391,7 @@ def _progress(name: str, states: Sequence[str]) -> str:
 
 def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
     """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
-    ranks, none = job.ranks if job.state == "running" else (), {"state": "", "node": "-", "epoch": "-"}
+    ranks, none = job.ranks if job.shown == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
         does, *sizes = explain_rank(rank, job)
         named = dict(zip(("memory", "peak", "reserved"), sizes, strict=True))

@@ -164,7 +164,7 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     yield from map(Chart, draw_curves(curves, seen.state, ranked))
     state, last = seen.state, last_values(curves)
     are_commands = state.kind == "commands" and not state.is_one  # the numbers of those that completed are results
-    if not are_commands or all(state.jobs[job].own != "completed" for job in last):
+    if not are_commands or all(state.jobs[job].state != "completed" for job in last):
         names = [state.name(job) for job in last]
         tables = to_html(tables_of("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
@@ -198,9 +198,9 @@ def _memory(seen: _Seen) -> Iterator[Part]:
         return
     yield Chart(legend([(layer.name, layer.colour) for layer in seen.layers]))
     marks = [
-        (samples[-1].time - seen.start, f"{job.id} {job.state}: {job.cause}")
+        (samples[-1].time - seen.start, f"{job.id} {job.shown}: {job.cause}")
         for job in seen.state.jobs.values()
-        if job.state in BAD and (samples := seen.series.get(job.id))
+        if job.shown in BAD and (samples := seen.series.get(job.id))
     ]
     label = f"Private memory of all jobs of {seen.name} over time, by phase"
     binding, layers = seen.state.budget.get("binding"), seen.layers
@@ -257,10 +257,10 @@ def _bar(job: JobState, seen: _Seen) -> Bar:
             begin, *rest = group
             end = min((rest or [begin])[-1] + 1, last)
             parts.append((samples[begin].time - seen.start, samples[end].time - seen.start, seen.colours[phase]))
-    note = show_state(job.state) + (f", {format_duration(job.seconds, short=True)}" if job.seconds else "")
+    note = show_state(job.shown) + (f", {format_duration(job.seconds, short=True)}" if job.seconds else "")
     note += f", attempt {job.attempt}" if job.attempt > 1 else ""
     note += f" after {format_duration(job.earlier_seconds, short=True)}" if job.earlier_seconds else ""
-    return Bar(job.name, parts, note, job.state in BAD)
+    return Bar(job.name, parts, note, job.shown in BAD)
 
 
 def _ranks(seen: _Seen) -> Iterator[Part]:

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.files import check_owner
-from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
 from memfit.reports._columns import cells_of, columns_of
 from memfit.reports._parts import Note, Table, to_text
-from memfit.rundir import JobState, Reader, RunDir, read, show_state
+from memfit.rundir import JobState, Reader, RunDir, liveness, read, show_state
 from memfit.units import format_bytes
 
 _ROOT = Path("runs")
@@ -58,7 +57,7 @@ class Overview:
             "used_bytes": self.used_bytes,
             "reserved_bytes": self.reserved_bytes,
             "problem": self.problem,
-            "jobs": [row.to_dict() for row in self.running],
+            "jobs": [row.to_row() for row in self.running],
         }
 
 
@@ -72,11 +71,11 @@ class Target(NamedTuple):
 def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
     """A run at a glance; the supervisor's process id is taken as given."""
     try:
-        state, held = read(run), set(running_jobs(run))
+        state, held = read(run), set(liveness(run).jobs)
         running = [job for job in state.jobs.values() if job.id in held]
         if supervisor is None:  # nobody settles yet what a dead watcher left: it is told as the next start records it
-            lost = {job.id: replace(job, own="node_fail", used_bytes=0) for job in state.jobs.values()
-                    if job.own == "running" and job.id not in held}  # fmt: skip
+            lost = {job.id: replace(job, state="node_fail", used_bytes=0) for job in state.jobs.values()
+                    if job.state == "running" and job.id not in held}  # fmt: skip
             state = replace(state, jobs={**state.jobs, **lost})
         return Overview(run, supervisor, state.state, state.counts, running)
     except (OSError, MemfitError) as error:
@@ -175,21 +174,6 @@ def _below(root: Path) -> list[RunDir]:
     """The runs of this user below a folder of runs, newest first."""
     found = [run for folder in root.glob("*/") for run in RunDir.all(root, folder.name)]
     return sorted(found, key=lambda run: run.path.name, reverse=True)
-
-
-def has_supervisor(run: RunDir) -> bool:
-    """Whether a process starts the run's jobs; elsewhere, as long as the run says so."""
-    try:
-        if find_supervisor(run) is not None:
-            return True
-    except UsageError:  # it has one that cannot be seen from here
-        return True
-    return run.state == "running" and run.header.get("host") not in (None, socket.gethostname())
-
-
-def is_live(run: RunDir) -> bool:
-    """Whether a run goes on: it has a supervisor, or jobs that go on without one."""
-    return has_supervisor(run) or bool(running_jobs(run))
 
 
 def print_runs(found: Iterable[Overview], console: Console) -> None:

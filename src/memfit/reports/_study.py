@@ -16,8 +16,7 @@ from rich.console import Console
 from memfit.reports._columns import size_text
 from memfit.reports._numbers import format_number, is_number, or_dash, rate_of, short_path
 from memfit.reports._parts import Cell, Facts, Note, Part, Table, to_text
-from memfit.reports._runs import has_supervisor
-from memfit.rundir import RunDir, RunState, finite
+from memfit.rundir import RunDir, RunState, finite, liveness
 from memfit.units import format_duration, list_some, parse_bytes
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class StudyView:
             "direction": settings.direction,
             "n_trials": settings.n_trials,
             "num_ended": len(ended),
-            "counts": self.counts(is_live=has_supervisor(self.run)),
+            "counts": self.counts(is_live=liveness(self.run).is_supervised),
             "rates": {name: rate_of("num", sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
             "best": _best(self, states["completed"] + states["pruned"]) if self.ranked else None,
             "seconds_per_trial": self.seconds_per_trial,
@@ -361,7 +360,7 @@ def _more(num: int) -> Iterator[Part]:
 def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the commands that follow."""
     best = run.path / "best.yaml"
-    if summary["num_ended"] < summary["n_trials"] and not has_supervisor(run):
+    if summary["num_ended"] < summary["n_trials"] and not liveness(run).is_supervised:
         yield "go on", f"memfit resume {_quoted(run.path)}"
     if best.exists():
         yield "train", f"memfit run {_quoted(best)}"

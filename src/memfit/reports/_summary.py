@@ -15,7 +15,6 @@ from rich.console import Console
 
 from memfit.errors import MemfitError
 from memfit.files import fits, read_json
-from memfit.jobs import JobStatus
 from memfit.memory import Footprint
 from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
@@ -85,8 +84,8 @@ def _stage(state: RunState, name: str) -> dict[str, Any]:
 
 def _job(state: RunState, job: JobState) -> dict[str, Any]:
     more: dict[str, Any] = {"epoch": job.epoch.get("epoch"), "epoch_memory": job.epoch.get("memory")}
-    more |= {"log": str(_logs(state, job)[0]), "diagnosis": _diagnosis(state, job) if job.state in BAD else None}
-    return job.to_dict() | more
+    more |= {"log": str(_logs(state, job)[0]), "diagnosis": _diagnosis(state, job) if job.shown in BAD else None}
+    return job.to_row() | more
 
 
 def _logs(state: RunState, row: JobState) -> list[Path]:
@@ -115,7 +114,7 @@ def _summary(state: RunState, width: int, verbose: bool) -> Iterator[Part]:
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
     if study is not None:
-        yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.state in BAD]))
+        yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.shown in BAD]))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
         yield from view_results(state, width, verbose)
@@ -137,8 +136,8 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
     path_text = short_path if here else str
     found: dict[tuple[str, str], list[JobState]] = {}
     for row in state.jobs.values():
-        if row.state in BAD:
-            found.setdefault((row.state, row.cause or "it left no result"), []).append(row)
+        if row.shown in BAD:
+            found.setdefault((row.shown, row.cause or "it left no result"), []).append(row)
     for (ended_as, cause), (row, *others) in found.items():
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {path_text(_logs(state, row)[0])}"
         text += f"\n  diagnosis: {said}" if (said := _diagnosis(state, row)) else ""
@@ -203,15 +202,14 @@ def _fate(state: RunState, name: str) -> str:
 def view_ends(state: RunState) -> Iterator[Part]:
     """Yield a line for each command that ended; of very many only failures and retries."""
     ended = sorted((row for row in state.jobs.values() if row.ended), key=lambda row: row.ended or 0.0)
-    of_note = [row for row in ended if row.own != "completed" or row.attempt > 1]
+    of_note = [row for row in ended if row.state != "completed" or row.attempt > 1]
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
     yield from [Note("")] * bool(ended)
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
         tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
-        of = {"state": row.own, "started": row.started, "ended": row.ended, "peak_bytes": row.peak_bytes}
-        yield Note(f"{stamp}  {row.name} {JobStatus.from_dict(row.id, of).describe_end(row.reserved_bytes)}{tries}")
+        yield Note(f"{stamp}  {row.name} {row.describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         yield Note(f"and {len(ended) - len(shown)} more; --json lists all")
 
@@ -252,9 +250,10 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     """
     yield from (("plan", text) for text in state.planned.values())
     rows, wall, is_whole = [*state.jobs.values()], state.wall_seconds, state.num_commands == 1
-    for peaks in [(row.footprint or {}).get("phases") for row in rows] if state.is_one else ():
-        if peaks:
-            text = ", ".join(f"{name} {format_bytes(peak['private_bytes'])}" for name, peak in peaks.items())
+    for footprint in [row.footprint for row in rows] if state.is_one else ():
+        if footprint is not None and footprint.phases:
+            peaks = footprint.phases.items()
+            text = ", ".join(f"{name} {format_bytes(peak.private_bytes)}" for name, peak in peaks)
             yield "phases", text
     if not state.is_one:
         yield "jobs", ", ".join(f"{name} {number}" for name, number in state.counts.items()) or "none has started"
@@ -330,7 +329,7 @@ def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     errors = [
         row.forecast_bytes / row.peak_bytes - 1
         for row in rows
-        if row.forecast_bytes and row.peak_bytes and row.own == "completed"
+        if row.forecast_bytes and row.peak_bytes and row.state == "completed"
     ]
     if not errors:
         return None

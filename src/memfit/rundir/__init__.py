@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from memfit.rundir._folder import JOB_ID_VARIABLE as JOB_ID_VARIABLE
     from memfit.rundir._folder import RUN_DIR_VARIABLE as RUN_DIR_VARIABLE
     from memfit.rundir._folder import RunDir as RunDir
+    from memfit.rundir._liveness import SUPERVISOR as SUPERVISOR
+    from memfit.rundir._liveness import liveness as liveness
     from memfit.rundir._loaders import batch_size_of as batch_size_of
     from memfit.rundir._loaders import loader_settings as loader_settings
     from memfit.rundir._reader import Reader as Reader
@@ -54,9 +56,11 @@ if TYPE_CHECKING:
     from memfit.rundir._status import OUTCOME as OUTCOME
     from memfit.rundir._status import STATUS as STATUS
     from memfit.rundir._status import EndedBy as EndedBy
+    from memfit.rundir._status import JobStatus as JobStatus
     from memfit.rundir._status import State as State
     from memfit.rundir._status import name_jobs as name_jobs
-    from memfit.rundir._status import read_job as read_job
+    from memfit.rundir._status import read_record as read_record
+    from memfit.rundir._status import read_status as read_status
     from memfit.rundir._status import read_status_file as read_status_file
     from memfit.rundir._status import show_state as show_state
 

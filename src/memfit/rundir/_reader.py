@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from memfit.files import fits, outlast, read_json
 from memfit.rundir._events import Event, FolderTail, event_time
 from memfit.rundir._folder import RunDir
 from memfit.rundir._state import THERE, JobState, RunState, StageState, seconds_left, stage_of
-from memfit.rundir._status import ENDED, read_job
+from memfit.rundir._status import ENDED, read_status
 from memfit.units import natural_order
 
 _LIMIT = {"name": str, "source": str, "limit_bytes": int}
@@ -46,7 +46,6 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 _GRAPH = {"stages": [{"name": str, "each": (str, _NONE)}]}
 _CPU = {"busy": float, "disk": float}
 _OPEN_TRIALS = frozenset({"asking", "running"})
-_OF_STATUS = {one.name for one in fields(JobState)} - {"id", "own"}
 
 
 @dataclass
@@ -252,39 +251,32 @@ class Reader:
     def _job(self, job_id: str, told: str, now: float) -> JobState:
         if (known := self._settled.get(job_id)) is not None:
             return known
-        found, attempt = read_job(self.run.job_dir(job_id)), self._attempts.get(job_id) or _Attempt()
-        own, began = str(found.get("state", "pending")), found.get("started")
-        if own == "pending" and attempt.admitted is not None:
+        status, attempt = read_status(self.run, job_id), self._attempts.get(job_id) or _Attempt()
+        if status.state == "pending" and attempt.admitted is not None:
             # A watcher writes its job's first status when that has lived half a second.
-            own, began = "running", attempt.admitted
-        is_over, stage = own in ENDED, stage_of(job_id, self._stages)
+            status = replace(status, state="running", started=attempt.admitted)
+        is_over, stage, began = status.state in ENDED, stage_of(job_id, self._stages), status.started
         left = seconds_left(attempt.first or attempt.last, attempt.last, attempt.num_epochs, now)
-        of_status = {name: value for name, value in found.items() if name in _OF_STATUS and value is not None}
         job = JobState(
-            id=job_id,
-            **of_status
-            | {
-                "stage": stage,
-                "told": told,
-                "own": own,
-                "started": began,
-                "seconds": None if began is None else max(0.0, (found.get("ended") or now) - began),
-                "earlier_seconds": attempt.earlier_seconds,
-                "reserved_bytes": attempt.reserved_bytes,
-                "forecast_bytes": attempt.forecast_bytes,
-                "epochs_done": attempt.last[1],
-                "num_epochs": attempt.num_epochs,
-                "eta_seconds": None if is_over or began is None else left,
-                "epoch_ends": tuple(attempt.epoch_ends),
-                "epoch": self._last.get(("epoch", job_id), {}),
-                "progress": self._last.get(("progress", job_id)),
-                "result": self._result(stage, job_id) if told in THERE or own == "completed" else {},
-                "params": self.params.get(job_id, {}),
-                "lost": tuple(self._lost[job_id]),
-            },
+            **vars(status),
+            stage=stage,
+            told=told,
+            seconds=None if began is None else max(0.0, (status.ended or now) - began),
+            earlier_seconds=attempt.earlier_seconds,
+            reserved_bytes=attempt.reserved_bytes,
+            forecast_bytes=attempt.forecast_bytes,
+            epochs_done=attempt.last[1],
+            num_epochs=attempt.num_epochs,
+            eta_seconds=None if is_over or began is None else left,
+            epoch_ends=tuple(attempt.epoch_ends),
+            epoch=self._last.get(("epoch", job_id), {}),
+            progress=self._last.get(("progress", job_id)),
+            result=self._result(stage, job_id) if told in THERE or status.state == "completed" else {},
+            params=self.params.get(job_id, {}),
+            lost=tuple(self._lost[job_id]),
         )
         if is_over and job_id in self._queued:
-            return replace(job, own="pending", used_bytes=0, stalled=False)
+            return replace(job, state="pending", used_bytes=0, stalled=False)
         if is_over or told in THERE:
             self._settled[job_id] = job
         return job

@@ -12,7 +12,7 @@ from typing import Any
 
 from memfit.rundir._events import Event
 from memfit.rundir._folder import RunDir, scope_of
-from memfit.rundir._status import name_jobs, show_state
+from memfit.rundir._status import JobStatus, name_jobs, show_state
 
 #: States of a unit that will not run any more, and those in which its result is there.
 _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed", "cancelled"})
@@ -46,28 +46,11 @@ class StageState:
 
 
 @dataclass(frozen=True)
-class JobState:
-    """One job; the fields without a text here are those of its status file (``memfit.jobs.JobStatus``)."""
+class JobState(JobStatus):
+    """One job: its status (``pending`` also for one that ended and is queued again), and what events say beside."""
 
-    id: str
     stage: str = ""
     told: str = ""  # what the supervisor said of it last, as in ``StageState.units``; empty where it said nothing
-    own: str = "pending"  # the state in its own files; ``pending`` also for one that ended and is queued again
-    phase: str | None = None
-    used_bytes: int = 0
-    peak_bytes: int = 0
-    footprint: Mapping[str, Any] | None = None
-    started: float | None = None
-    ended: float | None = None
-    exit_code: int | None = None
-    cause: str = ""
-    attempt: int = 1
-    pid: int | None = None
-    stalled: bool = False
-    cpu_seconds: float = 0.0
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    node: str = ""
-    ranks: Sequence[Mapping[str, Any]] = ()
     seconds: float | None = None  # how long it has run, or ran, in this attempt; None before its start
     earlier_seconds: float = 0.0  # how long its earlier attempts ran
     reserved_bytes: int | None = None  # now or last; None when it ran alone, before its size was known
@@ -83,26 +66,29 @@ class JobState:
     lost: Sequence[Event] = ()  # the events of the kind ``rank_lost``, of all attempts
 
     @property
-    def name(self) -> str:
-        """Its id and its parameters, such as ``cmd_0002 fold=2``."""
-        return _name(self.id, self.params)
+    def id(self) -> str:
+        return self.job_id
 
     @property
-    def state(self) -> str:
+    def name(self) -> str:
+        """Its id and its parameters, such as ``cmd_0002 fold=2``."""
+        return _name(self.job_id, self.params)
+
+    @property
+    def shown(self) -> str:
         """The state to show: ``kept``, ``reused`` and ``stopped`` (by itself: a gate) are the supervisor's word."""
-        is_told = self.told in THERE or (self.told == "failed" and self.own == "completed")
-        return self.told if is_told else self.own
+        is_told = self.told in THERE or (self.told == "failed" and self.state == "completed")
+        return self.told if is_told else self.state
 
     def explain_lost(self, event: Event) -> str:
         """Return how a rank was lost, in words."""
-        return f"{str(event['text']).removeprefix(f'{self.id} ')} (generation {event['generation']})"
+        return f"{str(event['text']).removeprefix(f'{self.job_id} ')} (generation {event['generation']})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
-        plain = (
-            "stage params state seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
-        )
-        found = {"job": self.id, **{name: getattr(self, name) for name in plain.split()}}
+        plain = "seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        found: dict[str, Any] = {"job": self.job_id, "stage": self.stage, "params": self.params, "state": self.shown}
+        found |= {name: getattr(self, name) for name in plain.split()}
         if self.ranks:
             found["ranks"] = [dict(one) for one in self.ranks]
             found["ranks_lost"] = [self.explain_lost(one) for one in self.lost]
@@ -153,7 +139,7 @@ class RunState:
     @property
     def running(self) -> list[JobState]:
         """The jobs that run."""
-        return [job for job in self.jobs.values() if job.state == "running"]
+        return [job for job in self.jobs.values() if job.shown == "running"]
 
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""
@@ -179,7 +165,7 @@ class RunState:
                 told = {job: one if one in _OVER else "waiting" for job, one in self.stages[stage].units.items()}
             else:
                 told = dict.fromkeys(self.params, "waiting")
-            own = {job.id: job.state for job in self.jobs.values() if job.stage == stage}
+            own = {job.id: job.shown for job in self.jobs.values() if job.stage == stage}
             own = {job: one for job, one in own.items() if one != "pending" or told.get(job) != "cancelled"}
             found[stage] = {
                 job: "waiting" if one == "pending" else show_state(one) for job, one in (told | own).items()
@@ -200,9 +186,9 @@ class RunState:
         The seconds are None when nothing is left, and while no unit is done, unless all others run and know their end.
         """
         own = [job for job in self.jobs.values() if job.stage == stage]
-        running = [job for job in own if job.state == "running"]
+        running = [job for job in own if job.shown == "running"]
         waiting = sum(state == "waiting" for state in self.units.get(stage, {}).values())
-        took = [job.seconds for job in own if job.own == "completed" and job.seconds is not None]
+        took = [job.seconds for job in own if job.state == "completed" and job.seconds is not None]
         if not took or not (running or waiting):
             ends = [job.eta_seconds for job in running if job.eta_seconds is not None]
             return waiting + len(running), max(ends) if ends and len(ends) == len(running) and not waiting else None
