@@ -184,7 +184,7 @@ def count_loaders(monkeypatch, data):
     """Let a plan count loaders of so many bytes, with two workers, without making any."""
     facts = {"settings": {}, "workers": 2, "samples": 9, "valid": None, "batch": 3, "drops": False}
     lines = [Line(one, Amount(data, "task"), "", "computed", number=num) for one, num in (("data", 1), ("workers", 2))]
-    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, lines, []))
+    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, {2: tuple(lines)}))
 
 
 @pytest.mark.slow
