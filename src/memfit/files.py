@@ -10,6 +10,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -35,7 +36,7 @@ _AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a file's content so that no reader ever sees a part of it; ``durable`` outlasts a power cut, too."""
+    """Replace a file's content so that no reader ever sees a part of it; ``durable`` outlasts a power cut."""
 
     def write() -> None:
         opener = functools.partial(os.open, mode=mode)
@@ -45,10 +46,7 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
                 file.flush()
                 os.fsync(file.fileno())
 
-    if durable:
-        outlast(write)
-    else:
-        write()
+    outlast(write) if durable else write()
 
 
 def outlast(call: Callable[[], T]) -> T:
@@ -82,17 +80,19 @@ def until_next_look() -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a path aside; what is made there gets this name at the end of the block."""
-    # A rename that got no answer may be made later: another try has another name.
+    """Yield a path aside; the file or folder that is made there gets this name at the end of the block."""
+    # A rename without an answer may be made later.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
         yield aside
+        if aside.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         os.replace(aside, path)
     except BaseException as error:
         with suppress(OSError):
-            aside.unlink()
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write that fails names no file, and nobody knows the one aside
+            error.filename = str(path)  # not the one aside
         raise
     if durable:
         sync_folder(path.parent)
@@ -177,7 +177,7 @@ def read_json(
     """Return a JSON file's object, whose fields have a ``shape`` (`fits`); None when the file is not there.
 
     Files here are renamed into place whole, so a broken one was changed from outside. A larger one than ``most_bytes``
-    is damaged: this process must not be killed for what a job wrote.
+    is damaged: a job may have written it.
     """
     try:
         text = read_own(path, most_bytes + 1)
@@ -278,7 +278,7 @@ def fits(value: Any, shape: Any) -> bool:
 
 
 def is_own(path: Path) -> bool:
-    """True if a folder is this user's, or not there. What lies in the folder of another user may be forged."""
+    """True if a folder is this user's, or not there."""
     try:
         owner = path.stat().st_uid
         if owner == os.geteuid():

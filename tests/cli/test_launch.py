@@ -1,13 +1,9 @@
-"""``memfit launch``: it prints a file, takes a measured run, and refuses what it should."""
+"""``memfit launch``: it prints a file, and refuses what it should."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).parents[2] / "examples/launch/recipes.yaml"
-MIB = 1 << 20
 JOB = "experiment: a\nstages: {train: {run: 'true'}}\n"
 
 
@@ -38,14 +34,3 @@ def test_a_launch_that_is_tight_ends_with_3_unless_that_is_accepted(memfit, tmp_
     assert (refused.exit_code, refused.out) == (3, "")
     assert "a is tight: 64.1" in refused.err  # with what memfit takes in a container
     assert memfit(*words, "--accept-tight").exit_code == memfit(*words, "--set", "memory.slack=0.25").exit_code == 0
-
-
-@pytest.mark.slow
-def test_a_run_that_was_measured_stands_for_the_memory(memfit, tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    code = "block = bytearray(300 << 20); import time; time.sleep(1)"
-    assert memfit("run", "--name", "trial", "--", sys.executable, "-c", code).exit_code == 0
-    words = ("launch", "job.yaml", "--format", "compose", "--json", "--set", "memory.slack=0")
-    found = json.loads(memfit(*words, "--measured", "trial").out)["figures"]
-    assert 300 * MIB < found["memory_bytes"] <= 512 * MIB and "measured in 'run_" in found["memory_why"]
-    assert "the memory of train is not known" in memfit(*words).err

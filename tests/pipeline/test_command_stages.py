@@ -159,6 +159,15 @@ def test_from_runs_what_reads_a_stage_from_the_beginning_and_never_in_a_finished
     ]  # fmt: skip
 
 
+def test_a_script_that_is_edited_before_its_job_starts_gives_no_result_under_the_old_key():
+    script("b.sh", "echo 1 > $1/out")
+    stages = {"a": {"run": "echo 'echo 2 > $1/out' > b.sh"}, "b": {"run": ["sh", "b.sh", "{dir}"], "after": ["a"]}}
+    first = run(stages)
+    assert (first.exit_code, first.statuses["b"].state) == (4, "failed")
+    assert "the code of stage b is not what it was when this run started: b.sh changed" in first.statuses["b"].cause
+    assert kept(run(stages).path, "stage_b/out") == "2\n"
+
+
 def test_a_bad_result_file_fails_its_job_alone_and_the_run_goes_on():
     stages = {
         "bad": {"run": "echo nothing > {dir}/result.json"},

@@ -297,24 +297,6 @@ def test_a_run_goes_on_where_its_folder_was_moved_to_and_not_in_a_copy(tmp_path,
 
 
 @here
-def test_an_unfinished_run_of_a_folder_that_is_gone_is_named_where_the_runs_lie_elsewhere(
-    tmp_path, monkeypatch, capsys
-):
-    settings = [f"runs_dir={tmp_path / 'runs'}"]
-    for name in ("before", "after"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        (tmp_path / "before" / "ran").exists() and (tmp_path / "before").rename(tmp_path / "gone")
-        run = run_sh("touch ran; false", settings=settings)
-    said = capsys.readouterr().err
-    (first,) = {*run.path.parent.glob("run_*")} - {run.path}
-    assert (
-        f"memfit: {first} is an unfinished run of this command, started in {tmp_path / 'before'}, which is gone" in said
-    )
-    assert said.endswith(f"ln -s {tmp_path / 'after'} {tmp_path / 'before'} && memfit resume {first}\n")
-
-
-@here
 def test_resume_without_a_run_or_its_folder_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is no run directory"):
         resume(tmp_path)

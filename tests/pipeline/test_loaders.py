@@ -1,4 +1,4 @@
-"""Loaders that a stage names: made in a child, counted for one rank, and with fewer workers or smaller batches."""
+"""Loaders that a stage names: made in a child, counted for one rank, and with fewer workers."""
 
 import io
 import json
@@ -69,7 +69,7 @@ def ask(name, **params):
 
 
 @pytest.mark.usefixtures("empty")
-def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batches():
+def test_loaders_are_counted_as_they_are_and_with_fewer_workers():
     found = ask("make", rows=100)
     assert (found["workers"], found["batch"], found["samples"], found["valid"], found["drops"]) == (
         2,
@@ -78,12 +78,11 @@ def test_loaders_are_counted_as_they_are_and_with_fewer_workers_or_smaller_batch
         30,
         False,
     )
-    assert [(one["workers"], one["batch"]) for one in found["loaders"]] == [(2, 8), (1, 8), (0, 8), (2, 4), (2, 2)]
+    assert [one["workers"] for one in found["loaders"]] == [2, 1, 0]
     parts = [one["train"]["parts"] for one in found["loaders"]]
     assert parts[0]["workers"] > parts[1]["workers"] > parts[2]["workers"] == 0
-    assert [one["interpreter"] for one in parts] == [200 << 20] * 5
+    assert [one["interpreter"] for one in parts] == [200 << 20] * 3
     assert parts[0]["batches"] > parts[1]["batches"] >= parts[2]["batches"] > 0
-    assert parts[0]["batches"] == pytest.approx(2 * parts[3]["batches"], rel=0.05)
     json.dumps(found)
 
 

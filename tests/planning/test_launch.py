@@ -61,14 +61,14 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def made(content=NODES, *overrides, measured=None, form="sbatch", **changes):
+def made(content=NODES, *overrides, form="sbatch", **changes):
     """A launch of a config in this folder, with changes of its block ``launch``."""
     config = content | {"launch": content["launch"] | changes}
     Path("job.yaml").write_text(json.dumps(config))  # YAML too
-    return plan_launch(Path("job.yaml"), overrides=overrides, measured=measured, form=form)
+    return plan_launch(Path("job.yaml"), overrides=overrides, form=form)
 
 
-def measured_run(experiment="trial", *, shared=GIB, saves=()):
+def measured_run(experiment, *, shared=GIB, saves=()):
     """A run whose one job took 6 GiB and went on for two epochs of a minute, and saved; another ran out of memory."""
     run = RunDir.create(Path("runs"), experiment, "0" * 64)
     status = {"schema_version": 1, "attempt": 1, "started": 1000.0, "ended": 1120.0}
@@ -76,6 +76,7 @@ def measured_run(experiment="trial", *, shared=GIB, saves=()):
         run.job_dir(name).mkdir(parents=True)
         own = {"state": state, "footprint": Footprint(size, shared).to_dict()}
         (run.job_dir(name) / "status.json").write_text(json.dumps(status | own))
+        (run.job_dir(name) / "job.json").write_text('{"stage": "train"}')
     events = [{"kind": "checkpoint", "seconds": one} for one in saves]
     events += [{"kind": "epoch", "epoch": one, "num_epochs": 10} for one in (9, 10)]
     lines = (json.dumps({"time": 1060.0, "job": "train", **one}) for one in events)
@@ -164,23 +165,18 @@ def test_memory_follows_from_the_plan_of_the_stage_that_takes_most():
     assert launch.memory == Amount(11 * GIB, "node") and launch.num_cpus == 5
 
 
-def test_a_measured_run_stands_for_a_node_and_counts_what_it_shares_once():
-    run = measured_run()
-    own = NODES | {"resources": {"ranks": 4}}
-    found = made(own, measured=run, epoch_seconds=None)
-    assert 8.5 * GIB < found.memory.bytes <= 9 * GIB
-    assert f"measured in '{run.path.name}'" in found.memory_why and "1.00 GiB of mapped files" in found.memory_why
+def test_what_a_measured_run_shares_counts_once_and_its_epochs_give_the_time():
+    measured_run("trajectory")
+    found = made(NODES | {"resources": {"ranks": 4}}, epoch_seconds=None)
+    assert 8.5 * GIB < found.memory.bytes <= 9 * GIB and "1.00 GiB of mapped files" in found.memory_why
     assert found.time == "00:50:00"
-    empty = RunDir.create(Path("runs"), "empty", "0" * 64)
-    with pytest.raises(UsageError, match="was measured"):
-        made(own, measured=empty)
 
 
 def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
     job = measured_run("recipes").job_dir("train") / "job.json"
     job.write_text(json.dumps({"stage": "train", "arguments": {"order": {"target": "train:train"}}}))
     assert made(SERVICE).memory_why.startswith("28.00 GiB (declared")
-    job.write_text(json.dumps({"stage": "train", "arguments": {}}))
+    job.write_text('{"stage": "train"}')
     assert made(SERVICE).memory_why.startswith("6.00 GiB (measured on train of run_")
 
 
@@ -188,7 +184,7 @@ def count_loaders(monkeypatch, data):
     """Let a plan count loaders of so many bytes, with two workers, without making any."""
     facts = {"settings": {}, "workers": 2, "samples": 9, "valid": None, "batch": 3, "drops": False}
     lines = [Line(one, Amount(data, "task"), "", "computed", number=num) for one, num in (("data", 1), ("workers", 2))]
-    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, lines, []))
+    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, {2: tuple(lines)}))
 
 
 @pytest.mark.slow
@@ -201,16 +197,14 @@ def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_dec
     found = memfit.run(Path("job.yaml")).path
     (found / "events/a-1-1.jsonl").write_text('{"time": 1060.0, "job": "train", "kind": "checkpoint", "seconds": 3}\n')
     same = made(own)
-    assert re.match(r"\S+ .iB \(measured on train of run_\w+\), 10%", same.memory_why) and not same.notes
+    assert re.match(r"\S+ .iB \(measured on train of run_\w+\), 10%", same.memory_why)
     larger = made(own | {"params": {"batch": 64}})
     assert "with other settings: batch 2 -> 64)" in larger.memory_why
-    (note,) = larger.notes
-    assert "batch 2 -> 64; the request has room for that job. Measure these: memfit run job.yaml" in note
     assert (same.grace_seconds, larger.grace_seconds) == (10, 60)  # a larger model takes longer to save
     words = [*command["run"], "--compile"]
     assert "with other settings: the command changed)" in made(own | {"stages": {"train": {"run": words}}}).memory_why
     declared = made(own | {"params": {"batch": 64}, "resources": {"memory": "3GiB"}})
-    assert declared.memory_why.startswith("3.00 GiB (declared") and not declared.notes
+    assert declared.memory_why.startswith("3.00 GiB (declared")
     count_loaders(monkeypatch, 9 * GIB)  # more than that job took: its peak says nothing of the rest
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(own | {"params": {"batch": 64}, "stages": {"train": command | {"loaders": "train:loaders"}}})
@@ -254,14 +248,13 @@ def test_what_cannot_be_right_is_refused(changes, what):
         made(NODES | {"launch": {}} | changes)
 
 
-def test_loaders_without_a_model_make_no_request_and_a_measured_run_does(monkeypatch):
+def test_loaders_without_a_model_make_no_request(monkeypatch):
     count_loaders(monkeypatch, GIB)
     config = NODES | {"stages": {"train": {"run": "true", "loaders": "train:loaders"}}, "resources": {"ranks": 16}}
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(config)
-    launch = made(config, measured=measured_run(), cpus_per_rank=None)
-    assert launch.memory == Amount(32 * GIB, "node")  # 4 x 6, 25 % more, 1 mapped, memfit
-    assert launch.num_cpus == 12  # 4 ranks with two workers of a loader each
+    config["stages"]["train"]["memory"] = "24GiB"
+    assert made(config, cpus_per_rank=None).num_cpus == 12  # 4 ranks with two workers of a loader each
 
 
 @pytest.mark.proves("S4-26", "S4-27", "S4-30")
@@ -442,8 +435,8 @@ def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_ti
     assert "--set memory.slack=0.25" in caught.value.remedy and "--accept-tight" in caught.value.remedy
     assert made(tight, "memory.slack=0.25").memory == Amount(126 * GIB, "node")  # each remedy as it was printed
     assert made(tight, "accept_tight=true").memory == Amount(103 * GIB, "node")
-    run = measured_run(shared=0)
-    assert made(tight, measured=run).memory == Amount(7 * GIB, "node")
+    measured_run("recipes", shared=0)
+    assert made(tight).memory == Amount(7 * GIB, "node")
 
 
 @pytest.mark.proves("S4-31")

@@ -12,13 +12,12 @@ from typer import Option
 
 from memfit import slurm
 from memfit.amounts import Amount
-from memfit.cli._settings import Text, flag, join, set_flag, settings_of, tight_flag, with_flags
+from memfit.cli._settings import flag, join, set_flag, settings_of, tight_flag, with_flags
 from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import plan_launch
 from memfit.planning import Launch, LaunchFormat, Machine, render
-from memfit.reports import find_run
 from memfit.units import format_bytes
 
 
@@ -26,7 +25,6 @@ from memfit.units import format_bytes
 class Flags:
     """The flags of this verb."""
 
-    measured: Text = flag("Take memory, epoch and save from this run.", "RUN")
     on: Path | None = flag("Lay it out on the machine that this file describes.", "YAML")
     accept_tight: bool = tight_flag()
     set_: list[str] | None = set_flag()
@@ -46,7 +44,7 @@ def launch(
 
     \b
     memfit launch config.yaml
-    memfit launch config.yaml --measured trial --test-only
+    memfit launch config.yaml --test-only
     memfit launch config.yaml --on machine.yaml
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
@@ -61,12 +59,9 @@ def launch(
             rule="Slurm takes batch scripts only.",
             remedy="leave --format out",
         )
-    measured = find_run(flags.measured) if flags.measured is not None else None
     machine = Machine.read(flags.on) if flags.on is not None else None
-    made = plan_launch(
-        config, overrides=join(settings_of(flags), flags.set_), measured=measured, machine=machine, form=format_
-    )
-    notes = list(made.notes)
+    made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), machine=machine, form=format_)
+    notes = []
     if machine is not None:
         made.check_machine(machine, str(flags.on))
     elif note := _check_room(made, format_):

@@ -133,7 +133,7 @@ class RunConfig(Settings):
     """
 
     schema_version: Literal[1] = 1
-    experiment: _Name
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     target: str = ""
     stages: dict[str, StageSettings] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0)] = 0

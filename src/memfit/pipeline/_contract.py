@@ -318,7 +318,8 @@ class Workload(Generic[P]):
         params: type[BaseModel] = create_model(
             f"{function.__name__}_params", __config__=ConfigDict(extra="forbid", frozen=True), **fields
         )
-        return Workload(params, (Stage(function.__name__, functools.partial(call_with_settings, function)),))
+        run = functools.update_wrapper(functools.partial(call_with_settings, function), function)
+        return Workload(params, (Stage(function.__name__, run),))
 
 
 def call_with_settings(

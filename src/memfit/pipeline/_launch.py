@@ -20,7 +20,7 @@ from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
 from memfit.pipeline._order import Order, order_of_config
-from memfit.pipeline._plan_run import WITH_OTHER, StagePlan, Taken, changes_since, plan_run
+from memfit.pipeline._plan_run import StagePlan, changes_since, plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
 from memfit.rundir import Reader, RunDir
 from memfit.slurm import format_time
@@ -35,10 +35,9 @@ _SAVES, _LEAST_GRACE_SECONDS = 2, 10
 _SHELL = re.compile(r"[;&|<>$`\n]")
 
 
-class _Measured(NamedTuple):
-    """What a run took: its largest job, an epoch of that, the longest save, and a remark if it had other settings."""
+class _Earlier(NamedTuple):
+    """The newest run: an epoch of its largest job, the longest save, and a remark if that job had other settings."""
 
-    taken: Taken = Taken(None, "")
     epoch_seconds: float | None = None
     save_seconds: float | None = None
     remark: str = ""
@@ -62,15 +61,14 @@ def plan_launch(
     source: Path,
     *,
     overrides: Sequence[config.Override] = (),
-    measured: RunDir | None = None,
     machine: Machine | None = None,
     form: LaunchFormat = "sbatch",
 ) -> Launch:
     """Return how a config is started elsewhere, with its sizes; start and write nothing.
 
     Memory is that of the stage that takes most on a node by the plan, with ``memory.slack`` on top: of one job, or of
-    ``max_parallel`` jobs if that is a number. The largest job of the run ``measured`` counts in place of the plan. A
-    ``machine`` says over how many nodes the ranks lie, where ``slurm.nodes`` does not.
+    ``max_parallel`` jobs if that is a number. A ``machine`` says over how many nodes the ranks lie, where
+    ``slurm.nodes`` does not.
     """
     settings = resolve_settings(file=source, overrides=overrides).value
     if machine is not None and "nodes" not in settings.slurm.model_fields_set:
@@ -79,9 +77,9 @@ def plan_launch(
     nodes, own = settings.slurm.nodes, settings.launch
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place])
-    told = _read_run(order, measured or next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None))
+    told = _read_run(order)
     layout, is_split = _layout(order), nodes > 1 or own.start_with == "srun"
-    planned = _largest(order, layout, source, measured, told)
+    planned = _largest(order, layout, source)
     watching = Amount(0, "node") if is_split and own.start_with == "srun" else _WATCHING
     memory, memory_why = _memory(settings, planned, watching)
     grace, grace_why = _grace(settings, told)
@@ -107,7 +105,6 @@ def plan_launch(
         own_threads | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | own.env,
         settings.slurm.options,
         settings.slurm.extra,
-        () if measured is not None else _notes(planned),
     )
     _refuse_secrets(launch)
     return launch
@@ -120,34 +117,27 @@ def _layout(order: Order) -> Layout:
     return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
 
 
-def _read_run(order: Order, run: RunDir | None) -> _Measured:
-    """Return what a run took; nothing if there is none. A job that ran out of memory does not say what it needs."""
+def _read_run(order: Order) -> _Earlier:
+    """Return what the newest run took, if there is one; a job that ran out of memory does not say what it needs."""
+    run = next(iter(RunDir.all(order.settings.runs_dir, order.settings.experiment)), None)
     if run is None:
-        return _Measured()
+        return _Earlier()
     reader = Reader(run)
     saves = [one.get("seconds") for one in reader.read() if one["kind"] == "checkpoint"]
     longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
     jobs = [one for one in reader.state().jobs.values() if one.state != "out_of_memory"]
     sizes = [(one.footprint, one) for one in jobs if one.footprint]
     if not sizes:
-        return _Measured(save_seconds=longest)
-    size, largest = max(sizes, key=lambda one: one[0].private_bytes)
+        return _Earlier(save_seconds=longest)
+    _, largest = max(sizes, key=lambda one: one[0].private_bytes)
     done = largest.epochs_done - largest.epoch.get("epoch", 0) + len(largest.epoch_ends)  # in its last attempt
     seconds = largest.seconds / done if largest.seconds and done >= 1 else None
     stage = order.by_name.get(largest.stage)
-    remark = changes_since(order, stage, run, largest.id) if stage is not None else ""
-    tasks = max(1, max(1, len(largest.ranks)) // order.settings.slurm.nodes)
-    return _Measured(Taken(size, f"measured in {run.path.name!r}{remark}", None, tasks), seconds, longest, remark)
+    return _Earlier(seconds, longest, changes_since(order, stage, run, largest.id) if stage is not None else "")
 
 
-def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None, told: _Measured) -> _Planned:
+def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
     """Plan the stages; return that which takes most on a node."""
-    if measured is not None and told.taken.footprint is None:
-        raise UsageError(
-            f"no job of {measured.path} was measured.",
-            rule="--measured takes the peak of a run's largest job.",
-            remedy="name a run whose jobs have trained and validated, or give --set resources.memory=8GiB",
-        )
     tasks, gpus = layout.tasks_per_node or 1, layout.gpus_per_node or 0
     each = math.ceil(gpus / tasks)
     machine = Machine(
@@ -164,11 +154,7 @@ def _largest(order: Order, layout: Layout, source: Path, measured: RunDir | None
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
         origin, size = stage.origin.partition("; its lines")[0], stage.footprint
         forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
-        if measured is not None and told.taken.footprint is not None:
-            origin = told.taken.origin
-            ledger = Ledger(layout, ()).completed(told.taken.footprint, told.taken.num_tasks, origin)
-            forecast = replace(forecast, ledger=ledger, others=(), variants=(), uncounted=())
-        elif stage.forecast is None and size is not None:
+        if stage.forecast is None and size is not None:
             own = max(1, math.ceil(order.ranks_of(order.by_name[stage.name]) / (layout.nodes or 1)))
             ledger = Ledger(replace(layout, tasks_per_node=own), ()).completed(size, own, origin)
             forecast = replace(forecast, ledger=ledger)
@@ -203,15 +189,6 @@ def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[A
     return size, why
 
 
-def _notes(planned: _Planned) -> tuple[str, ...]:
-    """Return what a request does not prove: it follows from a job of other settings."""
-    if WITH_OTHER not in planned.origin:
-        return ()
-    stage = planned.stage.name
-    text = f"the memory of {stage} was measured {planned.origin.partition(', ')[2]}; the request has room for that job."
-    return (f"{text} Measure these: {planned.stage.measure[0]}; or declare --set stages.{stage}.memory=8GiB",)
-
-
 def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, int]:
     """Return what /dev/shm of a node must hold, how that follows, and the cores of a rank."""
     ledger = (planned.stage.forecast or planned.forecast).ledger
@@ -227,7 +204,7 @@ def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, 
     return Amount(round_up_size(size), "node"), why, cpus
 
 
-def _grace(settings: RunConfig, told: _Measured) -> tuple[float, str]:
+def _grace(settings: RunConfig, told: _Earlier) -> tuple[float, str]:
     """Return how long a stop may take, and how that follows."""
     if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
         return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
@@ -236,7 +213,7 @@ def _grace(settings: RunConfig, told: _Measured) -> tuple[float, str]:
     return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured{told.remark}"
 
 
-def _time(settings: RunConfig, told: _Measured) -> tuple[str, str]:
+def _time(settings: RunConfig, told: _Earlier) -> tuple[str, str]:
     """Return the time limit, and how it follows; both empty for the partition's own."""
     own, slack = settings.launch, settings.memory.slack
     seconds = own.epoch_seconds or told.epoch_seconds

@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memfit.config import fingerprint
 from memfit.errors import DamagedError, UsageError
-from memfit.files import damaged, read_json, write_atomic
+from memfit.files import damaged, read_json, replacing, write_atomic
 from memfit.masking import mask
 
 _SAMPLED_BYTES = 64 << 20  # a larger file is hashed whole when it is made, and checked by a sample when it is opened
@@ -89,33 +89,12 @@ def write_result(
 
 
 def _digest_of(result: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> str:
-    return digest([result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)])
+    return fingerprint([result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)])
 
 
 def _write(path: Path, manifest: Mapping[str, Any]) -> None:
     is_secret = mask(manifest) != manifest  # a secret is for its owner alone
     write_atomic(path, json.dumps(manifest, indent=2) + "\n", mode=0o600 if is_secret else 0o666)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside a file or folder; what is made there takes its place at the end of the block."""
-    aside = path.with_name(f".{path.name}.tmp")
-    _remove(aside)
-    try:
-        yield aside
-        if aside.is_dir():
-            _remove(path)
-        os.replace(aside, path)
-    finally:
-        _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def remove_result(manifest: Path) -> None:
@@ -138,13 +117,15 @@ def key_of(manifest: Path) -> str:
 
 
 def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
-    """Make a unit's folder for a key; remove what another key left, and the outcome of the job that made it."""
+    """Make a unit's folder for a key; remove what another key or a kill left, and the outcome of its job."""
     folder = manifest.with_suffix("")
     if key_of(manifest) != key:
         outcome.unlink(missing_ok=True)
         remove_result(manifest)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / ".key", key)  # never again: a full disk would leave it empty, and all checkpoints go
+    for aside in folder.glob(".*.*-*.tmp"):
+        shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
     return folder
 
 
@@ -152,7 +133,7 @@ def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[st
     """Take over a result of another run: its files as hard links, or copies across file systems; its manifest last."""
     remove_result(target)
     if source.with_suffix("").is_dir():
-        with replacing(target.with_suffix("")) as aside:
+        with replacing(target.with_suffix(""), durable=False) as aside:
             shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
     made = dict(found) | {"reused_from": found["reused_from"] or str(source)}
     _write(target, made)
@@ -191,7 +172,7 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
     if _is_a(value, "pyarrow", "Table"):
         from pyarrow import feather
 
-        with replacing(path := folder / f"{name}{ENDINGS['table']}") as aside:
+        with replacing(path := folder / f"{name}{ENDINGS['table']}", durable=False) as aside:
             feather.write_feather(value, str(aside), compression="uncompressed")  # so that it can be mapped
         return path
     if _is_a(value, "numpy", "ndarray"):
@@ -199,7 +180,7 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
     if isinstance(value, Mapping) and value and all(_is_a(one, "numpy", "ndarray") for one in value.values()):
         import numpy as np
 
-        with replacing(path := folder / f"{name}{ENDINGS['arrays']}") as aside:
+        with replacing(path := folder / f"{name}{ENDINGS['arrays']}", durable=False) as aside:
             aside.mkdir()
             for key, array in value.items():
                 np.save(aside / f"{key}.npy", array, allow_pickle=False)
@@ -231,7 +212,7 @@ def _save_path(folder: Path, name: str, path: Path) -> Path:
     if path.resolve().is_relative_to(folder.resolve()):
         place = path.resolve().relative_to(folder.resolve())
     else:
-        with replacing(folder / place) as aside:
+        with replacing(folder / place, durable=False) as aside:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
     if str(place) != name:
         write_atomic(folder / f".{name}.path", str(place))
@@ -287,11 +268,6 @@ def load_path(path: Path) -> Any:
 # Hashes
 
 
-def digest(value: Any) -> str:
-    """Return the SHA-256 of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
-
-
 def hash_file(path: Path, count: Callable[[int], None] | None = None) -> str:
     """Return the SHA-256 of a file's content; ``count`` takes the number of bytes that were read last."""
     sha = hashlib.sha256()
@@ -330,14 +306,14 @@ def hash_output(path: Path, count: Callable[[int], None] | None = None) -> str:
     ``count`` takes the number of bytes that were read last. Without it a panel's files are not read.
     """
     if kind_of(path) == "panel":
-        panel, fingerprint = _read_panel(path)
+        panel, own = _read_panel(path)
         if count:
             from memfit.data import check_panel
 
             check_panel(panel, lambda *_: count(0))
-        return fingerprint
+        return own
     if path.is_dir():
-        return digest([[str(one.relative_to(path)), hash_file(one, count)] for one in files_in(path)])
+        return fingerprint([[str(one.relative_to(path)), hash_file(one, count)] for one in files_in(path)])
     return hash_file(path, count)
 
 
@@ -352,7 +328,7 @@ def identity_of(path: Path) -> str:
     is_panel = kind_of(path) == "panel"
     files = files_in(path) if path.is_dir() else [path, *(files_in(_read_panel(path)[0]) if is_panel else ())]
     stats = [(one.name, one.stat()) for one in files]
-    return digest([[name, stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    return fingerprint([[name, stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 def _sample(path: Path) -> str:
@@ -365,7 +341,7 @@ def _sample(path: Path) -> str:
                 file.seek(piece * (size - _PIECE_BYTES) // (_NUM_PIECES - 1) if piece else 0)
                 sha.update(file.read(_PIECE_BYTES if size > _NUM_PIECES * _PIECE_BYTES else size))
         found.append([one.name, size, sha.hexdigest()])
-    return digest(found)
+    return fingerprint(found)
 
 
 def _size_of(path: Path) -> int:
@@ -415,4 +391,4 @@ def fingerprint_files(*paths: Path | str) -> str:
                 found.append([name, hash_file(path)])
             else:
                 found.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns, _sample(path)])
-    return digest(found)
+    return fingerprint(found)

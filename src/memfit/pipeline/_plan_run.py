@@ -33,7 +33,6 @@ from memfit.planning import (
     Ledger,
     Line,
     Machine,
-    Variant,
     decide,
     describe_batch,
     find_this_gpu,
@@ -252,10 +251,11 @@ def _forecast(
     lacking: dict[str, str] = {}
     step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
     settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
-    own: list[Line] = []
-    variants: list[Variant] = []
+    own: tuple[Line, ...] = ()
+    fewer: dict[int, tuple[Line, ...]] = {}
     if loaders:
-        facts, own, variants = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, ranks, accumulated)
+        facts, fewer = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, ranks)
+        own = fewer.pop(facts["workers"])
         settings_of |= facts["settings"]
         workers, cpus = facts["workers"], layout.cpus_per_task or 0
         own_workers = format_count(workers, "loader worker")
@@ -295,7 +295,7 @@ def _forecast(
         num_nodes=node.machine.nodes if node.machine else layout.nodes or 1,
         slack=settings.memory.slack,
         others=ledger.lines[len(own) :],
-        variants=tuple(variants),
+        fewer=fewer,
         batch=batch,
         notes=tuple(notes),
         settings=settings_of,

@@ -1,7 +1,7 @@
 """Look at a workload in an interpreter of its own, outside of a run: trace its step, count its loaders.
 
 ``memfit estimate`` traces the step on the first unit of the stage that names its loader and step (probe). A plan makes
-the loaders that a stage names, and forecasts their memory and that of changed ones.
+the loaders that a stage names, and forecasts their memory, also with fewer workers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
-from memfit.planning import Line, Variant, list_loader_lines
+from memfit.planning import Line, list_loader_lines
 from memfit.rundir import RunDir, batch_size_of, loader_settings
-from memfit.units import format_bytes, format_count
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.training import Longest
 
-_SECONDS = 120  # loaders are made and looked at so long at most; changed ones only in the first half of that time
+_SECONDS = 120  # loaders are made and looked at so long at most; with fewer workers in the first half of that time
 #: Who runs the training, by what has been imported where the loaders are made.
 _LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
     "lightning.pytorch": "lightning",
@@ -272,35 +272,25 @@ def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str,
 
 
 def ask_of_loaders(
-    order: Order, function: str, num_tasks: int, num_ranks: int, accumulated: int
-) -> tuple[dict[str, Any], list[Line], list[Variant]]:
-    """Return the facts of loaders that a function makes, the lines of one rank, and those of changed loaders.
+    order: Order, function: str, num_tasks: int, num_ranks: int
+) -> tuple[dict[str, Any], dict[int, tuple[Line, ...]]]:
+    """Return the facts of loaders that a function makes, and the lines of one rank by workers: as it is, then fewer.
 
-    ``num_tasks`` counts the ranks of a node, which share the items of the data, and ``accumulated`` the batches of an
-    update as it is. The function finds ``num_ranks`` in the variable ``WORLD_SIZE``.
+    ``num_tasks`` counts the ranks of a node, which share the items of the data. The function finds ``num_ranks`` in the
+    variable ``WORLD_SIZE``.
     """
     own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
     env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
     found = call_in_child(f"{__name__}:loaders_in_child", own, env=env)
-    counted = []
+    lines = {}
     for one in found["loaders"]:
         train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
-        counted.append(list(list_loader_lines(train, both, one["workers"], num_tasks)))
-    lines, *others = counted
-    variants = []
-    for one, changed in zip(found["loaders"][1:], others, strict=True):
-        if one["workers"] < found["workers"]:
-            name = format_count(one["workers"], "worker")
-            cost = f"slower where loading limits the step: it had {found['workers']}"
-        else:
-            name = f"batch {one['batch']} x {accumulated * found['batch'] // one['batch']} accumulated"
-            cost = "the same global batch, in more and smaller passes"
-        variants.append(Variant(name, cost, tuple(changed)))
-    return found, lines, variants
+        lines[one["workers"]] = tuple(list_loader_lines(train, both, one["workers"], num_tasks))
+    return found, lines
 
 
 def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
-    """Make loaders; return their numbers, and what the processes of a node take with them and with smaller ones."""
+    """Make loaders; return their numbers, and what the processes of a node take with them and with fewer workers."""
     from memfit.data import LoaderUse, host_footprint
 
     make = load_target(function)
@@ -316,17 +306,19 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
                 rule="it returns the loader of the training and that of the validation, or None for the second.",
                 remedy="end it with: return train, valid",
             )
-        loaders: list[dict[str, Any]] = []
-        for workers, batch, (train, valid) in _changed(*made):
+        workers, loaders = int(getattr(made[0], "num_workers", 0)), list[dict[str, Any]]()
+        fewer = (workers // 2, 1, 0) if hasattr(made[0], "prefetch_factor") else ()
+        for number in dict.fromkeys((workers, *(one for one in fewer if one < workers))):
             if loaders and time.monotonic() > started + _SECONDS / 2:
                 break
+            train, valid = [one and copy_loader(one, number) for one in made] if loaders else made
             pairs = {"train": (train, None), "both": (train, valid)}
             sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
-            loaders.append({"workers": workers, "batch": batch, **sizes})
+            loaders.append({"workers": number, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     return {
-        "workers": loaders[0]["workers"],
-        "batch": loaders[0]["batch"],
+        "workers": workers,
+        "batch": batch_size_of(made[0]) or 0,
         "samples": samples[0],
         "valid": samples[1],
         "drops": bool(getattr(made[0], "drop_last", False)),
@@ -340,23 +332,10 @@ def _num_samples(loader: Any) -> int:
     return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
 
 
-def _changed(train: Any, valid: Any) -> Iterator[tuple[int, int, tuple[Any, Any]]]:
-    """Yield workers, batch and loaders: as they are, then those of a ``DataLoader`` with fewer, or smaller batches."""
-    workers, batch = int(getattr(train, "num_workers", 0)), batch_size_of(train) or 0
-    yield workers, batch, (train, valid)
-    if not hasattr(train, "prefetch_factor"):
-        return
-    for fewer in dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers):
-        yield fewer, batch, (copy_loader(train, fewer), valid and copy_loader(valid, fewer))
-    for parts in (2, 4):
-        if train.batch_size and batch % parts == 0:
-            yield workers, batch // parts, (copy_loader(train, workers, batch // parts), valid)
-
-
-def copy_loader(loader: Any, most_workers: int, batch: int | None = None) -> Any:
+def copy_loader(loader: Any, most_workers: int) -> Any:
     """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
     made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
-    vars(made).update(num_workers=workers, batch_size=batch or loader.batch_size)
+    vars(made).update(num_workers=workers)
     if workers == 0:
         vars(made).update(prefetch_factor=None, persistent_workers=False)
     return made

@@ -17,16 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from memfit.config import differences
-from memfit.errors import DamagedError, DataError, MemfitError
+from memfit.config import differences, fingerprint
+from memfit.errors import DamagedError, DataError, MemfitError, UsageError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
-from memfit.pipeline._code import changed_code
+from memfit.pipeline._code import changed_code, code_of_command
 from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._manifest import (
     describe_outputs,
-    digest,
     files_in,
     find_manifest,
     hash_output,
@@ -134,16 +133,16 @@ class Results:
         """Return ``kept`` or ``reused`` with the manifest of a unit's valid result, if it has one; set its key."""
         stage, previous = unit.stage, unit.previous
         unit.parts = {
-            "settings": digest(stage.settings),
-            "code": digest([stage.command, stage.code]),
+            "settings": fingerprint(stage.settings),
+            "code": fingerprint([stage.command, stage.code]),
             "data": stage.data,
-            "unit": digest(unit.value),
-            "needs": digest({name: [one.digest for one in units] for name, units in unit.inputs.items()}),
+            "unit": fingerprint(unit.value),
+            "needs": fingerprint({name: [one.digest for one in units] for name, units in unit.inputs.items()}),
             "previous": previous.digest if previous else "",
             "seed": str(self._common["seed"]) if stage.seed else "",
             "threads": str(self._common["threads"]),
         }
-        unit.key = digest([stage.name, unit.parts])
+        unit.key = fingerprint([stage.name, unit.parts])
         if stage.name in self._anew:
             return None
         if (found := _valid(unit.manifest(self.run), unit.key)) is not None:
@@ -181,8 +180,19 @@ class Results:
 
     def seal(self, unit: Unit, status: JobStatus) -> None:
         """Write the manifest of a command: its outputs are the files in its folder."""
-        path = unit.manifest(self.run)
-        folder, seconds = path.with_suffix(""), (status.ended or 0.0) - (status.started or 0.0)
+        path, started = unit.manifest(self.run), status.started or 0.0
+        now = {
+            one: sha
+            for one, sha in code_of_command(unit.stage.code, Path.cwd()).items()
+            if Path(one).stat().st_mtime < started
+        }
+        if changed := changed_code({one: unit.stage.code[one] for one in now}, now):
+            raise UsageError(
+                f"the code of stage {unit.stage.name} is not what it was when this run started: {changed}.",
+                rule="all stages of a run use the code that it began with.",
+                remedy="give the same command again: it runs the stages that use this code",
+            )
+        folder, seconds = path.with_suffix(""), (status.ended or 0.0) - started
         outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
         result = read_json(folder / "result.json") or {}
         write_result(path, unit.facts, result=result, outputs=outputs, seconds=seconds, host=HOST)
@@ -206,12 +216,12 @@ def changed_settings(before: Mapping[str, Any], stage: StageSpec) -> list[str]:
 
 def made_for(stage: StageSpec) -> dict[str, Any]:
     """Return what the config says of a stage: its settings, secrets masked, and a digest of its command."""
-    return {"params": mask(stage.settings), "command": digest(stage.command)}
+    return {"params": mask(stage.settings), "command": fingerprint(stage.command)}
 
 
 def is_same_command(before: Mapping[str, Any], stage: StageSpec) -> bool:
     """Return whether a manifest was made by the command of a stage, whatever the code was that it ran."""
-    return bool(before["parts"]["code"] == digest([stage.command, before["code"]]))
+    return bool(before["parts"]["code"] == fingerprint([stage.command, before["code"]]))
 
 
 def _reason(before: Mapping[str, Any], unit: Unit) -> str:

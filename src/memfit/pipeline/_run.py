@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,23 +162,9 @@ def find_run(order: Order, graph: Graph) -> RunDir | None:
     """Return the newest run of an order if it is to continue; its graph has then looked at it."""
     found = newest_run(order)
     if found is None:
-        _say_unfinished(order)
         return None
     graph.look(found, earlier_runs(order, found))  # refuses an unknown unit before the run is touched
     return found if _goes_on(order, graph) else None
-
-
-def _say_unfinished(order: Order) -> None:
-    """Name a run of the same command that is not over, and was started in a folder that is gone."""
-    for run in RunDir.all(order.settings.runs_dir, order.settings.experiment):
-        with contextlib.suppress(DamagedError):
-            home = str(run.header.get("cwd"))
-            is_same = all(run.header.get(name) == order.facts.get(name, "") for name in ("template", "combinations"))
-            if is_same and not os.access(home, os.F_OK) and run.state not in _OVER:
-                link = f"ln -s {shlex.quote(os.getcwd())} {shlex.quote(home)} && memfit resume {run.path}"
-                what = f"memfit: {run.path} is an unfinished run of this command, started in {home}, which is gone"
-                print(f"{what}; to go on with it: {link}", file=sys.stderr)
-                return
 
 
 def earlier_runs(order: Order, run: RunDir) -> Index:

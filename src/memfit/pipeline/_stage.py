@@ -17,12 +17,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from memfit.config import fingerprint
 from memfit.errors import DataError, UsageError
-from memfit.files import parse_json
+from memfit.files import parse_json, replacing
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
-from memfit.pipeline._manifest import describe_outputs, digest, hash_file, replacing, write_result
+from memfit.pipeline._manifest import describe_outputs, hash_file, write_result
 from memfit.rundir import RANKS_VARIABLE, phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
@@ -121,7 +122,7 @@ def _seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
     elif isinstance(unit, str):
         own = list(hashlib.sha256(unit.encode()).digest())
     elif unit is not None:
-        own = list(bytes.fromhex(digest(unit)))
+        own = list(bytes.fromhex(fingerprint(unit)))
     return int(np.random.SeedSequence([seed, *own]).generate_state(1)[0])
 
 
@@ -189,7 +190,7 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
         numbers = [{name: float(one) for name, one in row["result"].items() if _is_number(one)} for row in rows]
         for name in dict.fromkeys(name for found in numbers for name in found):
             columns.setdefault(name, pa.array([found.get(name) for found in numbers], pa.float64()))
-        with replacing(Path(table["path"])) as aside:
+        with replacing(Path(table["path"]), durable=False) as aside:
             feather.write_feather(pa.table(columns), str(aside), compression="zstd")
 
 

@@ -59,7 +59,6 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
     slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
     slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
-    notes: tuple[str, ...] = ()  # what whoever starts it should know
 
     @property
     def num_nodes(self) -> int:

@@ -181,15 +181,6 @@ def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Other loaders of the same data: with fewer workers, or with smaller batches."""
-
-    name: str
-    cost: str
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True)
 class Mode:
     """One way to run the training: its peak on the fullest node, whether that fits (None: not known), and its cost."""
 
@@ -212,7 +203,7 @@ class Forecast:
     slack: float = 0.0  # what is requested on top, as a share
     slack_counts: bool = False  # the request must fit, and not the peak alone
     others: tuple[Line, ...] = ()  # the ledger's lines that are not of the loaders
-    variants: tuple[Variant, ...] = ()  # other loaders
+    fewer: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)  # lines of the loaders by fewer workers
     batch: str = ""  # the equation of the global batch and the steps of an epoch, in words; empty if they are not known
     notes: tuple[str, ...] = ()  # what could not be counted, and how to name it
     settings: Mapping[str, int | None] = field(default_factory=dict)  # of loaders, ranks and accumulation
@@ -251,11 +242,11 @@ class Forecast:
         if mapped != self.ledger:
             cost = f"none: {format_bytes(mapped.mapped.bytes)} of files, once on each node (docs/loading.md)"
             found.append(self._mode("mapped data", mapped, cost))
-        others = [(one, replace(self.ledger, lines=(*self.others, *one.lines))) for one in self.variants]
-        found += [self._mode(one.name, ledger, one.cost) for one, ledger in others]
+        for number, lines in self.fewer.items():
+            few = replace(self.ledger, lines=(*self.others, *lines))
+            found.append(self._mode(format_count(number, "worker"), few, "slower where loading limits the step"))
         found += self._fewer_tasks("", self.ledger)
         if mapped != self.ledger and all(mode.fits is False for mode in found):
-            found += [self._mode(f"mapped data, {one.name}", it.map_data(), one.cost) for one, it in others]
             found += self._fewer_tasks("mapped data, ", mapped)
         return found
 

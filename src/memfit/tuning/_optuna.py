@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MissingExtraError
-from memfit.pipeline import replacing
+from memfit.files import replacing
 from memfit.tuning._record import Trial
 from memfit.tuning._settings import TuneSettings
 
