@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from memfit.reports._numbers import or_dash as or_dash
     from memfit.reports._numbers import wilson_interval as wilson_interval
     from memfit.reports._page import write_page as write_page
+    from memfit.reports._parts import Table as Table
     from memfit.reports._parts import plain_table as plain_table
+    from memfit.reports._parts import to_text as to_text
     from memfit.reports._plan import print_budget as print_budget
     from memfit.reports._plan import print_estimate as print_estimate
     from memfit.reports._plan import print_run_plan as print_run_plan
