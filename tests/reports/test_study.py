@@ -11,15 +11,24 @@ import pytest
 from rich.console import Console
 
 from memfit.errors import DamagedError, UsageError
-from memfit.reports import LiveRun, print_study, print_summary, study_of, summarize, summarize_study, write_page
+from memfit.reports import (
+    LiveRun,
+    study_of,
+    summarize,
+    summarize_study,
+    to_text,
+    view_study,
+    view_summary,
+    write_page,
+)
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def printed(show, run, width=80):
-    console = Console(file=io.StringIO(), width=width)
-    show(read(run), console)
+def printed(view, run, *how):
+    console = Console(file=io.StringIO(), width=80)
+    to_text(view(read(run), *how), console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -28,7 +37,7 @@ def test_one_success_of_one_is_never_a_hundred_percent(study):
     study.trial(0, value=0.01)
     rate = summarize_study(read(run))["rates"]["completed_or_pruned"]
     assert (rate["num"], rate["n"], round(rate["lower"], 2), rate["upper"]) == (1, 1, 0.21, 1.0)
-    text = printed(print_study, run)
+    text = printed(view_study, run)
     assert "completed or pruned 1 of 1 (95 %: 0.21 to 1.00)" in text and "100 %" not in text
 
 
@@ -36,7 +45,7 @@ def test_a_study_without_an_ended_trial_knows_nothing_and_says_so(study):
     found = summarize_study(read(study.begin()))
     assert found["rates"]["failed"] == {"num": 0, "n": 0, "lower": 0.0, "upper": 1.0}
     assert (found["best"], found["seconds_per_trial"], found["seconds_left"], found["trials"]) == (None, None, None, [])
-    text = printed(print_study, study.run)
+    text = printed(view_study, study.run)
     assert "trials    0 of 40: none has begun" in text and "rates" not in text
 
 
@@ -50,7 +59,7 @@ def test_the_best_trial_is_by_the_direction_and_of_equal_ones_the_first(study, d
     assert (found["trial"], found["n"]) == (best, 2)
     low, high = (f"{found['value'] + by:.4f}" for by in (-0.01, 0.01))
     said = f"mean of 2: 1 {low}, 2 {high}; standard error 0.0100"
-    assert said in " ".join(printed(print_study, run).split())
+    assert said in " ".join(printed(view_study, run).split())
 
 
 @pytest.mark.proves("S2-27")
@@ -76,7 +85,7 @@ def test_no_value_in_a_record_makes_a_reader_fail_but_by_the_files_name(searched
     for value in (None, 3, -1e300, "x", [1], {"a": "x"}, {"1": None}, drawn, {"seconds": "x"}, {"peaks": [1]}):
         path.write_text(json.dumps(found | {name: value}))
         with suppress(DamagedError):
-            printed(print_study, searched.run)
+            printed(view_study, searched.run)
             write_page(searched.run, searched.path / "page.html")
 
 
@@ -98,7 +107,7 @@ def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printe
     for number in range(200, 300):
         job = f"trial_{number:04d}.fold_1"
         study.trial(number, "failed", cause=f"ValueError: {number % 3}", kind="ValueError", job=job)
-    lines = printed(print_study, run).splitlines()
+    lines = printed(view_study, run).splitlines()
     names = [line.split()[0] for line in lines if line.startswith("trial_") and "completed" in line]
     assert names == [f"trial_{number:04d}" for number in range(199, 189, -1)]
     assert "the best 10 of 200 that completed; memfit report shows all" in lines
@@ -110,7 +119,7 @@ def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printe
 def test_the_peak_on_the_device_is_shown_where_there_is_one(study):
     run = study.begin()
     study.trial(0, value=0.1, measured={"device_peaks": {"fold": 3 * GIB}})
-    text = printed(print_study, run)
+    text = printed(view_study, run)
     assert "    peak  device peak\n" in text and "270.0 MiB     3.00 GiB\n" in text
 
 
@@ -139,7 +148,7 @@ def test_the_line_of_a_study_says_how_far_it_is(study):
 
 def test_a_study_that_has_not_written_its_settings_yet_is_none_yet(study):
     assert study_of(read(study.run)) is None and "study" not in summarize(read(study.run))
-    assert "run       runs/demo/run_" in printed(print_summary, study.run)
+    assert "run       runs/demo/run_" in printed(view_summary, study.run, 80)
     assert "<h2>Study</h2>" not in write_page(study.run, study.path / "page.html").read_text()
 
 
@@ -197,7 +206,7 @@ def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(
         job = f"trial_{number:04d}.fold_1"
         made.stage(1, "fold", "running", job)
         made.job(job, state, cause="exit code 1: ValueError: no" if state == "failed" else "")
-    text = printed(print_summary, searched.run)
+    text = printed(view_summary, searched.run, 80)
     assert "best      rank_ic 0.0341 (trial_0001)\n" in text
     assert "trial_0000.fold_1" not in text, "no table of jobs"
     assert text.count("exit code 1: ValueError: no") == 1
@@ -240,4 +249,4 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     ends = re.findall(r"  (trial_\d+) (?:completed|failed)", console.file.getvalue())
     assert sorted(ends) == [f"trial_{number:04d}" for number in range(6)]
     assert found["num_ended"] == 6 and found["best"]["trial"] == result.best.name
-    assert "train     memfit run " in printed(print_study, run)
+    assert "train     memfit run " in printed(view_study, run)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, Console, answer, bar, console, heartbeat
+from memfit.cli._terminal import AsJson, answer, bar, console, heartbeat
 from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
 
 if TYPE_CHECKING:
     from memfit.data import Panel
+    from memfit.reports import Part
 
 panel = typer.Typer(
     help="Build, inspect, check, extend and prune panels: dates x assets x features in mapped files.\n\n"
@@ -237,11 +238,11 @@ def sizes(
     ]
     total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
     facts = {"num_rows": num_rows, "columns": columns, "total": total}
-    answer(facts, as_json, partial(_print_sizes, facts))
+    answer(facts, as_json, _view_sizes(facts))
 
 
-def _print_sizes(facts: dict[str, Any], log: Console) -> None:
-    from memfit.reports import Table, or_dash, to_text
+def _view_sizes(facts: dict[str, Any]) -> Iterator[Part]:
+    from memfit.reports import Table, or_dash
 
     total, rows = facts["total"], []
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
@@ -252,7 +253,7 @@ def _print_sizes(facts: dict[str, Any], log: Console) -> None:
         rows.append((one["name"], one["type"][:_TYPE_WIDTH], *sizes, f"{one['ratio']:,.1f}", remedy))
     headings = ("column", "type", "on disk", "pandas", "panel", "ratio", "what takes less")
     words = ("column", "type", "what takes less")  # on a narrow terminal they break, and sizes are whole
-    to_text([Table(headings, rows, words, fold=words)], log)
+    yield Table(headings, rows, words, fold=words)
 
 
 def _open(path: Path) -> Panel:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.console import Console
 
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.files import check_owner
 from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
 from memfit.reports._columns import cells_of, columns_of
-from memfit.reports._parts import Note, Table, to_text
+from memfit.reports._parts import Inset, Note, Part, Table
 from memfit.rundir import JobState, Reader, RunDir, read, show_state
 from memfit.units import format_bytes
 
@@ -192,8 +190,8 @@ def is_live(run: RunDir) -> bool:
     return has_supervisor(run) or bool(running_jobs(run))
 
 
-def print_runs(found: Iterable[Overview], console: Console) -> None:
-    """Print runs: who supervises each, and what its jobs do and hold."""
+def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
+    """Yield runs: who supervises each, and what its jobs do and hold."""
     for one in found:
         counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
         if one.problem:
@@ -206,5 +204,5 @@ def print_runs(found: Iterable[Overview], console: Console) -> None:
             text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
         headings, lines = columns_of("ps"), [cells_of(row, one.run) for row in one.running]
         table = Table(headings, [[line[name] for name in headings] for line in lines], ("job", "phase"))
-        to_text([Note(str(one.run.path), "bold")], console)
-        to_text([Note(text), *([table] if lines else ())], console, 2)
+        yield Note(str(one.run.path), "bold")
+        yield Inset([text, *([table] if lines else ())], 2)

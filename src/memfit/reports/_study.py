@@ -11,11 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from memfit.reports._columns import size_text
 from memfit.reports._numbers import format_number, is_number, or_dash, rate_of, short_path
-from memfit.reports._parts import Cell, Facts, Note, Part, Table, to_text
+from memfit.reports._parts import Cell, Facts, Note, Part, Table
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir, RunState, finite
 from memfit.units import format_duration, list_some, parse_bytes
@@ -253,10 +251,10 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{smallest['why']} ({smallest['trial']})"
 
 
-def print_study(state: RunState, console: Console) -> None:
-    """Print a study: how far it is, its best trials, what failed, and what to do next."""
+def view_study(state: RunState) -> Iterator[Part]:
+    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
     summary = summarize_study(state)
-    to_text([*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)])], console)
+    yield from (*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)]))
 
 
 def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:
