@@ -15,14 +15,15 @@ from rich.console import Console
 
 from memfit.errors import DataError, UsageError, nearest
 from memfit.reports import (
+    Table,
     find_changes,
     find_differences,
     find_runs,
     format_number,
-    plain_table,
-    print_changes,
     read_numbers,
     read_settings,
+    to_text,
+    view_changes,
 )
 from memfit.rundir import RunDir, finite
 from memfit.units import list_some
@@ -138,8 +139,7 @@ def _by_seed(runs: Sequence[RunDir], letter: str, metric: str) -> tuple[dict[int
 
 def print_seeds(own: SeedComparison, metric: str, left_out: Mapping[str, Mapping[str, int]], console: Console) -> None:
     console.print(f"{own.verdict}: {metric}, A less B over {own.n} seeds", style="bold")
-    interval = f"95 % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
-    console.print(f"  difference {own.difference:+.4g}, {interval}")
+    console.print(f"  difference {own.difference:+.4g}, 95 % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}")
     if own.verdict in _WHY:
         console.print(f"  {_WHY[own.verdict]}")
     for letter, left in left_out.items():
@@ -150,7 +150,7 @@ def print_seeds(own: SeedComparison, metric: str, left_out: Mapping[str, Mapping
     pairs = {**{str(seed): pair for seed, pair in own.pairs.items()}, "mean": (own.mean_a, own.mean_b)}
     rows = [(name, format_number(b), format_number(a), f"{a - b:+.4g}") for name, (a, b) in pairs.items()]
     rows.append(("sd", format_number(own.sd_b), format_number(own.sd_a), ""))
-    console.print(plain_table("seed", "B", "A", "A less B", rows=rows))
+    to_text([Table(("seed", "B", "A", "A less B"), rows, ())], console)
 
 
 def seeds(
@@ -185,5 +185,5 @@ def seeds(
         typer.echo(json.dumps(finite(whole), indent=2, default=str))
         return
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    print_changes(changes, console)
+    to_text(view_changes(changes), console)
     print_seeds(found, metric, left_out, console)

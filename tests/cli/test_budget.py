@@ -10,7 +10,7 @@ from rich.console import Console
 from cli.conftest import check_refused
 from memfit.memory import Budget, Device, DeviceProcess
 from memfit.planning import Machine
-from memfit.reports import print_budget
+from memfit.reports import to_text, view_budget
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_processes_of_others_on_a_gpu_are_named_in_the_text(tmp_path):
     process = DeviceProcess(300, "jupyter [1]", 9 << 30, "ann")
     device = Device(0, "GPU-a", "NVIDIA H200", 80 << 30, 65 << 30, 11 << 30, (process,))
     output = io.StringIO()
-    print_budget(dataclasses.replace(found, devices=(device,)), Console(width=200, file=output))
+    to_text(view_budget(dataclasses.replace(found, devices=(device,))), Console(width=200, file=output))
     assert "jupyter [1] (pid 300 of ann) 9.00 GiB" in output.getvalue()

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_a_panel_is_built_by_patterns_and_found_again(memfit, prices):
     assert (panel.feature_names, panel.target_names, panel.shape) == (("f1", "f2"), ("f_ret",), (10, 5, 2))
     assert f"{panel.path}: built, 10 dates x 5 assets x 2 features, float32, " in done.out
     assert "features: f1, f2\n" in done.out
-    assert "left out: 'f_name' (string), 'f_ret' (has another role)" in done.out
+    assert "left_out: 'f_name' (string), 'f_ret' (has another role)" in done.out
     assert "was there already" in memfit(*BUILD).out
 
 
@@ -98,10 +99,8 @@ def test_info_says_what_a_panel_holds(memfit, prices):
     for where in ("out", path):
         done = memfit("panel", "info", where)
         assert done.exit_code == 0
-        assert "dates: 2024-01-01 to 2024-01-10" in done.out
-        assert "assets: A0, A1, A2, A3, A4\n" in done.out
-        assert "rows: 50, 100.0 % of all cells" in done.out
-        assert "targets: f_ret" in done.out
+        assert "  num_rows: 50\n  first_date: 2024-01-01\n  last_date: 2024-01-10\n" in done.out
+        assert "  targets: f_ret\n" in done.out
     facts = json.loads(memfit("panel", "info", "out", "--json").out)
     assert (facts["path"], facts["parent"], facts["num_listed_later"]) == (str(path), None, 0)
     for where in ("absent", prices):
@@ -125,8 +124,8 @@ def test_append_writes_a_version_and_prune_removes_the_old_one(memfit, prices):
     new = Panel.newest(prices / "out").path
     assert new != old
     assert f"{new}: appended, 13 dates x 5 assets" in done.out
-    assert f"3 dates after 2024-01-10 of {old.name}" in done.out
-    assert f"goes on from: {old.name}" in memfit("panel", "info", "out").out
+    assert "num_new_dates: 3\n" in done.out
+    assert f"parent: {old.name}" in memfit("panel", "info", "out").out
     facts = json.loads(memfit("panel", "append", old, "later.parquet", "--json").out)
     assert (facts["reused"], facts["num_new_dates"], facts["path"]) == (True, 3, str(new))
 
@@ -254,13 +253,12 @@ def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
 
 @pytest.mark.proves("S0-03")
 def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
-    done = memfit("panel", "sizes", "prices.parquet", "--index", "day,id", "--flag", "1")
+    done = memfit("panel", "sizes", "prices.parquet", "--index", "day,id")
     assert done.exit_code == 0
     lines = {line.split()[0]: line.split() for line in done.out.splitlines()}
     assert lines["f1"][1:4] == ["double", *done_size(prices, "f1")]
-    assert lines["f_name"][-2:] != ["!"]
     assert lines["all"][1:3] == ["50", "rows"]
-    facts = json.loads(memfit("panel", "sizes", "prices.parquet", "--flag", "1000", "--json").out)
+    facts = json.loads(memfit("panel", "sizes", "prices.parquet", "--json").out)
     by_name = {column["name"]: column for column in facts["columns"]}
     assert (by_name["f1"]["pandas_bytes"], by_name["f1"]["panel_bytes"], by_name["id"]["panel_bytes"]) == (
         400,
@@ -273,7 +271,7 @@ def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
         check_refused(memfit("panel", "sizes", "prices.parquet", *words), "")
     pq.write_table(pa.table({"same": [0.0] * 10_000}), "same.parquet")
     done = memfit("panel", "sizes", "same.parquet")
-    assert "! 1 column takes at least 10 times the disk:\n  same: a panel holds it once" in done.out
+    assert re.search(r"^same +double .* a panel holds it once for all processes", done.out, re.MULTILINE)
 
 
 def done_size(prices, name):

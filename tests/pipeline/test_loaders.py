@@ -9,7 +9,7 @@ from rich.console import Console
 from memfit.data import _loader_footprint
 from memfit.errors import UsageError
 from memfit.pipeline import _probe, plan_run
-from memfit.reports import print_run_plan
+from memfit.reports import to_text, view_run_plan
 
 MODULE = """
 import os
@@ -115,7 +115,7 @@ def test_a_function_that_takes_too_long_is_ended(monkeypatch):
 def say_plan(plan):
     """What people read of a plan."""
     console = Console(width=200, file=io.StringIO())
-    print_run_plan(plan, console)
+    to_text(view_run_plan(plan), console)
     return console.file.getvalue()
 
 

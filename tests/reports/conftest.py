@@ -234,15 +234,17 @@ def recorded(finished):
     write_json(finished.path / "run.json", header | {"origins": origins})
     (finished.path / "config.yaml").write_text("{seed: 7, retries: 2, params: {lr: 0.1, api_key: hunter2hunter2}}")
     for job, samples in {
-        "fold_1": [("load", 0, 10), ("train", 10, 100), ("", 20, 90), ("load", 1590, 10), ("train", 1620, 100)],
-        "fold_2": [("train", 1000, 70), ("train", 1020, 90)],
+        "fold_1/memory": [("load", 0, 10), ("train", 10, 100), ("", 20, 90)],
+        "fold_1/memory_2": [("load", 1590, 10), ("train", 1620, 100)],
+        "fold_2/memory": [("train", 1000, 70), ("train", 1020, 90)],
     }.items():
-        series = SeriesWriter(finished.path / "jobs" / job / "memory.jsonl")
+        series = SeriesWriter(finished.path / "jobs" / f"{job}.jsonl")
         for phase, at, mib in samples:
             used = {"cpu_seconds": 1.5 * at, "disk_bytes": at << 20}
             held = {"GPU-a": 3 << 30}
             series.append(Sample(START + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase, held, 1, **used))
         series.close()
+    for job in ("fold_1", "fold_2"):
         for epoch in (1, 2):
             numbers = {"train_loss": 1 / epoch, "valid_loss": 2 / epoch, "device_use": 0.5}
             device = {"cuda:0": {"allocated_peak_bytes": 3 * GIB, "reserved_peak_bytes": 4 * GIB}}

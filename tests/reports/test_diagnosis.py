@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from memfit.diagnosis import Diagnosis, Evidence, Remedy
-from memfit.reports import print_diagnosis
+from memfit.reports import to_text, view_diagnosis
 
 SEEN = Diagnosis(
     True, False, "shm", "out_of_memory", "load", "proved",
@@ -22,7 +22,7 @@ REMEDIES = [
 
 def printed(diagnosis, remedies=(), *, verbose=False):
     out = Console(file=io.StringIO(), width=120)
-    print_diagnosis(diagnosis, remedies, out, verbose=verbose)
+    to_text(view_diagnosis(diagnosis, remedies, verbose=verbose), out)
     return out.file.getvalue()
 
 

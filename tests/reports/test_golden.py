@@ -3,22 +3,23 @@
 import io
 import json
 import re
+from functools import partial
 from html import unescape
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from memfit.reports import LiveRun, Room, print_study, print_summary, render, summarize, write_page
+from memfit.reports import LiveRun, Room, render, summarize, to_text, view_study, view_summary, write_page
 from memfit.rundir import read
 
 GOLDEN = Path(__file__).parent / "golden"
 START = 1795248000.0  # of the recorded runs
 
 
-def printed(width, show, *what, **how):
+def printed(width, show):
     console = Console(file=io.StringIO(), width=width)
-    show(*what, console, **how)
+    show(console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -47,13 +48,13 @@ def tell(run, now):
     rows = [[name for name, value in found.items() if not value], *rows, *found["jobs"]]
     yield "json", "".join(f"{json.dumps(row)}\n" for row in rows)
     for width, verbose in ((120, False), (80, True)) if state.kind != "tune" else ():
-        yield f"summary {width}", printed(width, print_summary, state, verbose=verbose)
+        yield f"summary {width}", printed(width, partial(to_text, view_summary(state, width, verbose=verbose)))
     if state.kind == "tune":
-        yield "study", printed(80, print_study, state)
+        yield "study", printed(80, partial(to_text, view_study(state)))
     yield "log", logged(run)
     for width in (80, 57) if state.running else ():
         table = render(state, Room(64 << 30, 14 << 30, "MemAvailable"), 1.25, width=width)
-        yield f"table {width}", printed(width, lambda table, log: log.print(table), table)
+        yield f"table {width}", printed(width, lambda log, table=table: log.print(table))
     if not state.running:
         yield "page", line_by_line(write_page(run, run.path / "page.html").read_text())
 

@@ -50,6 +50,14 @@ def memfit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "memfit", *words], cwd=cwd, text=True, capture_output=True)
 
 
+def hold(made, name: str, *samples: tuple[str, float, int]) -> None:
+    """Write what one attempt of a job held: its phase, the seconds since the start, and MiB."""
+    series = SeriesWriter(made.path / "jobs" / f"{name}.jsonl")
+    for phase, at, mib in samples:
+        series.append(Sample(made.start + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase))
+    series.close()
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four commands, of which one fails with an allocation that no machine has."""
@@ -82,13 +90,11 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
 
 
 def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(finished) -> None:
-    first = [("load", 0, 10), ("train", 10, 100), ("train", 20, 100), ("load", 1590, 10), ("train", 1620, 100)]
-    others = {"prepare": [("train", 1001, 0)], "fold_2": [("train", 1000, 70), ("", 1020, 90)]}  # one was seen once
-    for job, samples in {"fold_1": [*first, ("train", 1630, 100)], **others}.items():
-        series = SeriesWriter(finished.path / "jobs" / job / "memory.jsonl")
-        for phase, at, mib in samples:
-            series.append(Sample(finished.start + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase))
-        series.close()
+    fold_1 = [("load", 0, 10), ("train", 10, 100), ("train", 20, 100)]
+    hold(finished, "fold_1/memory", *fold_1)
+    hold(finished, "fold_1/memory_2", ("load", 1590, 10), ("train", 1620, 100), ("train", 1630, 100))
+    hold(finished, "prepare/memory", ("train", 1001, 0))  # it was seen once
+    hold(finished, "fold_2/memory", ("train", 1000, 70), ("", 1020, 90))
     finished.job("fold_1", at=10, seconds=3512, attempt=2)
     text = write_page(finished.run, finished.path / "report.html").read_text()
     assert " ".join(_Page(text).text).count("attempt 2") == 1 and "Study" not in text
@@ -105,6 +111,19 @@ def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(fini
     assert at_ends == [10, 10, 100, 100, None, None, 70, 70, 90, None, None, 10, 10, 100, 100]
 
 
+def test_a_script_that_marks_no_phase_is_drawn_by_job_and_not_while_it_was_out(commands) -> None:
+    made = commands(2)
+    for number in (1, 2):
+        made.job(f"cmd_000{number}", at=0)
+    hold(made, "cmd_0001/memory", ("", 0, 10), ("", 10, 10))
+    hold(made, "cmd_0001/memory_2", ("", 15, 10), ("", 20, 10))
+    hold(made, "cmd_0002/memory", ("", 0, 20), ("", 20, 20))
+    memory, jobs = re.findall("<svg.*?</svg>", write_page(made.run, made.path / "page.html").read_text(), re.DOTALL)
+    assert re.findall("<title>(.*?)<", memory) == ["cmd_0001", "cmd_0002"]
+    widths = [float(one) for one in re.findall('<rect .*? width="(.*?)"', jobs)]
+    assert widths == pytest.approx([widths[2] / 2, widths[2] / 4, widths[2]], abs=0.2)
+
+
 @pytest.mark.proves("S1-46")
 def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     for epoch, (train, valid) in enumerate([(0.9, 0.8), (0.5, 0.6)], start=1):
@@ -119,13 +138,11 @@ def test_the_page_draws_what_jobs_report_by_epoch(finished) -> None:
     assert page.open == page.loads == [] and "script" not in page.tags
     at = page.text.index("Learning curves")
     assert page.text[at + 1 : at + 3] == ["fold_1", "fold_3"], "the legend"
-    shown = [one.splitlines() for one in re.findall("<title>(epoch .*?)</title>", text, re.DOTALL)]
-    assert shown == [
-        ["epoch 1", "fold_1 validation: 1.8000", "fold_1 training: 1.9000",
-         "fold_3 validation: 3.8000", "fold_3 training: 3.9000"],
-        ["epoch 2", "fold_1 validation: 1.6000", "fold_1 training: 0.2500",
-         "fold_3 validation: 3.6000", "fold_3 training: 3.5000"],
-    ], "of an epoch that came again the last value; no number that is none"  # fmt: skip
+    curves = {f"fold_{fold} {part}" for fold in (1, 3) for part in ("training", "validation")}
+    assert set(re.findall("<polyline[^>]*><title>(.*?)<", text)) == curves
+    row = page.text.index("fold_1", at + 2)
+    said = "of an epoch that came again the last value; no number that is none"
+    assert page.text[row + 1 : row + 4] == ["2", "1.6000", "0.2500"], said
     assert "77.0" not in text, "another rank's part"
 
 
@@ -163,7 +180,7 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme
     with Image.open(picture) as image:
         seen = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or ()}
         corner = image.convert("L").getpixel((2, 2))
-    bars = tuple(int(COLOURS[-1][at : at + 2], 16) for at in (1, 3, 5))
+    bars = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
     assert bars in seen, "the bars of the jobs"
     assert len(seen) > 50, "texts and charts, not an empty page"
     assert (corner > 128) == (theme == "light")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memfit.reports import print_summary, summarize
+from memfit.reports import summarize, to_text, view_summary
 from memfit.rundir import RunDir, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def recorded(run):
     """Return the summary of a run as JSON, and what its text says of forecasts and kills."""
     console = Console(file=io.StringIO(), width=200)
-    print_summary(read(run), console, verbose=True)
+    to_text(view_summary(read(run), 200, verbose=True), console)
     lines = console.file.getvalue().splitlines()
     return summarize(read(run)), [line for line in lines if line.startswith(("forecast", "OOM kills"))]
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from memfit.errors import DamagedError
-from memfit.reports import print_summary, read_room, render, summarize, write_page
+from memfit.reports import read_room, render, summarize, to_text, view_summary, write_page
 from memfit.rundir import LEVELS, Reader, level_of, read
 
 MIB = 1 << 20
@@ -365,7 +365,7 @@ def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
         assert all(level_of(event) in LEVELS for event in events)
         render(state, read_room(state, here=False))
         json.dumps(summarize(state), allow_nan=False)
-        print_summary(state, Console(file=io.StringIO()), verbose=True)
+        to_text(view_summary(state, 80, verbose=True), Console(file=io.StringIO()))
     write_page(view.run, finished.path / "page.html")
 
 

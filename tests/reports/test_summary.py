@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.reports import print_summary, summarize, write_page
+from memfit.reports import summarize, to_text, view_summary, write_page
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -15,7 +15,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 def printed(run, width, verbose=False):
     console = Console(file=io.StringIO(), width=width)
-    print_summary(read(run), console, verbose=verbose)
+    to_text(view_summary(read(run), width, verbose=verbose), console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -230,5 +230,5 @@ def test_what_the_agent_recorded_of_a_lost_rank_wins_over_the_log_of_a_rank_that
     for evidence, is_told in ({}, True), ({"rank": 1}, False):
         job = replace(state.jobs["fold_1"], cause=lost, evidence=evidence)
         console = Console(file=io.StringIO(), width=90)
-        print_summary(replace(state, jobs={"fold_1": job}), console)
+        to_text(view_summary(replace(state, jobs={"fold_1": job}), 90), console)
         assert ("diagnosis: collective timeout" in console.file.getvalue()) is is_told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -36,8 +35,8 @@ def budget(
     found = Budget.read(cap_bytes=memory.limit, reserve_bytes=memory.reserve)
     if as_machine:
         machine = Machine.here(found).model_dump(mode="json", exclude_none=True)
-        answer(machine, as_json, lambda _: typer.echo(write_yaml(machine), nl=False))
+        answer(machine, as_json, [write_yaml(machine).rstrip()])
         return
-    from memfit.reports import print_budget
+    from memfit.reports import view_budget
 
-    answer(found.to_dict(), as_json, partial(print_budget, found))
+    answer(found.to_dict(), as_json, view_budget(found))

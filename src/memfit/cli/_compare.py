@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, Console, answer
+from memfit.cli._terminal import AsJson, answer
 
 
 def compare(
@@ -32,15 +32,11 @@ def compare(
 
     Exit codes: 0 done, whatever the verdict, 2 bad input, or a further difference without --differs.
     """
-    from memfit.reports import compare_numbers, find_changes, find_run, print_before_after, print_changes
+    from memfit.reports import compare_numbers, find_changes, find_run, view_before_after, view_changes
 
     run_a, run_b = find_run(a), find_run(b)
     changes = find_changes(run_a, run_b, differs or ())
     numbers = compare_numbers(run_a, run_b, metric)
-
-    def show(log: Console) -> None:
-        print_changes(changes, log)
-        print_before_after(numbers, log)
-
     paths = {"run_a": str(run_a.path), "run_b": str(run_b.path)}
-    answer({"a": a, "b": b} | changes.to_dict() | paths | numbers, as_json, show)
+    found = {"a": a, "b": b} | changes.to_dict() | paths | numbers
+    answer(found, as_json, [*view_changes(changes), *view_before_after(numbers)])

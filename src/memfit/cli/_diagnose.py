@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memfit.cli._settings import Text, flag, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, console, heartbeat
+from memfit.cli._terminal import AsJson, answer, console, heartbeat
 from memfit.errors import UsageError
 from memfit.files import check_owner, write_atomic
 from memfit.rundir import RunDir
@@ -105,7 +104,7 @@ def _find(path: Path) -> Path:
 def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
     from memfit.diagnosis import diagnose as diagnose_paths
     from memfit.diagnosis import job_of, list_remedies, make_fix, read_ran
-    from memfit.reports import print_diagnosis, print_fix, write_incident
+    from memfit.reports import view_diagnosis, view_fix, write_incident
 
     script, report = flags.script, flags.report
     with heartbeat("reading the logs"):
@@ -125,25 +124,19 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
                 remedy="--report incident.md",
             ) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))
-
-    def show(out: Console) -> None:
-        print_diagnosis(found, remedies, out, verbose=flags.verbose)
-        if fixed is not None:
-            print_fix(fixed, out)
-        if report is not None:
-            out.say(f"\nwrote {report}")
-
-    answer(found.to_dict() | ({} if fixed is None else {"fix": fixed.to_dict()}), flags.as_json, show)
+    parts = [*view_diagnosis(found, remedies, verbose=flags.verbose), *(view_fix(fixed) if fixed is not None else ())]
+    parts += [] if report is None else [f"\nwrote {report}"]
+    answer(found.to_dict() | ({} if fixed is None else {"fix": fixed.to_dict()}), flags.as_json, parts)
     raise typer.Exit(UNKNOWN_EXIT_CODE if found.cause == "unknown" else 0)
 
 
 def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, as_json: bool) -> None:
     from memfit.diagnosis import is_any_shown, read_ran, verify_fix
-    from memfit.reports import print_verification
+    from memfit.reports import view_verification
 
     before = read_ran(named, "") if named else None
     checks = verify_fix(read_ran([verify], accounting), against, before=before)
-    answer([check.to_dict() for check in checks], as_json, partial(print_verification, checks))
+    answer([check.to_dict() for check in checks], as_json, view_verification(checks))
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(4)
     raise typer.Exit(0 if is_any_shown(checks) else UNKNOWN_EXIT_CODE)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, Console, answer
+from memfit.cli._terminal import AsJson, answer
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
@@ -36,7 +36,7 @@ def doctor(
     from memfit.config import DEFAULT
     from memfit.doctor import Setup, examine
     from memfit.pipeline import resolve_settings
-    from memfit.reports import print_checks
+    from memfit.reports import view_checks
 
     settings = resolve_settings(values={"experiment": "doctor"})
     are_set = settings.origins["threads_per_job"] != DEFAULT
@@ -48,12 +48,8 @@ def doctor(
         batch_bytes=None if batch is None else parse_bytes(batch),
     )
     checks = examine(context.obj or (), setup)
-
-    def show(out: Console) -> None:
-        print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
-        num = Counter(check.verdict for check in checks)
-        out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")
-
-    answer([check.to_dict() for check in checks], as_json, show)
-    bad = {"problem", "warning"} if strict else {"problem"}
-    raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
+    num = Counter(check.verdict for check in checks)
+    last = f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)"
+    shown = [check for check in checks if verbose or check.verdict != "ok"]
+    answer([check.to_dict() for check in checks], as_json, [*view_checks(shown, reasons=True), last])
+    raise typer.Exit(UsageError.exit_code if num["problem"] or (strict and num["warning"]) else 0)

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -132,7 +131,7 @@ def estimate(
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
     from memfit.planning import find_this_gpu
-    from memfit.reports import print_estimate
+    from memfit.reports import view_estimate
 
     if config is not None and config.suffix == ".py":
         raise UsageError(
@@ -159,7 +158,7 @@ def estimate(
         else:
             found = _of_model(_read_model_config(flags.hf_config), flags, how)
     found["notes"] += others
-    answer(found, flags.as_json, partial(print_estimate, found))
+    answer(found, flags.as_json, view_estimate(found))
     fitting = (None, "fits", *(["tight"] if found.get("accept_tight", flags.accept_tight) else []))
     raise typer.Exit(0 if found["verdict"] in fitting else DoesNotFitError.exit_code)
 

@@ -13,7 +13,7 @@ from typer import Option
 from memfit import slurm
 from memfit.amounts import Amount
 from memfit.cli._settings import flag, join, set_flag, settings_of, tight_flag, with_flags
-from memfit.cli._terminal import AsJson, Console, answer, console
+from memfit.cli._terminal import AsJson, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import plan_launch
@@ -69,13 +69,9 @@ def launch(
     text = render(made, format_)
     if flags.submit or flags.test_only:
         notes.append(_hand_over(text, is_test=flags.test_only))
-
-    def show(_: Console) -> None:
-        typer.echo(text, nl=False)
-        for note in notes:
-            console(stderr=True).say(f"memfit: {note}")
-
-    answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, show)
+    answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, [text.rstrip()])
+    for note in () if flags.as_json else notes:
+        console(stderr=True).say(f"memfit: {note}")
 
 
 def _check_room(made: Launch, form: LaunchFormat) -> str:

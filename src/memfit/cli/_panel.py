@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, Console, answer, bar, console, heartbeat
+from memfit.cli._terminal import AsJson, answer, bar, console, heartbeat
 from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
 
 if TYPE_CHECKING:
     from memfit.data import Panel
+    from memfit.reports import Part
 
 panel = typer.Typer(
     help="Build, inspect, check, extend and prune panels: dates x assets x features in mapped files.\n\n"
@@ -34,9 +34,9 @@ Sources = Annotated[
     list[Path],
     typer.Argument(help="Parquet, Arrow or CSV files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
-_NUM_NAMED = 12
-_TYPE_WIDTH = 24
+_NUM_NAMED, _TYPE_WIDTH, _ABSURD = 12, 24, 10  # a column of at least this ratio is flagged
 _SIZES = ("disk_bytes", "pandas_bytes", "panel_bytes")
+_IN_TITLE = ("path", "dtype", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -69,12 +69,8 @@ def build(
         built = Panel.build(
             sources, output, index=keys, features=found.names, targets=wanted.names, dtype=dtype, progress=progress
         )
-    left_out = [*wanted.left_out, *found.left_out]
-    more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
-    lines = _columns(built)
-    lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
-    lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
-    _tell(built, "was there already, " if built.reused else "built, ", lines, more, as_json)
+    more = {"reused": built.reused, "changed": list(built.changed), "left_out": [*wanted.left_out, *found.left_out]}
+    _tell(built, "was there already, " if built.reused else "built, ", more, as_json)
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -83,18 +79,7 @@ def info(path: Where, as_json: AsJson = False) -> None:
 
     Exit codes: 0 done, 2 no panel there, or it is damaged.
     """
-    found = _open(path)
-    later, delisted = (_facts(found)[name] for name in ("num_listed_later", "num_delisted"))
-    lines = [
-        f"  dates: {found.dates[0]} to {found.dates[-1]}",
-        f"  assets: {list_some(found.assets, _NUM_NAMED)}",
-        f"  rows: {found.num_rows}, {100 * found.num_rows / (found.shape[0] * found.shape[1]):.1f} % of all cells",
-        f"  first row after the first date: {later} assets; last row before the last date: {delisted} assets",
-        *_columns(found),
-    ]
-    lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
-    lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
-    _tell(found, "", lines, {}, as_json)
+    _tell(_open(path), "", {}, as_json)
 
 
 @panel.command(short_help="Read every byte of a panel and compare checksums.")
@@ -124,10 +109,8 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     old = _open(path)
     with bar("appending") as progress:
         new = old.append(sources, progress=progress)
-    added = new.shape[0] - old.shape[0]
-    lines = [f"  {added} dates after {old.dates[-1]} of {old.path.name}"]
-    more = {"reused": new.reused, "num_new_dates": added}
-    _tell(new, "was there already, " if new.reused else "appended, ", lines, more, as_json)
+    more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
+    _tell(new, "was there already, " if new.reused else "appended, ", more, as_json)
 
 
 @panel.command("prune", short_help="Remove old panels from a cache folder.")
@@ -212,12 +195,9 @@ def _packed(found: dict[str, Any], ranks: int) -> list[str]:
         f"  equal: {found['num_compared']} of {found['num_items']} items were read back and compared",
     ]
     if measured := found["ranks"]:
-        share = found["num_items"] / measured["num_items"]
-        first = "all" if share == 1 else f"the first {measured['num_items']}"
+        first = "all" if measured["num_items"] == found["num_items"] else f"the first {measured['num_items']}"
         listed, mapped = format_bytes(measured["list_bytes"]), format_bytes(measured["store_bytes"])
         lines += [f"  PSS of {measured['num_ranks']} processes with {first} items: {listed} as lists, {mapped} mapped"]
-        whole = format_bytes(round(share * measured["list_bytes"]))
-        lines += [f"  all {found['num_items']} items as lists, by their number: about {whole}"] if share > 1 else []
     elif ranks:
         lines.append("  memory not measured: that needs Linux, and a first item of at most 16 MiB")
     lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
@@ -231,17 +211,16 @@ def sizes(
     index: Annotated[
         str | None, Option(help="The columns of dates and of asset codes, for a panel's cells.", metavar="DATE,ASSET")
     ] = None,
-    flag: Annotated[float, Option(help="Flag columns of at least this ratio.", min=1, metavar="RATIO")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Show what each column of files takes on disk, in pandas, and in a panel.
 
     memfit panel sizes prices.parquet --index date,code
 
-    The ratio is pandas to disk. Text that repeats is small on disk and large in memory. A panel has a float32 for each
-    date and asset of --index, without it for each row.
+    The ratio is pandas to disk; from 10 on, the last column says what takes less. Text that repeats is small on disk
+    and large in memory. A panel has a float32 for each date and asset of --index, without it for each row.
 
-    Exit codes: 0 done, whatever is flagged; 2 bad input.
+    Exit codes: 0 done, 2 bad input.
     """
     from memfit.data import column_sizes
 
@@ -254,32 +233,27 @@ def sizes(
         num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
     names = ("name", *_SIZES, "ratio", "remedy")
     columns = [
-        {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= flag}
+        {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= _ABSURD}
         for one in found
     ]
     total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
-    facts = {"num_rows": num_rows, "flag_ratio": flag, "columns": columns, "total": total}
-    answer(facts, as_json, partial(_print_sizes, facts))
+    facts = {"num_rows": num_rows, "columns": columns, "total": total}
+    answer(facts, as_json, _view_sizes(facts))
 
 
-def _print_sizes(facts: dict[str, Any], log: Console) -> None:
-    from memfit.reports import or_dash, plain_table
+def _view_sizes(facts: dict[str, Any]) -> Iterator[Part]:
+    from memfit.reports import Table, or_dash
 
-    total = facts["total"]
+    total, rows = facts["total"], []
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
-    rows = [*facts["columns"], {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}]
-    words = ("column", "type")  # on a narrow terminal names break, and sizes are whole
-    shown = plain_table(*words, "on disk", "pandas", "panel", "ratio", left=words, fold=words)
-    for row in rows:
-        sizes = [or_dash(row[name], format_bytes) for name in _SIZES]
-        flag = " !" if row.get("flagged") else ""
-        shown.add_row(row["name"], row["type"][:_TYPE_WIDTH], *sizes, f"{row['ratio']:,.1f}{flag}")
-    log.print(shown)
-    if flagged := [column for column in facts["columns"] if column["flagged"]]:
-        take = f"{format_count(len(flagged), 'column')} {'takes' if len(flagged) == 1 else 'take'}"
-        log.say(f"! {take} at least {facts['flag_ratio']:g} times the disk:")
-    for column in flagged:
-        log.say(f"  {column['name']}: {column['remedy']}")
+    last = {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}
+    for one in (*facts["columns"], last):
+        sizes = [or_dash(one[name], format_bytes) for name in _SIZES]
+        remedy = one["remedy"] if one.get("flagged") else ""
+        rows.append((one["name"], one["type"][:_TYPE_WIDTH], *sizes, f"{one['ratio']:,.1f}", remedy))
+    headings = ("column", "type", "on disk", "pandas", "panel", "ratio", "what takes less")
+    words = ("column", "type", "what takes less")  # on a narrow terminal they break, and sizes are whole
+    yield Table(headings, rows, words, fold=words)
 
 
 def _open(path: Path) -> Panel:
@@ -312,14 +286,12 @@ def _facts(found: Panel) -> dict[str, Any]:
     }
 
 
-def _columns(found: Panel) -> list[str]:
-    named = {"features": found.feature_names, "targets": found.target_names}
-    return [f"  {what}: {list_some(names, _NUM_NAMED) or 'none'}" for what, names in named.items()]
-
-
-def _tell(found: Panel, done: str, lines: list[str], more: dict[str, Any], as_json: bool) -> None:
-    """Answer with a panel's facts and ``more``; or with what was ``done``, its shape and further lines."""
+def _tell(found: Panel, done: str, more: dict[str, Any], as_json: bool) -> None:
+    """Answer with a panel's facts and ``more``; to people with what was ``done`` and its shape first."""
     num_dates, num_assets, num_features = found.shape
     shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
     first = f"{found.path}: {done}{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
-    answer(_facts(found) | more, as_json, [first, *lines])
+    facts = _facts(found) | more
+    told = {name: list_some(one, _NUM_NAMED) if isinstance(one, list | tuple) else one for name, one in facts.items()}
+    lines = [f"  {name}: {one}" for name, one in told.items() if one and name not in _IN_TITLE]
+    answer(facts, as_json, [first, *lines])

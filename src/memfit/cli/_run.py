@@ -25,7 +25,7 @@ from memfit.files import open_own, write_json
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
-from memfit.reports import LiveRun, print_summary, summarize
+from memfit.reports import LiveRun, summarize, to_text, view_summary
 from memfit.rundir import Reader, RunDir
 
 R = TypeVar("R")
@@ -128,13 +128,13 @@ def run(
         )
     if flags.plan:
         from memfit.pipeline import plan_run
-        from memfit.reports import print_run_plan
+        from memfit.reports import view_run_plan
 
         but = _CHOOSING | {"new", "on", "out"} | ({"param"} if command else set())
         plan = plan_run(what, start=_start_of(source, flags, but=but), on=flags.on, **how)
         if flags.out is not None:
             write_json(flags.out, plan.to_dict())
-        answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
+        answer(plan.to_dict(), flags.as_json, view_run_plan(plan))
         raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
     echo = _Echo(to_stderr=flags.as_json) if command and not combinations else None
     is_told = len(combinations) > 1 and not flags.quiet
@@ -150,16 +150,13 @@ def show_run(start: Callable[..., RunResult], output: Output, echo: _Echo | None
     reader = reader or Reader(RunDir(result.path))
     reader.read()
     state = reader.state()
-
-    def show(_: Console) -> None:
-        print_summary(state, log, verbose=output.verbose)
-        for line in result.canary["text"] if result.canary else ():
-            log.say(line)
+    found = summarize(state) if output.as_json else {}
+    parts = () if output.as_json else view_summary(state, log.width, verbose=output.verbose)
+    answer(found | ({"canary": result.canary} if result.canary else {}), output.as_json, parts, log)
+    if not output.as_json:
+        to_text(result.canary["text"] if result.canary else (), log)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
-
-    found = summarize(state) if output.as_json else {}
-    answer(found | ({"canary": result.canary} if result.canary else {}), output.as_json, show)
     raise typer.Exit(code)
 
 

@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from memfit.cli._settings import Output, with_flags
-from memfit.cli._terminal import AsJson, Console, RunName, answer, console, how_to_go_on
+from memfit.cli._terminal import AsJson, RunName, answer, console, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
-from memfit.reports import LiveRun, find_run, find_target, list_runs, print_runs
+from memfit.reports import LiveRun, find_run, find_target, list_runs, view_runs
 from memfit.rundir import liveness, show_state
 from memfit.units import format_duration
 
@@ -77,14 +77,8 @@ def ps(
     Exit codes: 0 done.
     """
     found = list_runs(root=Path("runs") if all_ else None)
-
-    def show(log: Console) -> None:
-        if not found:
-            more = "" if all_ else "; memfit ps --all shows those that ended"
-            log.say(f"no run of yours is alive on this host{more}")
-        print_runs(found, log)
-
-    answer([one.to_dict() for one in found], as_json, show)
+    none = "no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended")
+    answer([one.to_dict() for one in found], as_json, view_runs(found) if found else [none])
 
 
 def stop(

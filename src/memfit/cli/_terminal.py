@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from memfit.units import format_duration, list_some
 
 if TYPE_CHECKING:
     from memfit.jobs import JobStatus
+    from memfit.reports import Part
 
 #: A command says after so long a silence that it goes on.
 _SILENCE_SECONDS = 10.0
@@ -59,14 +60,14 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def answer(found: Any, as_json: bool, show: Callable[[Console], object] | Sequence[str]) -> None:
-    """Print what was found as JSON, where NaN and infinity are null; or show it to people, or show these lines."""
+def answer(found: Any, as_json: bool, parts: Iterable[Part], log: Console | None = None) -> None:
+    """Print what was found as JSON, where NaN and infinity are null; or show people a report of it."""
     if as_json:
         typer.echo(json.dumps(finite(found), indent=2, default=str))
-    elif callable(show):
-        show(console())
-    else:
-        console().say("\n".join(show))
+        return
+    from memfit.reports import to_text
+
+    to_text(parts, log or console())
 
 
 @contextmanager

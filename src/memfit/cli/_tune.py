@@ -14,7 +14,7 @@ from memfit.cli._run import follow
 from memfit.cli._settings import Output, Text, flag, join, set_flag, settings_of, with_flags
 from memfit.cli._terminal import answer
 from memfit.errors import StoppedError, UsageError
-from memfit.reports import find_run, print_study, summarize_study
+from memfit.reports import find_run, summarize_study, view_study
 from memfit.rundir import RunDir, read
 from memfit.tuning import TuneResult, of_command
 from memfit.tuning import tune as search
@@ -74,7 +74,7 @@ def tune(
     """
     if flags.status:
         state = read(find_run(flags.status))
-        answer(summarize_study(state), flags.as_json, partial(print_study, state))
+        answer(summarize_study(state), flags.as_json, view_study(state))
         return
     command: tuple[str, ...] | None = context.obj
     check_one_given(
@@ -104,7 +104,7 @@ def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
     """Show a study while it goes on, print what it found, and exit with its code."""
     result, log, _ = follow(start, flags)
     state = read(RunDir(result.path))
-    answer(summarize_study(state), flags.as_json, partial(print_study, state))
+    answer(summarize_study(state), flags.as_json, view_study(state))
     if result.exit_code == StoppedError.exit_code:
         log.say("\nstopped; the same command goes on")
     raise typer.Exit(result.exit_code)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from memfit.reports._numbers import format_number
 from memfit.units import GIB, KIB, MIB, TIB, format_bytes, format_duration
 
 #: Eight colours that colour-blind readers can tell apart, on light and on dark ground (after Okabe and Ito).
@@ -17,13 +16,12 @@ CHART_STYLE = (
     ".ink{fill:currentColor}.dim{fill:currentColor;opacity:.65}.grid{stroke:currentColor;opacity:.15}"
     ".limit{stroke:var(--bad,#d03030);stroke-dasharray:6 4;stroke-width:1.5}.bad{fill:var(--bad,#d03030)}"
     "text{font:12px system-ui,sans-serif}.head{font-weight:600}"
-    ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.at{fill:transparent}.at:hover{fill:currentColor;fill-opacity:.12}"
+    ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round}"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
 _ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
 _LINES_SIZE = (440, 240)  # the width and height of a chart of lines; there are several beside each other
-#: More points than this are lines without dots; more places on the x axis share what a pointer shows.
-_MOST_DOTS, _MOST_PLACES = 40, 80
+_MOST_DOTS = 40  # more points than this are lines without dots
 _SHOWS_LIMIT = 0.2  # above this share of a limit the chart shows the limit; below, the data fill the chart
 _ABOUT_TICKS = 5
 
@@ -154,7 +152,7 @@ def draw_lines(
     y_text: Callable[[float], str] | None = None,
     ticks: Callable[[float, float], Sequence[float]] | None = None,
 ) -> str:
-    """Return a chart of curves, whose values a pointer shows; where one has a value that is not finite, it has a gap.
+    """Return a chart of curves; where one has a value that is not finite, it has a gap.
 
     The first curve is drawn last. The x axis is so many ``seconds`` long, or counts epochs. With ``ticks``, which are
     round values between two, the chart begins at 0, else at the lowest value.
@@ -182,7 +180,6 @@ def draw_lines(
         frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
     for line, points in list(zip(lines, finite, strict=True))[::-1]:
         frame.parts += _curve(line, [(frame.x(x), frame.y(y)) for x, y in points])
-    frame.parts += _shown_at(lines, finite, frame, y_text or format_number, "" if seconds else "epoch")
     return frame.svg(title)
 
 
@@ -191,32 +188,9 @@ def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
     style += ' opacity=".45"' if line.is_faint else ""
     if len(places) > 1:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        yield f'<polyline class="curve" points="{points}" {style}/>'
+        yield f'<polyline class="curve" points="{points}" {style}><title>{escape(line.name)}</title></polyline>'
     if len(places) <= (1 if line.is_faint or line.is_dashed else _MOST_DOTS):
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.colour}"/>' for x, y in places)
-
-
-def _shown_at(
-    lines: Sequence[Line],
-    finite: Sequence[Sequence[tuple[float, float]]],
-    frame: _Frame,
-    y_text: Callable[[float], str],
-    x_name: str,
-) -> Iterator[str]:
-    """Yield a band for each place of the x axis: a pointer in it shows the values there."""
-    known = sorted({x for points in finite for x, _ in points})
-    known = known[:: math.ceil(len(known) / _MOST_PLACES) or 1]
-    edges = [frame.x(x) for x in known]
-    for at, x in enumerate(known):
-        start = (edges[at - 1] + edges[at]) / 2 if at else edges[at] - 8
-        stop = (edges[at] + edges[at + 1]) / 2 if at + 1 < len(edges) else min(edges[at] + 8, frame.right + 8)
-        said = [f"{x_name} {x:g}" if x_name else f"after {format_duration(x, short=True)}"]
-        for line, points in zip(lines, finite, strict=True):
-            until = x if x_name else (known[at + 1] if at + 1 < len(known) else math.inf)
-            here = [y for px, y in points if px == x or (not x_name and x <= px < until)]
-            said += [f"{line.name}: {y_text(here[-1])}"] if here and not (line.is_faint and len(said) > 12) else []
-        place = f'x="{start:.1f}" y="{frame.top}" width="{stop - start:.1f}" height="{frame.bottom - frame.top}"'
-        yield f'<rect class="at" {place}><title>{escape(chr(10).join(said))}</title></rect>'
 
 
 def draw_bars(bars: Sequence[Bar], seconds: float, label: str) -> str:

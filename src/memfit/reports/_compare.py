@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
@@ -20,7 +18,7 @@ from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
 from memfit.reports._columns import BAD
 from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
-from memfit.reports._parts import Facts, Note, Table, to_text
+from memfit.reports._parts import Facts, Part, Table
 from memfit.rundir import RunDir, read
 from memfit.units import list_some
 
@@ -156,13 +154,13 @@ def _notes(a: RunDir, b: RunDir) -> list[str]:
     return found
 
 
-def print_changes(changes: Changes, console: Console) -> None:
-    """Print what differs from B to A, the change first."""
+def view_changes(changes: Changes) -> Iterator[Part]:
+    """Yield what differs from B to A, the change first."""
     change = changes.change
     facts = [("change", f"{change}   (B -> A)")] if change else []
     facts += [("named", str(one)) for one in changes.found if one is not change]
     facts = facts or [("change", "none found in settings, code and data")]
-    to_text([Facts([*facts, *(("note", text) for text in changes.notes)])], console)
+    yield Facts([*facts, *(("note", text) for text in changes.notes)])
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,8 @@ def _completed(run: RunDir) -> dict[str, float]:
     return rate_of("completed", counts.get("completed", 0), sum(counts.get(one, 0) for one in ("completed", *BAD)))
 
 
-def print_before_after(found: Mapping[str, Any], console: Console) -> None:
-    """Print the table of before and after, without a verdict."""
+def view_before_after(found: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield the table of before and after, without a verdict."""
     jobs = (
         f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found["jobs"].values()
     )
@@ -219,12 +217,7 @@ def print_before_after(found: Mapping[str, Any], console: Console) -> None:
     for name, numbers in found["numbers"].items():
         before, after = (Number(**side) for side in numbers.values())
         rows.append((name, str(before), str(after), f"{after.mean - before.mean:+.4g}"))
+    yield Table(("number", "before (B)", "after (A)", "A less B"), rows, ("number",))
     proof = "One run each proves no difference: run both with five seeds or more."
-    to_text(
-        [
-            Table(("number", "before (B)", "after (A)", "A less B"), rows, ("number",)),
-            Note(proof if found["numbers"] else "No number is in both runs."),
-            Note("±: standard error over n units. Jobs: 95 % interval of the rate."),
-        ],
-        console,
-    )
+    yield proof if found["numbers"] else "No number is in both runs."
+    yield "±: standard error over n units. Jobs: 95 % interval of the rate."

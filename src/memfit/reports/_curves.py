@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise
@@ -98,7 +98,7 @@ def draw_curves(curves: Curves, state: RunState, ranked: Sequence[str] = ()) -> 
     notes = ["Dashed: training; solid: validation."] if both.intersection(shown) else []
     if (left := len(metrics) - _MOST_CHARTS) > 0:
         notes.append(f"The table below has {format_count(left, 'more metric')}.")
-    yield f'<p class="note">{" ".join([*notes, "Point at a chart to see its values."])}</p>'
+    yield f'<p class="note">{" ".join(notes)}</p>' if notes else ""
 
 
 def last_values(curves: Curves) -> dict[str, dict[str, float]]:
@@ -140,11 +140,11 @@ def _read_logs(run: RunDir, job: str) -> dict[str, float]:
 
 
 def draw_machine(
-    series: Mapping[str, Sequence[Sample]], events: Sequence[Event], start: float, seconds: float, num_points: int
+    series: Sequence[Sequence[Sample]], events: Sequence[Event], start: float, seconds: float, num_points: int
 ) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
-    over_time = partial(_over_time, [*series.values()], start, seconds / num_points or 1.0, num_points)
-    devices = sorted({uuid for samples in series.values() for sample in samples for uuid in sample.device_bytes})
+    over_time = partial(_over_time, series, start, seconds / num_points or 1.0, num_points)
+    devices = sorted({uuid for samples in series for sample in samples for uuid in sample.device_bytes})
     held = {f"GPU {at}": partial(_held, uuid) for at, uuid in enumerate(devices)}
     cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
     for title, figures, text, ticks in (
@@ -179,7 +179,7 @@ def _over_time(
     """Return a figure of each sample and the next, of all jobs together, as means over evenly spaced times."""
     sums = [0.0] * num_points
     for before, after in chain.from_iterable(map(pairwise, series)):
-        value = max(0.0, figure(before, after))  # a sum falls with another attempt, or a process that ended
+        value = max(0.0, figure(before, after))  # a sum falls with a process that ended
         first, last = (before.time - start) / step, (after.time - start) / step
         for at in range(max(0, int(first)), min(num_points, math.ceil(last))):
             sums[at] += value * (min(last, at + 1) - max(first, at))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
 from memfit.masking import mask, strip_controls
-from memfit.reports._parts import say
+from memfit.reports._parts import Inset, Note, Part
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,42 +16,48 @@ if TYPE_CHECKING:
 
 _MOST_EVIDENCE, _MOST_WIDTH, _MOST_ACTIONS = 8, 400, 3
 _NOT_KNOWN = "Not known. No line that was read shows a cause; give more files, such as the kernel's log or sacct."
-_STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
+_STYLES = {"problem": "bold red", "warning": "yellow", "ok": ""}
 
 
-def print_diagnosis(
-    diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console, *, verbose: bool = False
-) -> None:
-    """Print what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
+def view_diagnosis(diagnosis: Diagnosis, remedies: Sequence[Remedy], *, verbose: bool = False) -> Iterator[Part]:
+    """Yield what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
     is_known = diagnosis.cause != "unknown"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
-    recovered = "; the work went on" if diagnosis.recovered else ""
-    say(console, f"{diagnosis.headline}{recovered}", style)
-    say(console, f"  {diagnosis.facts}")
-    for text in (*(diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]), *diagnosis.notes):
-        say(console, f"  {text}")
-    title = "evidence" if is_known else "nearest lines"
-    _evidence(diagnosis, console, _MOST_EVIDENCE if verbose or not is_known else 1, title)
-    if verbose and diagnosis.timeline:
-        console.print("\ntimeline", style="bold")
-        for moment in diagnosis.timeline:
-            say(console, f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}")
+    yield Note(diagnosis.headline + ("; the work went on" if diagnosis.recovered else ""), style)
+    arithmetic = diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]
+    yield Inset([diagnosis.facts, *arithmetic, *diagnosis.notes], 2)
+    most = _MOST_EVIDENCE if verbose or not is_known else 1
+    proofs = [f"{one.file}:{one.line}  {one.text.strip()[:_MOST_WIDTH]}" for one in diagnosis.evidence[:most]]
+    if 1 < most < len(diagnosis.evidence):
+        proofs.append(f"and {len(diagnosis.evidence) - most} more lines; --json lists all")
+    yield from _titled("evidence" if is_known else "nearest lines", proofs) if most > 1 else (Inset(proofs, 2),)
     helpful = [one for one in remedies if one.helps]
     if verbose:
-        _remedies("what to do, the cheapest in speed first", helpful, console)
-        _remedies("would change nothing here", [one for one in remedies if not one.helps], console)
-    elif helpful:
-        console.print("\nwhat to do", style="bold")
-        for number, one in enumerate(helpful[:_MOST_ACTIONS], 1):
-            say(console, f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}")
-    if diagnosis.checks and (verbose or not is_known):
-        console.print("\nto check", style="bold")
-        for line in diagnosis.checks:
-            say(console, f"  {line}")
+        times = [f"{one.time or '-':<20}  {one.what}: {one.text.strip()[:120]}" for one in diagnosis.timeline]
+        yield from _titled("timeline", times)
+        costs = [_costs(one, f"{number}. ") for number, one in enumerate(helpful, 1)]
+        yield from _titled("what to do, the cheapest in speed first", costs)
+        yield from _titled("would change nothing here", [_costs(one, "- ") for one in remedies if not one.helps])
+    else:
+        actions = [f"{one.title}{f': {one.setting}' if one.setting else ''}" for one in helpful[:_MOST_ACTIONS]]
+        yield from _titled("what to do", [f"{number}. {text}" for number, text in enumerate(actions, 1)])
+    yield from _titled("to check", diagnosis.checks if verbose or not is_known else ())
     if not verbose and is_known:
-        console.print(
-            "\n--verbose: timeline, arithmetic, what each action costs, what would change nothing", style="dim"
-        )
+        yield Note("\n--verbose: timeline, arithmetic, what each action costs, what would change nothing", "dim")
+
+
+def _titled(title: str, parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield parts below a title; nothing without parts."""
+    if parts:
+        yield from (Note(f"\n{title}", "bold"), Inset(parts, 2))
+
+
+def _costs(one: Remedy, sign: str) -> Part:
+    """Return a remedy with its setting and its reason below; of one that helps also what it costs."""
+    setting = [Note(one.setting, "cyan")] if one.helps and one.setting else []
+    reason = [Note(one.reason, "dim")] if one.reason else []
+    title = f"{sign}{one.title}" + (f" ({_terms(one)})" if one.helps else "")
+    return Inset([title, Inset([*setting, *reason], 3)], 0)
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
@@ -66,67 +68,36 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
     return f"{diagnosis.happened}{phase} ({diagnosis.confidence}){where}"
 
 
-def print_fix(fix: Fix, console: Console) -> None:
-    """Print where the corrected file is, its diff, the reasons and its checks."""
-    console.print()
+def view_fix(fix: Fix) -> Iterator[Part]:
+    """Yield where the corrected file is, its diff, the reasons and its checks."""
     if not fix.edits:
         why = "" if any(check.verdict != "ok" for check in fix.checks) else f": nothing in {fix.path} causes it"
-        say(console, f"no file was written{why}", "bold")
+        yield Note(f"\nno file was written{why}", "bold")
     else:
-        say(console, f"wrote {fix.new_path}", "bold")
-        if console.is_terminal:
-            from rich.syntax import Syntax
-
-            console.print(Syntax(fix.diff, "diff", background_color="default", word_wrap=True))
-        else:
-            say(console, fix.diff)
-        for edit in fix.edits:
-            say(console, f"  line {edit.line}: {edit.reason}")
-    print_checks([check for check in fix.checks if check.verdict != "ok"], console)
+        yield from (Note(f"\nwrote {fix.new_path}", "bold"), fix.diff)
+        yield Inset([f"line {edit.line}: {edit.reason}" for edit in fix.edits], 2)
+    yield from view_checks([check for check in fix.checks if check.verdict != "ok"])
 
 
-def print_checks(checks: Sequence[Check], console: Console, *, reasons: bool = False) -> dict[str, int]:
-    """Print each check with what to do, and with ``reasons`` also why and where from; return the number by verdict."""
+def view_checks(checks: Sequence[Check], *, reasons: bool = False) -> Iterator[Part]:
+    """Yield each check with what to do, and with ``reasons`` also why and where from."""
     width = max((len(check.check) for check in checks), default=0)
     for check in checks:
-        head = ((f"{check.verdict:<7} ", _STYLES[check.verdict]), (f"{check.check:<{width}} ", "bold"))
-        console.print(Text.assemble(*head, check.finding), soft_wrap=True)
-        table = Table.grid(padding=(0, 1))
-        for name, text in (("why", check.reason), ("do", check.remedy), ("from", check.source)):
-            if text and (reasons or (name == "do" and check.verdict != "ok")):
-                table.add_row(Text(name, "dim"), Text(text))
-        console.print(Padding(table, (0, 0, 0, 8 + width + 1), expand=False), end="" if not table.row_count else "\n")
-    return {verdict: sum(check.verdict == verdict for check in checks) for verdict in _STYLES}
+        yield Note(f"{check.verdict:<7} {check.check:<{width}} {check.finding}", _STYLES[check.verdict])
+        more = (("why", check.reason), ("do", check.remedy), ("from", check.source))
+        shown = [(name, text) for name, text in more if text and (reasons or (name == "do" and check.verdict != "ok"))]
+        yield Inset([f"{name:<4} {text}" for name, text in shown], 8 + width + 1)
 
 
-def print_verification(checks: Sequence[Check], console: Console) -> None:
-    """Print whether each setting was in force, and what shows it."""
+def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
+    """Yield whether each setting was in force, and what shows it."""
     from memfit.diagnosis import is_any_shown
 
-    num = print_checks(checks, console)
+    yield from view_checks(checks)
     if not is_any_shown(checks):
-        console.print("nothing that was read shows any of these settings", style="bold")
-    console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
-
-
-def _evidence(diagnosis: Diagnosis, console: Console, most: int, title: str) -> None:
-    if most > 1 and diagnosis.evidence:
-        console.print(f"\n{title}", style="bold")
-    for one in diagnosis.evidence[:most]:
-        place = Text(f"  {one.file}:{one.line}  ", style="dim")
-        console.print(place + Text(one.text.strip()[:_MOST_WIDTH]), soft_wrap=True)
-    if 1 < most < len(diagnosis.evidence):
-        console.print(f"  and {len(diagnosis.evidence) - most} more lines; --json lists all")
-
-
-def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
-    if some:
-        console.print(f"\n{title}", style="bold")
-    for number, one in enumerate(some, 1):
-        say(console, f"  {number}. {one.title} ({_terms(one)})" if one.helps else f"  - {one.title}")
-        for text, style in ((one.setting if one.helps else "", "cyan"), (one.reason, "dim")):
-            if text:
-                say(console, f"     {text}", style)
+        yield Note("nothing that was read shows any of these settings", "bold")
+    num = Counter(check.verdict for check in checks)
+    yield f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}"
 
 
 def _terms(one: Remedy) -> str:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,7 @@ from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
 _MOST_BARS = 40  # bars beyond this are left out and counted: the longest jobs stay
-_GAP_SECONDS = 30.0  # a job without a sample for so long was not running: it waited for its next attempt
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
-_OTHER = "no phase marked"
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
 _MOST_LETTERS = 200
 
@@ -75,32 +73,39 @@ meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 
 
 class _Seen:
-    """A run as it was read, with the memory of its jobs over time: since a start, summed by phase."""
+    """A run as it was read, with the memory of its jobs over time, summed by phase: by job where none marks a phase."""
 
     def __init__(self, run: RunDir) -> None:
         self.state, self.events, self.series = read(run), read_events(run.events_dir), _read(run)
         self.name = f"{run.path.parent.name}/{run.path.name}"
-        times = [one.time for samples in self.series.values() for one in (samples[0], samples[-1])]
+        self.all = [samples for attempts in self.series.values() for samples in attempts]
+        times = [one.time for samples in self.all for one in (samples[0], samples[-1])]
         self.start = min(times, default=0.0)
         self.seconds = max(times, default=0.0) - self.start
-        marked = {_phase(sample) for samples in self.series.values() for sample in samples} - {_OTHER}
-        phases = sorted(marked, key=lambda name: (name not in _PHASES, name))
-        self.colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)}
-        self.colours[_OTHER] = COLOURS[-1]
+        marked = {sample.phase for samples in self.all for sample in samples if sample.phase}
+        shown = sorted(marked, key=lambda name: (name not in _PHASES, name))
+        self.by, self.rest = ("phase", "no phase marked") if marked else ("job", "other jobs")
+        shown = shown or [job for job in self.state.jobs if job in self.series][: len(COLOURS) - 1]
+        self.colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(shown)}
+        self.colours[self.rest] = COLOURS[-1]
         self.layers = self._layers()
         self.peak_bytes = int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
 
     def _layers(self) -> list[Layer]:
-        """Return the private memory of all jobs at evenly spaced times, summed by phase."""
+        """Return the private memory of all jobs at evenly spaced times, as sums."""
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
-        for samples in self.series.values():
+        for job, samples in ((job, samples) for job, attempts in self.series.items() for samples in attempts):
             times = [sample.time - self.start for sample in samples]
-            for first, last in _attempts(samples):
-                for point in range(int(times[first] / step), min(_NUM_POINTS, int(times[last] / step) + 2)):
-                    sample = samples[max(first, bisect_right(times, point * step, hi=last + 1) - 1)]
-                    sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
+            for point in range(int(times[0] / step), min(_NUM_POINTS, int(times[-1] / step) + 2)):
+                sample = samples[max(0, bisect_right(times, point * step) - 1)]
+                sums.setdefault(self.layer_of(job, sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
+
+    def layer_of(self, job: str, sample: Sample) -> str:
+        """Return the name in the legend for a sample of a job."""
+        name = sample.phase if self.by == "phase" else job
+        return name if name in self.colours else self.rest
 
 
 def write_page(run: RunDir, path: Path) -> Path:
@@ -109,13 +114,14 @@ def write_page(run: RunDir, path: Path) -> Path:
     return path
 
 
-def _read(run: RunDir) -> dict[str, list[Sample]]:
-    """Return the memory of each job over time, all its attempts in order."""
-    found: dict[str, list[Sample]] = {}
+def _read(run: RunDir) -> dict[str, list[list[Sample]]]:
+    """Return the memory of each job over time in each of its attempts, which have a file each."""
+    found: dict[str, list[list[Sample]]] = {}
     for path in run.path.glob("jobs/*/memory*.jsonl"):
         with suppress(DamagedError, OSError):
-            found.setdefault(path.parent.name, []).extend(read_series(path))
-    return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
+            if samples := read_series(path):
+                found.setdefault(path.parent.name, []).append(samples)
+    return {job: sorted(attempts, key=lambda one: one[0].time) for job, attempts in found.items()}
 
 
 def _page(seen: _Seen) -> str:
@@ -188,7 +194,7 @@ def _settings(seen: _Seen) -> Iterator[Part]:
 
 def _machine(seen: _Seen) -> str:
     """Return charts of what the jobs took of cores, disk and GPUs over time."""
-    charts = [*draw_machine(seen.series, seen.events, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
+    charts = [*draw_machine(seen.all, seen.events, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
@@ -198,39 +204,28 @@ def _memory(seen: _Seen) -> Iterator[Part]:
         return
     yield Chart(legend([(layer.name, layer.colour) for layer in seen.layers]))
     marks = [
-        (samples[-1].time - seen.start, f"{job.id} {job.shown}: {job.cause}")
+        (attempts[-1][-1].time - seen.start, f"{job.id} {job.shown}: {job.cause}")
         for job in seen.state.jobs.values()
-        if job.shown in BAD and (samples := seen.series.get(job.id))
+        if job.shown in BAD and (attempts := seen.series.get(job.id))
     ]
-    label = f"Private memory of all jobs of {seen.name} over time, by phase"
+    label = f"Private memory of all jobs of {seen.name} over time, by {seen.by}"
     binding, layers = seen.state.budget.get("binding"), seen.layers
     limit = (str(binding["name"]), int(binding["limit_bytes"])) if binding else None
     yield Chart(f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=marks)}</div>')
     yield Note(
-        "The private memory of all jobs together, by what each job was doing. Memory that several jobs share, such as "
-        "a mapped panel, is not in it. A red cross is a job that failed.",
+        f"The private memory of all jobs together, by {seen.by}. Memory that several jobs share, such as a mapped "
+        "panel, is not in it. A red cross is a job that failed.",
         "dim",
     )
-
-
-def _attempts(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
-    """Return the first and the last sample of each attempt: they are apart in time."""
-    pairs = enumerate(pairwise(samples), start=1)
-    starts = [0, *(at for at, (before, after) in pairs if after.time - before.time > _GAP_SECONDS), len(samples)]
-    return ((first, following - 1) for first, following in pairwise(starts))
-
-
-def _phase(sample: Sample) -> str:
-    return sample.phase or _OTHER
 
 
 def _jobs(seen: _Seen) -> Iterator[Part]:
     """Yield when each job ran, and a table of the jobs: the peak of each beside its reservation, and its times."""
     jobs = [job for job in seen.state.jobs.values() if job.id in seen.series]
     jobs = sorted(jobs, key=lambda job: job.seconds or 0.0)[-_MOST_BARS:]
-    jobs.sort(key=lambda job: seen.series[job.id][0].time)
+    jobs.sort(key=lambda job: seen.series[job.id][0][0].time)
     if jobs:
-        bars, label = [_bar(job, seen) for job in jobs], f"When each job of {seen.name} ran, by phase"
+        bars, label = [_bar(job, seen) for job in jobs], f"When each job of {seen.name} ran, by {seen.by}"
         yield Chart(f'<div class="wide">{draw_bars(bars, seen.seconds, label)}</div>')
         if left := len(seen.series) - len(jobs):
             yield Note(f"{left} shorter jobs are not shown.", "dim")
@@ -249,14 +244,12 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
 
 
 def _bar(job: JobState, seen: _Seen) -> Bar:
-    samples = seen.series[job.id]
-    phases = [_phase(sample) for sample in samples]
     parts: list[tuple[float, float, str]] = []
-    for first, last in _attempts(samples):
-        for phase, group in groupby(range(first, last + 1), phases.__getitem__):
-            begin, *rest = group
-            end = min((rest or [begin])[-1] + 1, last)
-            parts.append((samples[begin].time - seen.start, samples[end].time - seen.start, seen.colours[phase]))
+    for samples in seen.series[job.id]:
+        ends = [*samples[1:], samples[-1]]
+        for layer, group in groupby(zip(samples, ends, strict=True), lambda one: seen.layer_of(job.id, one[0])):
+            spans = [*group]
+            parts.append((spans[0][0].time - seen.start, spans[-1][1].time - seen.start, seen.colours[layer]))
     note = show_state(job.shown) + (f", {format_duration(job.seconds, short=True)}" if job.seconds else "")
     note += f", attempt {job.attempt}" if job.attempt > 1 else ""
     note += f" after {format_duration(job.earlier_seconds, short=True)}" if job.earlier_seconds else ""

@@ -26,13 +26,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the columns named in ``left`` hold words. A page leaves out empty ones, and folds many rows."""
+    """A table: the columns named in ``left`` hold words. A page leaves out empty ones, and folds many rows.
+
+    A console shows each row in its style, if there are ``styles``.
+    """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     left: Collection[str]
     what: str = "figures"
     fold: Collection[str] = ()  # columns that break between words on a narrow terminal
+    styles: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,32 @@ class Chart:
     html: str
 
 
-Part = Facts | Table | Note | Chart
+@dataclass(frozen=True)
+class Inset:
+    """Parts that a console shows further to the right."""
+
+    parts: Iterable[Part]
+    indent: int
+
+
+Part = Facts | Table | Note | Chart | Inset | str
 
 
 def to_text(parts: Iterable[Part], console: Console, indent: int = 0) -> None:
-    """Print parts one below the other."""
+    """Print parts one below the other; a text is a note."""
     for part in parts:
-        if isinstance(part, Facts):
+        if isinstance(part, Inset):
+            to_text(part.parts, console, indent + part.indent)
+        elif isinstance(part, str):
+            say(console, f"{'':<{indent}}{part}")
+        elif isinstance(part, Facts):
             for name, text in part.rows:
                 console.print(Text.assemble((f"{name:<{part.width}}", "bold"), text), soft_wrap=True)
         elif isinstance(part, Table):
             rows = [[Text(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in part.rows]
             table = plain_table(*part.headings, rows=rows, left=part.left, fold=part.fold)
+            for row, style in zip(table.rows, part.styles, strict=False):
+                row.style = style
             console.print(Padding(table, (0, 0, 0, indent), expand=False) if indent else table)
         elif isinstance(part, Note):
             say(console, f"{'':<{indent}}{part.text}", part.style)
@@ -75,6 +93,9 @@ def to_html(parts: Iterable[Part]) -> str:
 def _html(part: Part) -> str:
     if isinstance(part, Chart):
         return part.html
+    if isinstance(part, Inset):
+        return to_html(part.parts)
+    part = Note(part) if isinstance(part, str) else part
     if isinstance(part, Note):
         kind = {"red": ' class="failed"', "dim": ' class="note"'}.get(part.style, "")
         return f"<p{kind}>{escape(part.text.strip())}</p>" if part.text else ""

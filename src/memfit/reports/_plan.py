@@ -7,11 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from memfit.memory import Budget, Device
-from memfit.reports._parts import Facts, Note, Part, Table, plain_table, say, to_text
+from memfit.reports._parts import Facts, Inset, Note, Part, Table
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -43,19 +40,20 @@ _FITS = {True: "yes", False: "no", None: "not known"}
 _OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
 
-def print_run_plan(plan: RunPlan, console: Console) -> None:
-    """Print the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
+def view_run_plan(plan: RunPlan) -> Iterator[Part]:
+    """Yield the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
     budget, run = plan.budget, f"{plan.run} continues" if plan.run else "a new run directory"
     limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
     facts = [("run", run), ("budget", f"{limit} for jobs ({budget.binding.name})")]
     width = max([10, *(len(stage.name) + 1 for stage in plan.stages)])
-    to_text([*map(Note, map(shlex.join, plan.commands)), Facts(facts, width), Note("")], console)
+    yield from map(shlex.join, plan.commands)
+    yield from (Facts(facts, width), "")
     for stage in plan.stages:
         first, *lines = _lines(stage)
-        to_text([Facts([(stage.name, first)], width)], console)
-        parts = [*map(Note, lines), *(_forecast(stage.forecast) if stage.forecast is not None else ()), *_matrix(stage)]
-        to_text([*parts, *([Note(stage.advice)] if stage.advice else ())], console, width)
-    console.print("\nNothing was started.")
+        yield Facts([(stage.name, first)], width)
+        parts = [*lines, *(_forecast(stage.forecast) if stage.forecast is not None else ()), *_matrix(stage)]
+        yield Inset([*parts, *([stage.advice] if stage.advice else ())], width)
+    yield "\nNothing was started."
 
 
 def _forecast(forecast: Forecast) -> Iterator[Part]:
@@ -169,12 +167,8 @@ def _matrix(stage: StagePlan) -> Iterator[Table]:
 # An estimate
 
 
-def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
-    """Print an answer of ``memfit.planning.ask``."""
-    to_text(_estimate(answer), log)
-
-
-def _estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
+def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield an answer of ``memfit.planning.ask``."""
     yield _verdict(answer)
     if answer["data"]:
         yield Note(answer["data"]["text"])
@@ -187,15 +181,15 @@ def _estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
     largest = [(name.replace("_", " "), *_bounds(size)) for name, size in parts if size["upper"]]
     phases = [(name, *_bounds(size)) for name, size in answer["by_phase"].items()]
     peak = f"at the peak ({answer['peak_phase']})"
-    yield from (Note(""), Table(("device", *_BOUNDS, ""), figures, ("device", "")))
-    yield from (Note(""), Table((peak, *_BOUNDS), largest, (peak,)))
-    yield from (Note(""), Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
+    yield from ("", Table(("device", *_BOUNDS, ""), figures, ("device", "")))
+    yield from ("", Table((peak, *_BOUNDS), largest, (peak,)))
+    yield from ("", Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
     if answer["setup"] is not None and answer["gpu"] is not None and answer["verdict"] != "fits":
         yield from _explain_change(answer)
     if answer["verdict"] == "tight":
         yield Note("to accept that little: --accept-tight")
     if answer["notes"]:
-        yield from (Note(""), *(Note(f"note: {note}") for note in answer["notes"]))
+        yield from ["", *(f"note: {note}" for note in answer["notes"])]
 
 
 def _verdict(answer: Mapping[str, Any]) -> Note:
@@ -223,8 +217,8 @@ def _equation(answer: Mapping[str, Any]) -> Iterator[Note]:
         yield Note(equation_of_batch(setup["batch"], setup["num_microbatches"], setup["world_size"]))
 
 
-def _explain_change(answer: Mapping[str, Any]) -> Iterator[Note]:
-    yield Note("")
+def _explain_change(answer: Mapping[str, Any]) -> Iterator[Part]:
+    yield ""
     change = answer["change"]
     if change is None:
         yield Note("no tested change of the setup makes it fit: use a larger GPU or a smaller model")
@@ -244,24 +238,22 @@ def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:
 # A budget
 
 
-def print_budget(budget: Budget, console: Console) -> None:
-    """Print the smallest limit and its source, all limits as a table, and what else may be used here."""
+def view_budget(budget: Budget) -> Iterator[Part]:
+    """Yield the smallest limit and its source, all limits as a table, and what else may be used here."""
     binding, left = budget.binding, budget.headroom_bytes
     verdict = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much is in use"
     whole, source = format_bytes(binding.limit_bytes), _short(binding.source)
-    text = f" of {whole}. The smallest limit is {binding.name}, from {source}."
-    console.print(Text.assemble((verdict, "bold"), text), soft_wrap=True)
+    yield Note(f"{verdict} of {whole}. The smallest limit is {binding.name}, from {source}.", "bold")
     lendable, reserve = format_bytes(budget.lendable_bytes), format_bytes(budget.reserve_bytes)
-    say(console, f"Jobs can have {lendable}. memfit keeps {reserve} free: {budget.reserve_note}.\n")
-    words = ("limit", "scope", "source")
-    table = plain_table("limit", "scope", "size", "used", "left", "source", left=words, fold=words)
-    for number, one in enumerate(budget.limits):
+    yield f"Jobs can have {lendable}. memfit keeps {reserve} free: {budget.reserve_note}.\n"
+    words, rows = ("limit", "scope", "source"), []
+    for one in budget.limits:
         says = _short(one.source) + (f": {one.note}" if one.note else "")
         sizes = map(format_bytes, (one.limit_bytes, one.used_bytes, one.headroom_bytes))
-        row = map(Text, (one.name, one.scope, *sizes, says))
-        table.add_row(*row, style="bold" if number == 0 else "" if one.binds else "dim")
-    console.print(table)
-    to_text([Note(""), Facts([*_budget_facts(budget)])], console)
+        rows.append((one.name, one.scope, *sizes, says))
+    styles = ["bold", *("" if one.binds else "dim" for one in budget.limits[1:])]
+    yield Table(("limit", "scope", "size", "used", "left", "source"), rows, words, fold=words, styles=styles)
+    yield from ("", Facts([*_budget_facts(budget)]))
 
 
 def _short(path: str) -> str:

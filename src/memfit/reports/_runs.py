@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.console import Console
 
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.files import check_owner
 from memfit.memory import list_entries
 from memfit.reports._columns import cells_of, columns_of
-from memfit.reports._parts import Note, Table, to_text
+from memfit.reports._parts import Inset, Note, Part, Table
 from memfit.rundir import JobState, Reader, RunDir, liveness, read, show_state
 from memfit.units import format_bytes
 
@@ -176,8 +174,8 @@ def _below(root: Path) -> list[RunDir]:
     return sorted(found, key=lambda run: run.path.name, reverse=True)
 
 
-def print_runs(found: Iterable[Overview], console: Console) -> None:
-    """Print runs: who supervises each, and what its jobs do and hold."""
+def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
+    """Yield runs: who supervises each, and what its jobs do and hold."""
     for one in found:
         counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
         if one.problem:
@@ -190,5 +188,5 @@ def print_runs(found: Iterable[Overview], console: Console) -> None:
             text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
         headings, lines = columns_of("ps"), [cells_of(row, one.run) for row in one.running]
         table = Table(headings, [[line[name] for name in headings] for line in lines], ("job", "phase"))
-        to_text([Note(str(one.run.path), "bold")], console)
-        to_text([Note(text), *([table] if lines else ())], console, 2)
+        yield Note(str(one.run.path), "bold")
+        yield Inset([text, *([table] if lines else ())], 2)

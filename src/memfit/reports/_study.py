@@ -11,11 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from memfit.reports._columns import size_text
 from memfit.reports._numbers import format_number, is_number, or_dash, rate_of, short_path
-from memfit.reports._parts import Cell, Facts, Note, Part, Table, to_text
+from memfit.reports._parts import Cell, Facts, Note, Part, Table
 from memfit.rundir import RunDir, RunState, finite, liveness
 from memfit.units import format_duration, list_some, parse_bytes
 
@@ -108,7 +106,7 @@ class StudyView:
             "num_ended": len(ended),
             "counts": self.counts(is_live=liveness(self.run).is_supervised),
             "rates": {name: rate_of("num", sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
-            "best": _best(self, states["completed"] + states["pruned"]) if self.ranked else None,
+            "best": _best(self) if self.ranked else None,
             "seconds_per_trial": self.seconds_per_trial,
             "seconds_left": self.seconds_left,
             "canaries": [_row(one) for one in self.canaries],
@@ -141,33 +139,11 @@ def summarize_study(state: RunState) -> dict[str, Any]:
     return StudyView(state, Study.open(state.run)).summarize()
 
 
-def _best(view: StudyView, num: int) -> dict[str, Any]:
-    """Return the best trial, what the best of ``num`` equally good trials would reach, and whether it beats a canary.
-
-    A trial's error is over its units, less what each unit adds to all trials. Medians, for some trials diverge.
-    """
+def _best(view: StudyView) -> dict[str, Any]:
+    """Return the best trial, with its value for each unit."""
     best, units = view.ranked[0], dict(view.ranked[0].by_unit)
-    found = {
-        "trial": best.name, "value": best.value, "params": dict(best.params), "by_unit": units, "n": len(units),
-        "epochs": best.epochs, "luck": None, "baseline": None,
-    }  # fmt: skip
-    alike = [one for one in view.ranked if one.by_unit.keys() == units.keys()]
-    if len(units) < 2 or len(alike) < 2:
-        return found
-    middles = {name: statistics.median(one.by_unit[name] for one in alike) for name in units}
-    spreads = [statistics.stdev(value - middles[name] for name, value in one.by_unit.items()) for one in alike]
-    # A median of squares is below their mean: Wilson and Hilferty (1931). The expected maximum: Blom (1958).
-    scale = len(units) * (1 - 2 / (9 * (len(units) - 1))) ** 3 * (1 - 1 / len(alike))
-    sign, quantile = 1 if view.study.settings.direction == "maximize" else -1, statistics.NormalDist().inv_cdf
-    error, value = sign * statistics.median(spreads) / math.sqrt(scale), best.value or 0.0
-    middle = statistics.median(one.value or 0.0 for one in alike)
-    shares = (num - 0.375) / (num + 0.25), 0.95 ** (1 / num)
-    expected, limit = (middle + error * quantile(share) for share in shares)
-    found["luck"] = {"num_trials": num, "expected": expected, "limit": limit, "is_beyond": sign * (value - limit) > 0}
-    for one in [one for one in view.canaries if one.value is not None][-1:]:
-        reach = abs(error) * math.sqrt(2) * quantile(1 - 0.05 / num)
-        found["baseline"] = _row(one) | {"is_beaten": sign * (value - (one.value or 0.0)) > reach}
-    return found
+    found = {"trial": best.name, "value": best.value, "params": dict(best.params), "by_unit": units}
+    return found | {"n": len(units), "epochs": best.epochs}
 
 
 def _row(trial: Trial) -> dict[str, Any]:
@@ -267,16 +243,6 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
             error = statistics.stdev(best["by_unit"].values()) / math.sqrt(best["n"])
             yield "", f"mean of {best['n']}: {units}; standard error {format_number(error)}"
-        if (luck := best["luck"]) is None:
-            yield "luck", "not known: it takes two trials of several folds or seeds"
-        else:
-            expected, limit = (format_number(luck[name]) for name in ("expected", "limit"))
-            yield "luck", f"by luck alone the best of {luck['num_trials']} would be {expected}; 1 time in 20 {limit}"
-            text = "more than luck" if luck["is_beyond"] else "may be luck"
-            if base := best["baseline"]:
-                text += f"; {'beats' if base['is_beaten'] else 'not shown to beat'} {base['trial']} (own settings"
-                text += ")" if base["epochs"] == best["epochs"] else f", {base['epochs']} of {best['epochs']} epochs)"
-            yield "", text
     refused = summary["refused"]
     if refused["num_refused"]:
         smallest = refused["smallest"]
@@ -284,10 +250,10 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{smallest['why']} ({smallest['trial']})"
 
 
-def print_study(state: RunState, console: Console) -> None:
-    """Print a study: how far it is, its best trials, what failed, and what to do next."""
+def view_study(state: RunState) -> Iterator[Part]:
+    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
     summary = summarize_study(state)
-    to_text([*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)])], console)
+    yield from (*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)]))
 
 
 def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.memory import Footprint
@@ -28,7 +26,7 @@ from memfit.reports._numbers import (
     short_path,
     summarize_metrics,
 )
-from memfit.reports._parts import Facts, Note, Part, Table, to_text
+from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.reports._study import next_steps, study_of, view_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
@@ -104,12 +102,8 @@ def _diagnosis(state: RunState, row: JobState) -> str | None:
     return None if found is None or found.cause in tells_less else explain_in_a_line(found)
 
 
-def print_summary(state: RunState, console: Console, *, verbose: bool = False) -> None:
-    """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run."""
-    to_text(_summary(state, console.width, verbose), console)
-
-
-def _summary(state: RunState, width: int, verbose: bool) -> Iterator[Part]:
+def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Iterator[Part]:
+    """Yield the summary: the budget, the jobs with their errors, the totals, and the folder of the run."""
     study = found.summarize() if (found := study_of(state)) else None
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))

@@ -26,7 +26,7 @@ from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
 from memfit.estimation import list_options  # noqa: E402
 from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
-from memfit.reports import print_run_plan  # noqa: E402
+from memfit.reports import to_text, view_run_plan  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import compiling, text, training  # noqa: E402
@@ -414,7 +414,7 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
     whole = answer["device"]["allocated_bytes"]["value"]  # in blocks of 512 B
     assert parts["activations"] > 0 and sum(parts.values()) == pytest.approx(whole, rel=0.01)
     file = io.StringIO()
-    print_run_plan(plan, Console(file=file, width=200))
+    to_text(view_run_plan(plan), Console(file=file, width=200))
     sizes = {name: format_bytes(size) for name, size in parts.items()}
     names = ("weights", "gradients", "optimizer", "activations")
     shown = " + ".join(f"{name} {sizes[name]}" for name in names)
@@ -469,7 +469,7 @@ def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_
     monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 0.0)  # the formula answers
     plan = plan_run(XL / "flan-t5-xl.yaml", overrides=[f"runs_dir={tmp_path}"])
     file = io.StringIO()
-    print_run_plan(plan, Console(file=file, width=200))
+    to_text(view_run_plan(plan), Console(file=file, width=200))
     assert (
         "a step of its model (by the formula): 38.89 GiB (at most 44.83 GiB) in tensors = weights 5.31 GiB"
         in file.getvalue()
