@@ -162,9 +162,6 @@ EACH_OPTION = [
     (["--train", "compiled=true"], "activations", 1, 1),
     (["--microbatches", 2], "gradients", 1.0, 1e9),
     (["--world-size", 4, "--strategy", "fsdp"], "weights", 0.2, 0.3),
-    (["--world-size", 4, "--strategy", "zero3"], "weights", 0.2, 0.3),
-    (["--world-size", 4, "--strategy", "zero2"], "optimizer", 0.7, 0.8),  # an fp32 copy and moments of a quarter
-    (["--world-size", 4, "--strategy", "zero1"], "optimizer", 0.7, 0.8),
     (["--world-size", 4], "communication", 1, 1e9),
 ]
 

@@ -93,7 +93,7 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
         yield replace(setup, gradient_checkpointing="selective"), "5 to 15 % of speed", True
     if trains and setup.gradient_checkpointing != "full":
         yield replace(setup, gradient_checkpointing="full"), "25 to 33 % of speed", True
-    if full_update and setup.world_size > 1 and setup.strategy in ("none", "ddp", "zero1", "zero2"):
+    if full_update and setup.world_size > 1 and setup.strategy != "fsdp":
         yield replace(setup, strategy="fsdp", load="shards"), "traffic between the devices", True
 
 
