@@ -438,7 +438,7 @@ _NEAREST = {
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """Return what the model of a ``config.json`` is made of; refuse one that is no language model of attention alone."""
+    """Return what a config's model is made of; refuse one that is no language model of attention alone."""
     if other := next((name for name in _NOT_COUNTED if config.get(name)), ""):
         raise ConfigError(
             f"the model's config has {other}.",
