@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import ConfigError, UsageError, check_counts
+from memfit.units import format_count
 
 Dtype = Literal["fp32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
 Optimizer = Literal[
@@ -162,13 +163,8 @@ def equation_of_batch(batch: int, num_microbatches: int, world_size: int) -> str
     """
     check_counts(UsageError, 1, samples=batch, microbatches=num_microbatches, devices=world_size)
     factors = ((batch, "sample"), (num_microbatches, "microbatch"), (world_size, "device"))
-    words = " x ".join(f"{count} {_plural(name, count)}" for count, name in factors)
-    total = batch * num_microbatches * world_size
-    return f"{words} = {total} {_plural('sample', total)} an update"
-
-
-def _plural(name: str, count: int) -> str:
-    return name if count == 1 else name + ("es" if name.endswith("ch") else "s")
+    total = format_count(batch * num_microbatches * world_size, "sample")
+    return f"{' x '.join(format_count(*one) for one in factors)} = {total} an update"
 
 
 def split_batch(total: int, batch: int, world_size: int = 1) -> int:
