@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -207,7 +208,4 @@ def _line_through(setups: Sequence[Setup], found: Mapping[int, Estimate]) -> Cal
 
 def _last_within(need: Callable[[int], float], low: int, high: int, limit: float) -> int:
     """Return the last place between two whose need is within a limit, by halving; the lower one if there is none."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle)
-    return low
+    return low + bisect_right(range(low + 1, high), limit, key=need)

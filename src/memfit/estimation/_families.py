@@ -31,26 +31,23 @@ class ModelConfig:
         return next((self.entries[name] for name in names if self.entries.get(name) is not None), default)
 
     def size(self, *names: str, default: int | None = None, least: int = 0) -> int:
-        found = self.get(*names, default=default)
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= _LARGEST:
-            raise self._error(names, found, f"a whole number from {least} up")
-        return found
+        def holds(one: Any) -> bool:
+            return type(one) is int and least <= one <= _LARGEST
+
+        return int(self._checked(names, default, holds, f"a whole number from {least} up"))
 
     def text(self, *names: str, default: str) -> str:
-        found = self.get(*names, default=default)
-        if not isinstance(found, str):
-            raise self._error(names, found, "a name")
-        return found
+        return str(self._checked(names, default, lambda one: isinstance(one, str), "a name"))
 
     def drops(self, *names: str, default: float = 0.0) -> bool:
-        found = self.get(*names, default=default)
-        if not isinstance(found, int | float):
-            raise self._error(names, found, "a number")
-        return found > 0
+        return bool(self._checked(names, default, lambda one: isinstance(one, int | float), "a number") > 0)
 
-    def _error(self, names: tuple[str, ...], found: Any, wanted: str) -> ConfigError:
+    def _checked(self, names: tuple[str, ...], default: Any, holds: Callable[[Any], bool], wanted: str) -> Any:
+        found = self.get(*names, default=default)
+        if holds(found):
+            return found
         named = next((name for name in names if self.entries.get(name) is not None), names[0])
-        return ConfigError(
+        raise ConfigError(
             f"the model's config has {named} = {_shortened(found)}.",
             rule=f"the formula reads {wanted} from {' or '.join(names)}.",
             remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",

@@ -149,15 +149,16 @@ class _Case:
     # Parameters
 
     @property
-    def blocks(self) -> list[tuple[Stack, Block]]:
-        return [(stack, stack.block) for stack in self.anatomy.stacks]
+    def linears(self) -> list[tuple[Linear, int]]:
+        """The matrix products of the blocks, and how many blocks have each."""
+        return [(one, stack.num_blocks) for stack in self.anatomy.stacks for one in stack.block.linears]
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
         """The names of matrix products that have adapters."""
         if not self.setup.lora_rank:
             return ()
-        names = sorted({linear.name for _, block in self.blocks for linear in block.linears})
+        names = sorted({linear.name for linear, _ in self.linears})
         wanted = self.setup.lora_targets or find_lora_targets(self.anatomy.family)
         if "all-linear" in wanted:
             return tuple(names)
@@ -175,19 +176,19 @@ class _Case:
 
     @cached_property
     def num_adapters(self) -> int:
-        rank = self.setup.lora_rank
-        return sum(
-            stack.num_blocks * rank * (linear.inputs + linear.outputs) * linear.copies
-            for stack, block in self.blocks
-            for linear in self._adapted(block)
-        )
+        adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
+        return sum(count * self.setup.lora_rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
 
     @property
     def num_beside(self) -> int:
         """Parameters outside of blocks."""
-        return self.anatomy.num_parameters - sum(
-            stack.num_blocks * block.num_parameters for stack, block in self.blocks
-        )
+        in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
+        return self.anatomy.num_parameters - in_blocks
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in matrix products of blocks."""
+        return sum(count * one.num_weights for one, count in self.linears)
 
     @property
     def num_trained(self) -> int:
@@ -197,20 +198,16 @@ class _Case:
     @property
     def num_largest(self) -> int:
         """Numbers of the largest weight that is trained."""
-        rank = self.setup.lora_rank
-        if rank:
-            every = [rank * max(one.inputs, one.outputs) for _, block in self.blocks for one in self._adapted(block)]
+        if rank := self.setup.lora_rank:
+            every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
         else:
-            every = [rows * width for rows, width in self.anatomy.tables]
-            every += [linear.num_weights for _, block in self.blocks for linear in block.linears]
+            every = [rows * width for rows, width in self.anatomy.tables] + [one.num_weights for one, _ in self.linears]
         return max(every, default=0)
 
     @cached_property
     def whole(self) -> Interval:
         """The weights before any sharing; libraries may widen what is not quantised to fp32."""
-        in_blocks = sum(
-            stack.num_blocks * linear.num_weights for stack, block in self.blocks for linear in block.linears
-        )
+        in_blocks = self.num_weights
         size = _QUANTISED.get(self.setup.quantization, self.held)
         rest = (self.anatomy.num_parameters - in_blocks) * self.held
         whole = Interval(ceil(in_blocks * size) + rest + self.num_adapters * self.trained)
@@ -223,9 +220,9 @@ class _Case:
     @property
     def load(self) -> Interval | None:
         """What loading the weights takes."""
-        largest = max((one.num_weights for _, block in self.blocks for one in block.linears), default=0)
+        largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
-        unit = max(self.num_beside, *(block.num_parameters for _, block in self.blocks)) * self.held
+        unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
         return bound_load(self.setup, self.whole, unit, largest)
 
     @cached_property
@@ -238,7 +235,7 @@ class _Case:
     def optimizer(self) -> Interval:
         name, count = self.setup.optimizer, self.num_trained
         if name == "adafactor":  # a row's and a column's mean of each matrix (Shazeer and Stern 2018)
-            lines = [(one.inputs + one.outputs) * stack.num_blocks for stack, b in self.blocks for one in b.linears]
+            lines = [(one.inputs + one.outputs) * count for one, count in self.linears]
             lines += [rows + width for rows, width in self.anatomy.tables]
             moments = Interval(sum(lines) * self.state, 2 * sum(lines) * max(self.state, 4))
         elif name.startswith("paged"):  # scales of 8 bits, and small moments
@@ -386,8 +383,7 @@ class _Case:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
         if self.held == self.compute or self.setup.is_sharded:
             return Interval()
-        numbers = sum(stack.num_blocks * one.num_weights for stack, block in self.blocks for one in block.linears)
-        numbers += self.anatomy.head.num_weights if self.anatomy.head else 0
+        numbers = self.num_weights + (self.anatomy.head.num_weights if self.anatomy.head else 0)
         return self._wide(Interval(numbers * self.compute))
 
     @property
@@ -406,7 +402,7 @@ class _Case:
         ):  # DDP's buckets are as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
             buckets = self.num_trained * self.trained * (self.setup.strategy == "ddp")
             return Interval(buckets), Interval(), Interval()
-        block, root = max(block.num_parameters for _, block in self.blocks), self.num_beside
+        block, root = max(stack.block.num_parameters for stack in self.anatomy.stacks), self.num_beside
         gathered = Interval((2 * block + root) * self.compute, (3 * block + root) * self.compute)
         reduced = 0 if self.setup.lora_rank else block * self.trained
         return Interval(), gathered, gathered + Interval(reduced, 2 * reduced + root * self.trained)
