@@ -162,9 +162,6 @@ EACH_OPTION = [
     (["--train", "compiled=true"], "activations", 1, 1),
     (["--microbatches", 2], "gradients", 1.0, 1e9),
     (["--world-size", 4, "--strategy", "fsdp"], "weights", 0.2, 0.3),
-    (["--world-size", 4, "--strategy", "zero3"], "weights", 0.2, 0.3),
-    (["--world-size", 4, "--strategy", "zero2"], "optimizer", 0.7, 0.8),  # an fp32 copy and moments of a quarter
-    (["--world-size", 4, "--strategy", "zero1"], "optimizer", 0.7, 0.8),
     (["--world-size", 4], "communication", 1, 1e9),
 ]
 
@@ -184,9 +181,6 @@ def test_every_option_changes_its_own_figure_by_the_right_factor(estimate, words
     assert low * max(before, 1) <= after <= high * max(before, 1)
 
 
-MAMBA = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
-
-
 @pytest.mark.slow
 def test_a_trace_that_takes_too_long_leaves_the_formula(estimate):
     found = estimate("--json", "--time-limit", 0).json
@@ -197,9 +191,7 @@ def test_a_trace_that_takes_too_long_leaves_the_formula(estimate):
 @pytest.mark.slow
 def test_a_trace_that_was_given_up_is_named_where_the_formula_cannot_read_the_config_either(estimate, tmp_path):
     path = tmp_path / "mamba.json"
-    path.write_text(
-        json.dumps({**MAMBA, "time_step_rank": "many", "architectures": ["Unknown"], "model_type": "mambo"})
-    )
+    path.write_text(json.dumps({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}))
     done = estimate("--time-limit", 0, config=path)
     assert done.exit_code == 2
     assert "so memfit gave up the trace" in done.err and "does not read" in done.err

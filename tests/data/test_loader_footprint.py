@@ -334,4 +334,4 @@ def held():
 def test_tensors_are_sized_as_arrays_are():
     torch = pytest.importorskip("torch")
     batch = (torch.ones(4, 3, dtype=torch.bfloat16), [torch.zeros(4), "ab"], torch.ones(6, 4).t(), torch.empty(0))
-    assert _loader_footprint.size_of(batch) == (4, 24 + 16 + 2 + 96)
+    assert _loader_footprint.batch_bytes(batch) == 24 + 16 + 2 + 96

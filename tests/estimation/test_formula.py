@@ -110,19 +110,17 @@ _GROUPED = {**_DECODER, "num_key_value_heads": 2}
 _ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:5]}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 320, "num_layers": 2, "num_heads": 8, "vocab_size": 1000}
 _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
-_MAMBA = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "task"),
     [
-        *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")),
+        *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")),
         *((kind, _GROUPED, "CausalLM") for kind in ("gemma3_text", "mixtral")),
-        *((kind, {**_GROUPED, "num_experts": 4}, "CausalLM") for kind in ("qwen2_moe", "qwen3_moe")),
+        ("qwen3_moe", {**_GROUPED, "num_experts": 4}, "CausalLM"),
         ("llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "CausalLM"),
         ("gpt_neox", _DECODER, "CausalLM"),
         ("gpt2", _GPT2, "CausalLM"),
-        *(("mamba", {**_MAMBA, **more}, "CausalLM") for more in ({}, {"use_bias": True, "use_conv_bias": False})),
         ("t5", _T5, "Seq2SeqLM"),
         ("mt5", {**_T5, "num_decoder_layers": 3, "tie_word_embeddings": False}, "Seq2SeqLM"),
         *((kind, _ENCODER, task) for kind in ("bert", "roberta") for task in ("MaskedLM", "SequenceClassification")),
@@ -260,9 +258,6 @@ def test_an_update_within_the_backward_pass_holds_one_gradient() -> None:
     ("strategy", "shares"),
     [
         ("ddp", (1, 1, 1)),
-        ("zero1", (1, 1, 0.125)),
-        ("zero2", (1, 0.125, 0.125)),
-        ("zero3", (0.125, 0.125, 0.125)),
         ("fsdp", (0.125, 0.125, 0.125)),
     ],
 )
@@ -350,16 +345,15 @@ def test_the_formula_does_not_fall_below_the_trace_of_a_small_gemma2() -> None:
 
 
 _SOME, _FULL = ({"gradient_checkpointing": name} for name in ("selective", "full"))
-_STATES = {**_MAMBA, "model_type": "mamba"}
 #: The bytes of all phases together, and the bound of the whole device, with eight samples.
 FIGURES = [
     (SMALL, {}, [1534455808, 2528432476]),
     (SMALL, {**_SOME, "num_microbatches": 2}, [1336547328, 2442132440]),
     (SMALL, {"dtype": "bf16-amp", **_FULL, "loss_chunks": 4}, [1109395456, 2240480256]),
     (SMALL, {"dtype": "fp32", "attention": "eager", "foreach": False, "compiled": True}, [2364717056, 3102657455]),
-    (SMALL, {"master_weights": True, "world_size": 3, "strategy": "zero1"}, [1602668888, 3936211248]),
+    (SMALL, {"master_weights": True, "world_size": 3, "strategy": "ddp"}, [2060670976, 4031397724]),
     (SMALL, {"world_size": 4, "strategy": "fsdp", "state_dtype": "fp32"}, [1425711616, 3886520129]),
-    (SMALL, {"world_size": 2, "strategy": "zero2", "optimizer": "adafactor"}, [1476156800, 3903537172]),
+    (SMALL, {"world_size": 2, "strategy": "fsdp", "optimizer": "adafactor"}, [1367327936, 3862046239]),
     (SMALL, {"lora_rank": 4, "lora_targets": ("all-linear",), "quantization": "nf4"}, [1470469120, 2835497001]),
     (SMALL, {"lora_rank": 8, "quantization": "int8", **_SOME}, [1044598272, 2357083045]),
     (SMALL, {"optimizer": "adamw8bit", "optimizer_in_backward": True}, [1389655280, 2497430547]),
@@ -372,8 +366,6 @@ FIGURES = [
     (_CLASSIFIER, {"seq_len": 128, **_SOME}, [3093763636, 2839611874]),
     ({**BERT, "architectures": ["BertForMaskedLM"]}, {"dtype": "fp32"}, [12864465632, 8657175424]),
     ({**_ENCODER, "model_type": "electra"}, {"attention": "eager", **_SOME}, [394691008, 2397166348]),
-    (_STATES, {"seq_len": 64}, [454494208, 1979317321]),
-    (_STATES, {**_FULL, "world_size": 2, "strategy": "ddp"}, [1472942592, 4938803487]),
 ]  # fmt: skip
 
 
@@ -384,12 +376,10 @@ def test_the_figures_of_a_setup_are_those_that_were_recorded(config, changes, fi
     assert [sum(one.value for one in found.by_phase.values()), found.device["device_bytes"].upper] == figures
 
 
-def test_experts_that_every_token_uses_are_counted() -> None:
+def test_each_expert_has_adapters_of_its_own() -> None:
     few = {**SMALL, "model_type": "deepseek_v3", "n_routed_experts": 4, "moe_intermediate_size": 128}
-    alone, shared = (count({**few, "n_shared_experts": number}) for number in (0, 2))
-    assert shared - alone == 2 * 3 * 512 * 256
     adapters = count(few, lora_rank=4, lora_targets=("all-linear",)) - count(few)
-    assert adapters == 2 * 4 * (4 * (512 + 512) + 4 * 3 * (512 + 128) + 512 + 4)  # each expert has its own
+    assert adapters == 2 * 4 * (4 * (512 + 512) + 4 * 3 * (512 + 128) + 512 + 4)
 
 
 def test_bart_is_read_by_the_names_of_its_own_widths() -> None:
@@ -417,7 +407,7 @@ def test_bart_is_read_by_the_names_of_its_own_widths() -> None:
         ({"hidden_size": 10**400}, "hidden_size = a number of 1329 bits"),
         ({"hidden_size": 515}, "a width of 515 and 8 heads"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
-        *(({name: 1}, f"has {name}") for name in ("vision_config", "audio_config", "image_size", "num_mel_bins")),
+        *(({name: 1}, f"has {name}") for name in ("vision_config", "audio_config", "image_size", "state_size")),
         ({**_CLASSIFIER, "num_labels": "x"}, "num_labels = 'x'"),
     ],
 )

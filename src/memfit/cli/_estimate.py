@@ -39,7 +39,7 @@ class Flags:
     gradient_checkpointing: bool = flag("Keep only the inputs of blocks.", None, "gradient_checkpointing=full")
     lora: Text = flag("Adapters: rank, and modules.", "RANK[:NAME,NAME]")
     world_size: Text = flag("Devices; 1.", "N", "world_size")
-    strategy: Text = flag("ddp, zero1, zero2, zero3, fsdp.", "NAME", "strategy")
+    strategy: Text = flag("ddp, fsdp.", "NAME", "strategy")
     train: list[str] | None = flag(
         "Another field of the training: attention=eager. docs/estimate.md lists them.", "KEY=VALUE"
     )

@@ -161,26 +161,15 @@ def _to_float32(values: Array) -> npt.NDArray[np.float32]:
             ) from None
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Which windows of a panel become batches, and the seed of their order; see `DateBatches`."""
-
-    panel: Panel
-    date_indices: Sequence[int] | npt.NDArray[np.integer]
-    lookback: int
-    target: str | None
-    shuffle_seed: int | None = None
-    min_assets: int = 1
-
-
 class _Batches:
     """Batches over the dates with enough eligible assets, in an order drawn for each (seed, epoch)."""
 
-    def __init__(self, windows: Windows) -> None:
-        panel, lookback, min_assets = windows.panel, windows.lookback, windows.min_assets
+    def __init__(
+        self, panel: Panel, dates: Any, lookback: int, target: str | None, shuffle_seed: int | None, min_assets: int
+    ) -> None:
         check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
-        check_counts(DataError, 0, shuffle_seed=windows.shuffle_seed)
-        given = np.asarray(windows.date_indices)
+        check_counts(DataError, 0, shuffle_seed=shuffle_seed)
+        given = np.asarray(dates)
         is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
         _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
         if given.size:
@@ -188,7 +177,7 @@ class _Batches:
             what = f"date_indices go from {given.min()} to {given.max()}"
             _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
             _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
-        self.panel, self.lookback, self.target, self._seed = panel, lookback, windows.target, windows.shuffle_seed
+        self.panel, self.lookback, self.target, self._seed = panel, lookback, target, shuffle_seed
         counts = np.array([len(self.reader.eligible(date)) for date in given], np.int64)
         kept = counts >= min_assets
         if not kept.any():
@@ -256,7 +245,7 @@ class DateBatches(_Batches):
         min_assets: int = 2,
         max_assets: int | None = None,
     ) -> None:
-        super().__init__(Windows(panel, date_indices, lookback, target, shuffle_seed, min_assets))
+        super().__init__(panel, date_indices, lookback, target, shuffle_seed, min_assets)
         counts = self._counts
         least = 2 * min_assets - 1
         rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
@@ -322,9 +311,9 @@ class WindowBatches(_Batches):
 
     number_of_longest = 0
 
-    def __init__(self, windows: Windows, size: int, *, drop_last: bool = False) -> None:
+    def __init__(self, *which: Any, size: int, drop_last: bool = False) -> None:
         check_counts(DataError, 1, batch=size)
-        super().__init__(windows)
+        super().__init__(*which)
         self._size = size
         self._cells = np.concatenate([date * self.panel.shape[1] + self.reader.eligible(date) for date in self._kept])
         self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)

@@ -151,7 +151,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class _Axes:
+class Axes:
     """The dates and assets of a source, sorted, and the number of its rows."""
 
     dates: npt.NDArray[np.datetime64]
@@ -159,14 +159,14 @@ class _Axes:
     num_rows: int
 
     @classmethod
-    def of(cls, source: Source, spec: PanelSpec) -> _Axes:
+    def of(cls, source: Source, date: str, asset: str) -> Axes:
         """The first pass over a source."""
         dates = np.empty(0, "datetime64[D]")
         assets: set[str] = set()
         num_rows = 0
-        for batch in source.batches([spec.date, spec.asset]):
-            dates = np.union1d(dates, decode_dates(batch.column(spec.date), spec.date))
-            assets.update(pc.unique(decode_assets(batch.column(spec.asset), spec.asset)).to_pylist())
+        for batch in source.batches([date, asset]):
+            dates = np.union1d(dates, decode_dates(batch.column(date), date))
+            assets.update(pc.unique(decode_assets(batch.column(asset), asset)).to_pylist())
             num_rows += batch.num_rows
         if not num_rows:
             raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
@@ -267,11 +267,11 @@ def write_panel(
             return path, True, ()
         sweep(path)
         changed = () if base else _differences(path.parent, key)
-        axes = _Axes.of(source, spec)
+        axes = Axes.of(source, spec.date, spec.asset)
         num_rows = axes.num_rows
         if base:
             axes.check_later(base)
-            axes = _Axes(axes.dates, text_of(base.assets), num_rows)
+            axes = Axes(axes.dates, text_of(base.assets), num_rows)
             num_rows += base.manifest.num_rows
         arrays = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets))
         grown = [_Array.of(name, facts, len(axes.dates)) for name, facts in arrays.items()]
@@ -320,7 +320,7 @@ def _force(aside: Path) -> dict[str, Any]:
 
 
 def _write_arrays(
-    base: Base | None, aside: Path, spec: PanelSpec, source: Source, axes: _Axes, grown: list[_Array], say: Progress
+    base: Base | None, aside: Path, spec: PanelSpec, source: Source, axes: Axes, grown: list[_Array], say: Progress
 ) -> None:
     if base is None:
         arrays = {one.name: one.create(None, aside) for one in grown}
@@ -345,7 +345,7 @@ def _allocate(path: Path, start: int) -> None:
         os.posix_fallocate(file.fileno(), start, size - start)
 
 
-def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
+def _scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
     """The second pass over a source: each row into its cell."""
     num_assets = len(axes.assets)
     cells = {name: array.reshape(len(axes.dates) * num_assets, *array.shape[2:]) for name, array in arrays.items()}
@@ -365,7 +365,7 @@ def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, 
     progress(done, axes.num_rows)
 
 
-def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> tuple[Array, Array]:
+def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: Axes) -> tuple[Array, Array]:
     """Return each row's date and asset as indices."""
     dates = decode_dates(batch.column(spec.date), spec.date)
     asset = pc.index_in(decode_assets(batch.column(spec.asset), spec.asset), value_set=axes.assets)
@@ -375,7 +375,7 @@ def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> tuple[Array,
     return date, numpy_of(asset).astype(np.int64)
 
 
-def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes) -> None:
+def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) -> None:
     again = np.ones(len(cell), bool)
     again[np.unique(cell, return_index=True)[1]] = False
     again |= present[cell]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, Windows
+from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches
 from memfit.data._buffers import Buffers, can_pin
 from memfit.data._build import fingerprint_of
 from memfit.data._panel import Array, Panel
@@ -99,12 +99,12 @@ class Loader(PositionedLoader[Batch]):
         _check_batch(batch, max_assets, drop_last)
         if min_assets is None:
             min_assets = 2 if batch == "date" else 1
-        windows = Windows(panel, date_indices, lookback, target, shuffle, min_assets)
+        which = {"lookback": lookback, "target": target, "shuffle_seed": shuffle, "min_assets": min_assets}
         self._batches: DateBatches | WindowBatches
         if batch == "date":
-            self._batches = DateBatches(**vars(windows), max_assets=max_assets)
+            self._batches = DateBatches(panel, date_indices, **which, max_assets=max_assets)  # type: ignore[arg-type]
         else:
-            self._batches = WindowBatches(windows, batch, drop_last=bool(drop_last))
+            self._batches = WindowBatches(panel, date_indices, *which.values(), size=batch, drop_last=bool(drop_last))
         super().__init__(_fingerprint_of(panel, {**self._arguments, "min_assets": min_assets}), num_workers)
         self._transform, self._seed, self._is_checked = transform, shuffle or 0, False
         is_pinned = pin_memory and can_pin()

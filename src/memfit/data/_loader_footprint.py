@@ -1,4 +1,4 @@
-"""Forecast the memory of loaders: worker processes, their copies of the data, and the batches ahead."""
+"""Forecast the host memory of a training: worker processes, their copies of the data, batches ahead, imports."""
 
 from __future__ import annotations
 
@@ -145,18 +145,15 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
         >>> found.parts["workers"], found.parts["batches"], found.parts["data"] > 20_000
         (0, 1920, True)
     """
-    use = with_imports(use or LoaderUse(), train, valid)
+    use = _with_imports(use or LoaderUse(), train, valid)
     loaders = [_look_at(one, use) for one in (train, valid) if one is not None]
-    by_data = {
-        id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
-    }
-    data = sum(by_data.values())
+    data = {id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)}
     added = {
         phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES}
         for phase, terms in _by_phase(loaders, use).items()
     }
     for parts in added.values():
-        parts["data"] = use.num_ranks * data
+        parts["data"] = use.num_ranks * sum(data.values())
     mapped = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
     largest = max(added.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
@@ -166,6 +163,42 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
         phases={name: PhasePeak(sum(parts.values()), mapped) for name, parts in added.items()},
         method="declared",
     )
+
+
+def host_footprint(
+    train: Any, valid: Any = None, use: LoaderUse | None = None, *, training_bytes: int = 0
+) -> Footprint:
+    """Forecast the host memory of a training on one machine, before it starts.
+
+    To what `loader_footprint` forecasts it adds, for each rank:
+
+    - ``interpreter``: a process with its imports that trains one small layer in the same loop, with batches of the
+      same size (8 MiB at most), measured on one: its anonymous memory. The libraries that it maps are in
+      ``shared_bytes``, once for the machine.
+    - ``training``: ``training_bytes``.
+
+    Args:
+        train, valid, use: As for `loader_footprint`.
+        training_bytes: Host memory of a rank for weights, gradients, optimizer, buckets of DistributedDataParallel and
+            activations. On a CPU, AdamW and DDP take five times the weights, and the activations. It is not measured.
+
+    Returns:
+        As from `loader_footprint`, with the parts above.
+
+    Raises:
+        UsageError: As `loader_footprint`.
+        JobFailedError: If the small training failed, such as with a loop that is not installed.
+    """
+    use = use or LoaderUse()
+    found = loader_footprint(train, valid, use)
+    loader = next((one for one in (train, valid) if getattr(one, "num_workers", 0)), train)
+    made = _batch_of(loader)[0] if hasattr(loader, "prefetch_factor") else 0
+    empty = _measure_empty_training(loader, _with_imports(use, train, valid), made)
+    added = {"interpreter": use.num_ranks * empty.process, "training": use.num_ranks * training_bytes}
+    more, shared = sum(added.values()), found.shared_bytes + empty.files
+    phases = {name: PhasePeak(peak.private_bytes + more, shared) for name, peak in found.phases.items()}
+    private, parts = found.private_bytes + more, {**added, **found.parts}
+    return replace(found, private_bytes=private, shared_bytes=shared, parts=parts, phases=phases)
 
 
 def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tuple[int, dict[str, int]]]]:
@@ -195,11 +228,11 @@ def _data_of(loader: Any) -> Any:
 def _look_at(loader: Any, use: LoaderUse) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
-        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, mapped_in(loader.panel))
+        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, _mapped_files(loader.panel))
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
-        size = (loader.num_workers + 2) * size_of(loader.longest())[1]
-        return _Loader({"batches": size, "data": _held(data_size(loader.examples))}, mapped_in(loader.examples))
+        size = (loader.num_workers + 2) * batch_bytes(loader.longest())
+        return _Loader({"batches": size, "data": _held(data_size(loader.examples))}, _mapped_files(loader.examples))
     torch, data = sys.modules.get("torch"), getattr(loader, "dataset", None)
     is_known = torch is not None and isinstance(loader, torch.utils.data.DataLoader) and hasattr(data, "__getitem__")
     if torch is None or not is_known or isinstance(data, torch.utils.data.IterableDataset):
@@ -214,13 +247,13 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
 def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
-    mapped = {**mapped_in(loader.dataset), **_mapped_files(loader.dataset)}
+    mapped = _mapped_files(loader.dataset)
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
-    empty = measure_empty_training(loader, use)
+    empty = _measure_empty_training(loader, use, made)
     ahead = workers * int(loader.prefetch_factor)
-    method = method_of(loader)
+    method = _method_of(loader)
     # Of the batch that a worker makes, the items are in what was measured; other code than torch's does not collate
     # into shared memory, so that there are two.
     own = max(0, made - empty.batch) + (0 if (loader.collate_fn.__module__ or "").startswith("torch.") else made)
@@ -244,7 +277,7 @@ def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
     return _Loader(parts, mapped, stays, starts_slowly=method != "fork" and not stays)
 
 
-def method_of(loader: Any) -> str:
+def _method_of(loader: Any) -> str:
     """Return how workers of a loader start; for one without processes, how this process starts others."""
     return str((getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method())
 
@@ -302,10 +335,10 @@ def _batch_of(loader: Any) -> tuple[int, int]:
     pins = loader.pin_memory and torch.cuda.is_available()
     sizes = [int(leaf.nbytes) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     # torch's allocator of pinned memory rounds up to powers of two
-    return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
+    return batch_bytes(batch), sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
-def with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
+def _with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
     """Return a use with all modules that a worker imports: also those of the data sets, of collating, of the script."""
     names = set(use.modules)
     for loader in (train, valid):
@@ -334,12 +367,11 @@ class EmptyTraining:
     batch: int
 
 
-def measure_empty_training(loader: Any, use: LoaderUse) -> EmptyTraining:
-    """Measure a training of one small layer, with batches as a loader has, and workers that start like its own."""
-    made, items = (_batch_of(loader)[0], loader.batch_size or 1) if hasattr(loader, "prefetch_factor") else (0, 1)
-    items = min(int(items), _MOST_ITEMS)
+def _measure_empty_training(loader: Any, use: LoaderUse, made: int) -> EmptyTraining:
+    """Measure a training of one small layer, with batches of ``made`` bytes, and workers that start like a loader's."""
+    items = min(int(loader.batch_size or 1), _MOST_ITEMS) if hasattr(loader, "prefetch_factor") else 1
     numbers = max(1, min(made, _MOST_MADE) // (4 * items))
-    return _measure(use.loop, use.num_ranks > 1, method_of(loader), items, numbers, use.modules)
+    return _measure(use.loop, use.num_ranks > 1, _method_of(loader), items, numbers, use.modules)
 
 
 @functools.lru_cache
@@ -363,7 +395,7 @@ def _measure(
 
 def data_size(data: Any) -> dict[str, int]:
     """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers.
-    Panels and packed objects are left out, and so is what other libraries hold outside of arrays."""
+    Panels and packed objects count as nothing, and so does what other libraries hold outside of arrays."""
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)
@@ -374,11 +406,14 @@ def data_size(data: Any) -> dict[str, int]:
 
 
 def _mapped_files(data: Any) -> dict[Any, int]:
-    """Return the bytes of mapped arrays by file and place in it: what two data sets map is there once."""
-    found = {}
+    """Return the bytes of mapped arrays by file and place in it, and of panels and packed objects by folder: what two
+    data sets map is there once."""
+    found: dict[Any, int] = {}
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)
-        if kind == "mapped":
+        if isinstance(one, Panel | PackedDataset):
+            found[one.path] = one.nbytes
+        elif kind == "mapped":
             whole = one
             while isinstance(whole.base, np.ndarray):
                 whole = whole.base
@@ -412,7 +447,7 @@ def _held(size: Mapping[str, int]) -> int:
 def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
     """Return parts of an object, and how many each stands for."""
     is_objects = isinstance(one, np.ndarray) and one.dtype.hasobject and one.dtype.names is None
-    if isinstance(one, _PLAIN) or (_numbers(one)[0] and not is_objects):
+    if isinstance(one, (*_PLAIN, Panel, PackedDataset)) or (_numbers(one)[0] and not is_objects):
         return [], 1.0
     if isinstance(one, list | tuple) or is_objects:
         step = max(1, len(one) // most)
@@ -422,7 +457,7 @@ def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
         step = max(1, len(one) // most)
         pairs = islice(one.items() if isinstance(one, dict) else zip(one), 0, None, step)
         return [part for pair in pairs for part in pair], float(step)
-    return [part for part in gc.get_referents(one) if not isinstance(part, (*_OPAQUE, Panel, PackedDataset))], 1.0
+    return [part for part in gc.get_referents(one) if not isinstance(part, _OPAQUE)], 1.0
 
 
 def _numbers(one: Any) -> tuple[str, int]:
@@ -460,22 +495,5 @@ def leaves(batch: Any) -> Iterator[Any]:
         yield from leaves(part)
 
 
-def size_of(batch: Any) -> tuple[int, int]:
-    num_samples, num_bytes = 0, 0
-    for leaf in leaves(batch):
-        shape: Sequence[int] = getattr(leaf, "shape", ())
-        num_samples = num_samples or (int(shape[0]) if len(shape) else 0)
-        num_bytes += len(leaf) if isinstance(leaf, str | bytes) else int(getattr(leaf, "nbytes", 0))
-    return num_samples or (len(batch) if hasattr(batch, "__len__") else 1), num_bytes
-
-
-def mapped_in(data: Any) -> dict[Any, int]:
-    """Return folder and bytes of each panel and packed data set that a loader holds, a few attributes deep."""
-    found: dict[Any, int] = {}
-    todo = [(data, 0)]
-    for one, depth in todo:
-        if isinstance(one, Panel | PackedDataset):
-            found[one.path] = int(one.nbytes)
-        elif depth < 4:
-            todo += [(value, depth + 1) for value in getattr(one, "__dict__", {}).values()]
-    return found
+def batch_bytes(batch: Any) -> int:
+    return sum(len(one) if isinstance(one, str | bytes) else int(getattr(one, "nbytes", 0)) for one in leaves(batch))

@@ -77,36 +77,27 @@ def check_space(directory: Path, what: str, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
-    """Give a folder to write into, under its lock; rename it into place at the end, remove it after an error."""
+    """Give a folder to write into, under its lock; rename it into place at the end, remove it after an error. That of a
+    full disk becomes a DataError which says ``what`` was to be written."""
     aside = path.with_name(f".{path.name}.building")
     shutil.rmtree(aside, ignore_errors=True)  # of a writer that was killed: its lock is held here
-    with naming_full_disk(what, needed, path.parent):
-        try:
-            aside.mkdir()
-            yield aside
-            sync_folder(aside)
-            aside.rename(path)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-    sync_folder(path.parent)
-
-
-@contextmanager
-def naming_full_disk(what: str, needed: int | None, folder: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a DataError that says what was to be written."""
     try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
+        aside.mkdir()
+        yield aside
+        sync_folder(aside)
+        aside.rename(path)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not isinstance(error, OSError) or error.errno not in _FULL:
             raise
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(path.parent).free
         need = "" if needed is None else f" it needs {format_bytes(needed)} ({needed} bytes) on disk;"
         raise DataError(
             f"{what} could not be written ({error.strerror}):{need} {format_bytes(free)} ({free} bytes) are free.",
-            rule=f"the file system, the quota or ulimit -f of {folder} says so; nothing was left behind.",
+            rule=f"the file system, the quota or ulimit -f of {path.parent} says so; nothing was left behind.",
             remedy="free space there, raise that limit, or name another folder",
         ) from error
+    sync_folder(path.parent)
 
 
 def progress_events() -> Progress:

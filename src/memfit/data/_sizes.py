@@ -5,24 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memfit.data._source import NUMBER, Source, SourceLike, decode_assets, decode_dates, is_of, opened
-from memfit.errors import DataError
+from memfit.data._build import Axes
+from memfit.data._source import NUMBER, TEXT, Source, SourceLike, check_named, is_of, opened
 from memfit.units import format_bytes
 
-#: A pointer; the head of a NumPy array, as sys.getsizeof has it.
-_POINTER, _ARRAY = 8, 112
-#: So many different values of a column are told apart; later ones count as different.
-_MOST_DISTINCT = 1_000_000
-_TEXT = ("string", "large_string", "string_view")
+_POINTER = 8
+_MOST_DISTINCT = 1_000_000  # values of a column that are told apart; later ones count as different
 #: What pandas makes Python objects of, equal ones once; and what it makes of every value.
-_SHARED, _OBJECTS = ("binary", "large_binary", "date"), ("decimal", "time", "nested", "fixed_size_binary")
+_SHARED, _OBJECTS = ("binary", "large_binary", "date"), ("decimal", "time", "fixed_size_binary")
 
 
 @dataclass
@@ -50,7 +47,7 @@ class ColumnSize:
     def remedy(self) -> str:
         if self.panel_bytes is not None:
             return f"a panel holds it once for all processes: memfit panel build ({format_bytes(self.panel_bytes)})"
-        if is_of(self.type, *_TEXT):
+        if is_of(self.type, *TEXT):
             return f"as a category, each text is held once: pyarrow's read_table(..., read_dictionary=['{self.name}'])"
         return "leave it out where it is not used: read_parquet(..., columns=[...])"
 
@@ -62,16 +59,16 @@ class ColumnSize:
             width = np.min_scalar_type(-number - 1).itemsize
             table = 16 << int(number / 0.77).bit_length()  # pandas' khash is full at 0.77
             self._held = max(self._held, column.dictionary.nbytes + number * _POINTER // 2 + table)
-        elif is_of(self.type, *_TEXT):
+        elif is_of(self.type, *TEXT):
             self._held += pc.sum(pc.binary_length(column.cast(pa.large_string()))).as_py() or 0
         elif is_of(self.type, *_SHARED):
             new = {hash(one): one for one in pc.unique(column).to_pylist() if one is not None}
             self._held += sum(sys.getsizeof(one) for key, one in new.items() if key not in self._seen)
             self._seen.update(new if len(self._seen) < _MOST_DISTINCT else ())
-        elif is_of(self.type, "list", "large_list") and is_of(self.type.value_type, "integer", "floating"):
-            self._held += _ARRAY * (len(column) - column.null_count) + column.flatten().nbytes
         elif is_of(self.type, *_OBJECTS):
-            self._held += sum(map(_object_bytes, column.to_pylist()))
+            self._held += sum(sys.getsizeof(one) for one in column.to_pylist() if one is not None)
+        elif is_of(self.type, "nested"):  # as Arrow holds it, which is less
+            self._held += column.nbytes
         else:  # beside a missing value, integers are floats and truth values are objects
             width = column.to_numpy(zero_copy_only=False).dtype.itemsize
         self._width = max(self._width, width)
@@ -83,58 +80,40 @@ def column_sizes(
     """Return the number of rows and the sizes of each column; every row is read, a few thousand at a time. ``index``
     names the columns of dates and asset codes: a panel has a cell for each pair. None: one for each row."""
     paths, found, num_rows = Source.of(source).paths, dict[str, ColumnSize](), 0
-    dates, assets = np.empty(0, "datetime64[D]"), set[str]()
-    for number, (path, (_, schema)) in enumerate(zip(paths, Source(paths=paths).schemas(), strict=True)):
-        for name in [*schema.names, *(index or ())]:
-            if schema.names.count(name) != 1:
-                raise DataError(
-                    f"{path} has {schema.names.count(name)} columns named '{name}'.",
-                    rule="each column is named once, and --index names two of them.",
-                    remedy="rename or drop one of them, or correct --index",
-                )
+    for number, path in enumerate(paths, start=1):
+        one = Source(paths=(path,))
+        part, schema = next(one.schemas())
+        check_named(part, schema, [*schema.names, *(index or ())])
         decoded = dict.fromkeys(schema.names, 0)
-        for batch in Source(paths=(path,)).batches(schema.names) if schema.names else ():
-            for name in schema.names:
-                decoded[name] += batch.column(name).nbytes
-                found.setdefault(name, ColumnSize(name, schema.field(name).type)).add(batch.column(name))
-            if index is not None:
-                dates = np.union1d(dates, decode_dates(batch.column(index[0]), index[0]))
-                assets.update(pc.unique(decode_assets(batch.column(index[1]), index[1])).to_pylist())
+        for name in schema.names:
+            found.setdefault(name, ColumnSize(name, schema.field(name).type))
+        for batch in one.batches(schema.names) if schema.names else ():
+            for name, column in zip(schema.names, batch.columns, strict=True):
+                decoded[name] += column.nbytes
+                found[name].add(column)
             num_rows += batch.num_rows
-        for name, size in (_disk_bytes(path) or _share(path.stat().st_size, decoded)).items():
-            found.setdefault(name, ColumnSize(name, schema.field(name).type)).disk_bytes += size
+        for name, size in _disk_bytes(path, decoded).items():
+            found[name].disk_bytes += size
         if progress is not None:
-            progress(number + 1, len(paths))
-    cells = len(dates) * len(assets) if index is not None else num_rows
-    for one in found.values():
-        one.panel_bytes = 4 * cells if is_of(one.type, *NUMBER[0]) else None
+            progress(number, len(paths))
+    axes = Axes.of(Source(paths=paths), *index) if index is not None else None
+    cells = len(axes.dates) * len(axes.assets) if axes else num_rows
+    for column in found.values():
+        column.panel_bytes = 4 * cells if is_of(column.type, *NUMBER[0]) else None
     return num_rows, list(found.values())
 
 
-def _share(total: int, decoded: dict[str, int]) -> dict[str, int]:
-    """Return a file's bytes by column, in proportion to the decoded sizes: Arrow and CSV files do not say more."""
-    return {name: total * own // max(1, sum(decoded.values())) for name, own in decoded.items()}
-
-
-def _disk_bytes(path: Any) -> dict[str, int]:
-    """Return the compressed bytes of each top column of a Parquet file; empty for another file."""
+def _disk_bytes(path: Path, decoded: dict[str, int]) -> dict[str, int]:
+    """Return the compressed bytes of each top column of a Parquet file; those of another file, which does not say, in
+    proportion to the ``decoded`` sizes."""
     with opened(path) as file:
         if not isinstance(file, pq.ParquetFile):
-            return {}
-        found = dict.fromkeys(file.schema_arrow.names, 0)
+            total = max(1, sum(decoded.values()))
+            return {name: path.stat().st_size * own // total for name, own in decoded.items()}
+        found = dict.fromkeys(decoded, 0)
         leaves = [file.schema.column(number).path for number in range(len(file.schema))]
         owner = [max((name for name in found if f"{leaf}.".startswith(f"{name}.")), key=len) for leaf in leaves]
         for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
             for number, name in enumerate(owner):
                 found[name] += group.column(number).total_compressed_size
     return found
-
-
-def _object_bytes(value: Any) -> int:
-    """Return the bytes of a value as pandas holds it: a list is an array of its values."""
-    if value is None:
-        return 0
-    if isinstance(value, list):
-        return _ARRAY + sum(_POINTER + _object_bytes(one) for one in value)
-    inner = sum(map(_object_bytes, value.values())) if isinstance(value, dict) else 0
-    return sys.getsizeof(value) + inner

@@ -238,23 +238,27 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
     """Check the columns used; return the Arrow types of each over all files."""
     types: dict[str, set[str]] = {}
     for part, schema in source.schemas():
-        for name in dict.fromkeys([date, asset, *numbers]):
-            count = schema.names.count(name)
-            if count != 1:
-                raise DataError(
-                    f"{part} has {count} columns named '{name}'.",
-                    rule="every part of a source holds each column used, once.",
-                    remedy=nearest(name, set(schema.names)) if count == 0 else "rename or drop one of them",
-                )
-            types.setdefault(name, set()).add(str(schema.field(name).type))
+        check_named(part, schema, [date, asset, *numbers])
         for name, (kinds, rule) in {date: _DATE, asset: _CODE, **dict.fromkeys(numbers, NUMBER)}.items():
-            if not is_of(kind := schema.field(name).type, *kinds):
+            types.setdefault(name, set()).add(str(kind := schema.field(name).type))
+            if not is_of(kind, *kinds):
                 raise DataError(
                     f"column '{name}' of {part} has type {kind}.",
                     rule=rule,
                     remedy=f"convert the column, or leave '{name}' out",
                 )
     return {name: sorted(found) for name, found in types.items()}
+
+
+def check_named(part: str, schema: pa.Schema, names: Iterable[str]) -> None:
+    """Refuse a part of a source that does not hold each of some columns once."""
+    for name in names:
+        if (count := schema.names.count(name)) != 1:
+            raise DataError(
+                f"{part} has {count} columns named '{name}'.",
+                rule="every part of a source holds each column used, once.",
+                remedy=nearest(name, set(schema.names)) if count == 0 else "rename or drop one of them",
+            )
 
 
 def is_of(kind: pa.DataType, *names: str) -> bool:
@@ -264,10 +268,10 @@ def is_of(kind: pa.DataType, *names: str) -> bool:
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
-_TEXT = ("string", "large_string", "string_view")
+TEXT = ("string", "large_string", "string_view")
 #: What columns of a role may hold, and the rule that says so.
-_DATE = ("date", "timestamp", *_TEXT), "dates are date32, timestamps or ISO 8601 text."
-_CODE = ("integer", *_TEXT), "asset codes are text or integers."
+_DATE = ("date", "timestamp", *TEXT), "dates are date32, timestamps or ISO 8601 text."
+_CODE = ("integer", *TEXT), "asset codes are text or integers."
 NUMBER = ("integer", "floating", "boolean", "decimal"), "features and targets are numbers."
 
 
@@ -290,7 +294,7 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
     """Return a column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone."""
     column = _plain(column)
     _refuse_nulls(column, name)
-    if is_of(column.type, *_TEXT):
+    if is_of(column.type, *TEXT):
         try:
             column = column.cast(pa.string()).cast(pa.timestamp("us"))
         except pa.ArrowInvalid as error:

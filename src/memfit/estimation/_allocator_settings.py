@@ -33,13 +33,16 @@ _ALONE = "expandable_segments:True alone: it is what prevents fragmentation; the
 _Rule = Callable[[str], str]
 
 
+def _rule(holds: Callable[[str], bool], words: str) -> _Rule:
+    return lambda value: "" if holds(value) else f"must {words}"
+
+
 def _at_least(least: int) -> _Rule:
-    rule = f"must be a whole number of at least {least}"
-    return lambda value: "" if value.isdigit() and int(value) >= least else rule
+    return _rule(lambda value: value.isdigit() and int(value) >= least, f"be a whole number of at least {least}")
 
 
 def _one_of(*known: str) -> _Rule:
-    return lambda value: "" if value in known else f"must be {' or '.join(known)}"
+    return _rule(known.__contains__, f"be {' or '.join(known)}")
 
 
 def _is_share(value: str, *, ends: bool = False) -> bool:
@@ -50,15 +53,14 @@ def _is_share(value: str, *, ends: bool = False) -> bool:
     return 0.0 < number < 1.0 or (ends and number in (0.0, 1.0))
 
 
-def _divisions(value: str) -> str:
+def _are_divisions(value: str) -> bool:
     """Check divisions: one number, or a list of sizes in MiB, each with its own; 0 is none."""
     is_list = value.startswith("[") and value.endswith("]")
     parts = [part.partition(":") for part in value[1:-1].split(",")] if is_list else [(">", ":", value)]
-    good = all(
+    return all(
         colon and (size == ">" or _is_power(size)) and ((is_list and number == "0") or _is_power(number))
         for size, colon, number in parts
     )
-    return "" if good else "must be a power of 2, or a list such as [256:1,512:2,>:4]"
 
 
 def _is_power(text: str) -> bool:
@@ -71,19 +73,17 @@ pinned_use_cuda_host_register pinned_use_hip_host_register graph_capture_record_
 throw_on_cudamalloc_oom
 """
 _COUNTS = "pinned_max_round_threshold_mb pinned_max_cached_size_mb pinned_reserve_segment_size_mb"
+_DIVISIONS = _rule(_are_divisions, "be a power of 2, or a list such as [256:1,512:2,>:4]")
 #: The rule and a good value for each key of torch 2.6 to 2.13.
 KEYS: Mapping[str, tuple[_Rule, str]] = {
     "max_split_size_mb": (_at_least(20), "128"),  # where large_segment_size_mb is set, at least that
     "max_non_split_rounding_mb": (_at_least(20), "128"),
     "large_segment_size_mb": (_at_least(11), "128"),
-    "garbage_collection_threshold": (
-        lambda value: "" if _is_share(value) else "must lie between 0 and 1, and be neither",
-        "0.8",
-    ),
-    "roundup_power2_divisions": (_divisions, "4"),
+    "garbage_collection_threshold": (_rule(_is_share, "lie between 0 and 1, and be neither"), "0.8"),
+    "roundup_power2_divisions": (_DIVISIONS, "4"),
     "backend": (_one_of("native", "cudaMallocAsync", "hipMallocAsync"), "native"),
     "pinned_num_register_threads": (_at_least(1), "8"),
-    "per_process_memory_fraction": (lambda value: "" if _is_share(value, ends=True) else "must lie from 0 to 1", "0.9"),
+    "per_process_memory_fraction": (_rule(partial(_is_share, ends=True), "lie from 0 to 1"), "0.9"),
     **dict.fromkeys(_BOOLEANS.split(), (_one_of("True", "False"), "True")),
     **dict.fromkeys(_COUNTS.split(), (_at_least(0), "128")),
     **dict.fromkeys(("expandable_segments_reserve", "expandable_segments_reserve_by_class"), (lambda _: "", "128")),
@@ -96,8 +96,7 @@ _fault = partial(Check, "torch allocator")
 def allocator_faults(text: str) -> list[Check]:
     """Return the faults of a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."""
     pairs = _split(text)
-    given = {key: value for key, value in pairs if value is not None}
-    return [*_refused(pairs), *_repeated(pairs), *_contradictions(given), *_without_effect(given)]
+    return [*_refused(pairs), *_contradictions(pairs)]
 
 
 def check_allocator(text: str, *, name: str = "the allocator's settings") -> list[str]:
@@ -144,27 +143,20 @@ def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
             yield _fault("problem", f"{key}:{value} {wrong}", _REFUSES, write, _PARSER)
 
 
-def _repeated(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
-    seen: dict[str, str | None] = {}
+def _contradictions(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
+    """Find settings that torch takes, and that break one another or that it ignores."""
+    given: dict[str, str] = {}
     for key, value in pairs:
-        if key in seen and seen[key] != value:
-            finding = f"{key} is given twice: {seen[key]} and {value}"
+        if value is not None and given.setdefault(key, value) != value:
+            finding = f"{key} is given twice: {given[key]} and {value}"
             yield _fault("warning", finding, "the last one counts", "leave one out", _PARSER)
-        seen[key] = value
-
-
-def _contradictions(given: Mapping[str, str]) -> Iterator[Check]:
-    """Find settings that torch takes and that break one another."""
+            given[key] = value
     is_expandable = given.get("expandable_segments") == "True"
     for key, reason in _BESIDE_EXPANDABLE.items() if is_expandable else ():
         if key in given:
             verdict: Verdict = "warning" if key == "roundup_power2_divisions" else "problem"
-            finding, source = f"expandable_segments:True together with {key}:{given[key]}", "pytorch issue 119452"
-            yield _fault(verdict, finding, reason, _ALONE, source)
-
-
-def _without_effect(given: Mapping[str, str]) -> Iterator[Check]:
-    """Find settings that torch ignores."""
+            finding = f"expandable_segments:True together with {key}:{given[key]}"
+            yield _fault(verdict, finding, reason, _ALONE, "pytorch issue 119452")
     native = [key for key in given if key != "backend" and not key.startswith("pinned_")]
     if given.get("backend") == "cudaMallocAsync" and native:
         finding, source = f"backend:cudaMallocAsync together with {', '.join(native)}", "torch notes, CUDA semantics"
@@ -172,8 +164,7 @@ def _without_effect(given: Mapping[str, str]) -> Iterator[Check]:
         yield _fault("warning", finding, reason, "leave one of them out", source)
         return
     fraction, threshold = given.get("per_process_memory_fraction"), given.get("garbage_collection_threshold")
-    has_share = fraction is not None and _is_share(fraction)
-    if threshold is not None and given.get("expandable_segments") != "True" and not has_share:
+    if threshold is not None and not is_expandable and not _is_share(fraction or ""):
         told = "without per_process_memory_fraction" if fraction is None else f"with a whole device ({fraction})"
         finding = f"garbage_collection_threshold:{threshold} {told}"
         reason = "torch applies it only if the process may use less than the whole device: nothing is given back"

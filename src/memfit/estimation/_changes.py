@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -93,7 +94,7 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
         yield replace(setup, gradient_checkpointing="selective"), "5 to 15 % of speed", True
     if trains and setup.gradient_checkpointing != "full":
         yield replace(setup, gradient_checkpointing="full"), "25 to 33 % of speed", True
-    if full_update and setup.world_size > 1 and setup.strategy in ("none", "ddp", "zero1", "zero2"):
+    if full_update and setup.world_size > 1 and setup.strategy != "fsdp":
         yield replace(setup, strategy="fsdp", load="shards"), "traffic between the devices", True
 
 
@@ -207,7 +208,4 @@ def _line_through(setups: Sequence[Setup], found: Mapping[int, Estimate]) -> Cal
 
 def _last_within(need: Callable[[int], float], low: int, high: int, limit: float) -> int:
     """Return the last place between two whose need is within a limit, by halving; the lower one if there is none."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle)
-    return low
+    return low + bisect_right(range(low + 1, high), limit, key=need)

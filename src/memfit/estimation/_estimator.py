@@ -18,7 +18,7 @@ from memfit.estimation._extrapolate import Size, extrapolate, sizes_of_batch
 from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
+from memfit.estimation._setup import Setup, list_assumptions
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
 from memfit.units import format_bytes, format_count
 
@@ -168,9 +168,6 @@ def estimate_config(
     allocator: AllocatorSettings | None = None,
 ) -> Estimate:
     """Estimate the training of a ``config.json``'s model: traced where that works, else by the formula."""
-    if setup.strategy in COMPUTED:
-        reason = f"{setup.strategy} follows from counts and the defaults of its library"
-        return estimate_formula(config, setup, gpu=gpu, reason=reason)
     try:
         make = partial(build_program, config, setup)
         return _estimate_setup(make, setup, gpu, allocator, _sizes_of_setup(config, setup))
@@ -280,7 +277,7 @@ def estimate(
 
     Raises:
         UntraceableError: Fake tensors cannot follow the step.
-        ConfigError: The GPU or the allocator's setting is unknown, or the strategy needs a config.json.
+        ConfigError: The GPU or the allocator's setting is unknown.
 
     Example:
         >>> import torch
@@ -289,12 +286,6 @@ def estimate(
         (4198400, 'traced')
     """
     setup = setup or Setup(dtype="fp32")
-    if setup.strategy in COMPUTED:
-        raise ConfigError(
-            f"strategy {setup.strategy} with a model of your own.",
-            rule="ddp and fsdp are traced; zero1, zero2 and zero3 are computed from a config.json.",
-            remedy="strategy='fsdp', or memfit estimate --hf-config config.json --strategy " + setup.strategy,
-        )
 
     def make_of(batch: Any) -> Make:
         return lambda: _program_of(build_model, batch, loss, setup)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from memfit.errors import ConfigError
 
 _LARGEST = 1 << 40  # beyond any width, count or vocabulary
-#: Entries of models of images and speech, alone or beside a language model.
-_OTHER_INPUTS = ("vision_config", "audio_config", "image_size", "num_mel_bins")
+#: Entries of models of images and speech, alone or beside a language model, and of state spaces.
+_NOT_COUNTED = ("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size")
 #: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
 #: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
@@ -31,26 +31,23 @@ class ModelConfig:
         return next((self.entries[name] for name in names if self.entries.get(name) is not None), default)
 
     def size(self, *names: str, default: int | None = None, least: int = 0) -> int:
-        found = self.get(*names, default=default)
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= _LARGEST:
-            raise self._error(names, found, f"a whole number from {least} up")
-        return found
+        def holds(one: Any) -> bool:
+            return type(one) is int and least <= one <= _LARGEST
+
+        return int(self._checked(names, default, holds, f"a whole number from {least} up"))
 
     def text(self, *names: str, default: str) -> str:
-        found = self.get(*names, default=default)
-        if not isinstance(found, str):
-            raise self._error(names, found, "a name")
-        return found
+        return str(self._checked(names, default, lambda one: isinstance(one, str), "a name"))
 
     def drops(self, *names: str, default: float = 0.0) -> bool:
-        found = self.get(*names, default=default)
-        if not isinstance(found, int | float):
-            raise self._error(names, found, "a number")
-        return found > 0
+        return bool(self._checked(names, default, lambda one: isinstance(one, int | float), "a number") > 0)
 
-    def _error(self, names: tuple[str, ...], found: Any, wanted: str) -> ConfigError:
+    def _checked(self, names: tuple[str, ...], default: Any, holds: Callable[[Any], bool], wanted: str) -> Any:
+        found = self.get(*names, default=default)
+        if holds(found):
+            return found
         named = next((name for name in names if self.entries.get(name) is not None), names[0])
-        return ConfigError(
+        raise ConfigError(
             f"the model's config has {named} = {_shortened(found)}.",
             rule=f"the formula reads {wanted} from {' or '.join(names)}.",
             remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
@@ -244,10 +241,10 @@ def _gated_mlp(
     bias: bool = False,
     experts: tuple[int, int] = (1, 1),
 ) -> Block:
-    """``down(act(gate(x)) * up(x))``; two names fuse gate and up. ``experts``: how many, and used by a token."""
+    """``down(act(gate(x)) * up(x))``. ``experts``: how many, and used by a token."""
     *into, out = names
     linears = (
-        *(Linear(name, width, 2 * inner // len(into), bias, *experts) for name in into),
+        *(Linear(name, width, inner, bias, *experts) for name in into),
         Linear(out, inner, width, bias, *experts),
     )
     kept = (
@@ -300,11 +297,8 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
     )
 
 
-_SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral and models like them."""
+    """Llama, Mistral, Qwen, Gemma, Mixtral and models like them."""
     width, heads = config.hidden, config.heads
     default = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}.get(family)
     is_split = config.get("head_dim") is None and default is None
@@ -314,65 +308,36 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
     num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
-    biases = (True, False) if family in ("qwen2", "qwen2_moe") else (bias, bias)
+    biases = (True, False) if family == "qwen2" else (bias, bias)
     is_capped = family == "gemma2" and bool(config.entries.get("attn_logit_softcapping", 50.0))
-    is_fused = family == "phi3"
     drops = config.drops("attention_dropout")
-    attention = Attention(heads, kv_heads, dim, drops, is_fused_rotary=is_fused, is_capped=is_capped)
-    attend = _attention(width, attention, ("qkv_proj", "o_proj") if is_fused else _SEPARATE, bias=biases)
+    attention = Attention(heads, kv_heads, dim, drops, is_capped=is_capped)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attend = _attention(width, attention, names, bias=biases)
     norms = _rms_norm(width, flavour) * num_norms
     if has_qk_norm:
         norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
-    mlp = _gated_experts(config, family, width)
+    mlp = _gated_experts(config, width)
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
     block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
+    caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
     stacks: tuple[Stack, ...] = (Stack(block, config.layers),)
     if decoders := config.size("decoder_layers", default=0):  # models like BART and Whisper
-        cross = _attention(width, attention._replace(is_crossed=True), _SEPARATE, bias=biases)
+        cross = _attention(width, attention._replace(is_crossed=True), names, bias=biases)
         stacks += (Stack(_join((attend, cross, mlp), norms, 3 * width, masks), decoders, is_target=True),)
-    caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
     tied = family.startswith("gemma")
     return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
 
 
-def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
+def _gated_experts(config: ModelConfig, width: int) -> Block:
     act = config.text("hidden_activation", "hidden_act", default="silu")
     count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
     if count <= 1:
-        names = ("gate_up_proj", "down_proj") if family == "phi3" else ("gate_proj", "up_proj", "down_proj")
-        return _gated_mlp(width, config.inner, act, names, bias=bool(config.get("mlp_bias", default=False)))
+        return _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
     used = config.size("num_experts_per_tok", "moe_top_k", default=2)
     inner = config.size("moe_intermediate_size", default=config.inner)
     router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
-    parts = (_gated_mlp(width, inner, act, experts=(count, used)), router)
-    if family == "qwen2_moe":
-        shared = config.size("shared_expert_intermediate_size", default=inner)
-        return _join((*parts, _gated_mlp(width, shared, act)), (), width)  # the shared expert's gate has one output
-    shared = config.size("n_shared_experts", default=0) * inner
-    return _join((*parts, _gated_mlp(width, shared, act)) if shared else parts, (), 0)
-
-
-def _state_space(config: ModelConfig, family: str) -> Anatomy:
-    """Mamba without its fused kernels: the states of every time step are kept, in fp32 (modeling_mamba.py)."""
-    width, states = config.hidden, config.size("state_size", default=16, least=1)
-    inner, bias = config.size("expand", default=2) * width, bool(config.get("use_bias", default=False))
-    is_auto = config.get("time_step_rank", default="auto") == "auto"
-    rank = -(-width // 16) if is_auto else config.size("time_step_rank", least=1)
-    linears = (
-        Linear("in_proj", width, 2 * inner, bias),
-        Linear("x_proj", inner, rank + 2 * states),
-        Linear("dt_proj", rank, inner, True),
-        Linear("out_proj", inner, width, bias),
-    )
-    kept = (
-        *_rms_norm(width),
-        Kept("input", width, "compute", ("in_proj",)),
-        Kept("gates", 4 * inner),
-        Kept("states", 4 * inner * states, "fp32"),
-    )
-    each = config.size("conv_kernel", default=4) + bool(config.get("use_conv_bias", default=True)) + states + 1
-    block = Block(width, linears, (), kept, width + inner * each, 8 * inner * states)
-    return _language_model(config, family, (Stack(block, config.layers),), tied=True, others=width)
+    return _join((_gated_mlp(width, inner, act, experts=(count, used)), router), (), 0)
 
 
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
@@ -455,12 +420,11 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
 
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"), _gated_decoder),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _gated_decoder),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), _gated_decoder),
     **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
     **dict.fromkeys(("t5", "mt5"), _t5),
     **dict.fromkeys(("bert", "roberta"), _encoder),
-    "mamba": _state_space,
 }
 _ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
 #: The nearest family of models without exact counts; the others are counted like Llama.
@@ -471,11 +435,11 @@ _NEAREST = {
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """Return what the model of a ``config.json`` is made of; refuse one that is not a language model alone."""
-    if other := next((name for name in _OTHER_INPUTS if config.get(name)), ""):
+    """Return what a config's model is made of; refuse one that is no language model of attention alone."""
+    if other := next((name for name in _NOT_COUNTED if config.get(name)), ""):
         raise ConfigError(
             f"the model's config has {other}.",
-            rule="the formula counts language models; models of images and speech are traced.",
+            rule="the formula counts language models; models of images and speech, and state spaces, are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
     read = ModelConfig(config)

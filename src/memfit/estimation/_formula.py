@@ -32,20 +32,12 @@ _QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1 + 4 / 1024}
 _STATES_IN_8_BITS = 2 + 2 * 4 / 256
 #: How many moments as large as the weights each optimizer holds.
 _MOMENTS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
-#: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers (runtime/zero/config.py).
-_BUCKET = 500_000_000
 #: Frequencies of rotary positions and similar: kilobytes.
 _BUFFERS = 1 << 20
 #: How far the truth may lie above the count: of a known family, of another one.
 _ABOVE_COUNT = (1.0, 2.0)  # of parameters
 _ABOVE_KEPT = (1.2, 2.0)
 _ABOVE_TEMPORARY = (2.0, 4.0)
-#: What the devices share out, by strategy.
-_SHARED: Mapping[str, tuple[str, ...]] = {
-    "zero1": ("optimizer",),
-    "zero2": ("optimizer", "gradients"),
-    **dict.fromkeys(("zero3", "fsdp"), ("optimizer", "gradients", "weights")),
-}
 
 
 def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
@@ -115,7 +107,7 @@ class _Case:
 
     @property
     def is_amp(self) -> bool:
-        return self.setup.dtype.endswith("-amp")  # with ZeRO no autocast runs, and nothing is cast
+        return self.setup.dtype.endswith("-amp")
 
     @property
     def compute(self) -> int:
@@ -124,17 +116,12 @@ class _Case:
 
     @property
     def held(self) -> int:
-        """Bytes of a number of a weight, its gradient and the hidden states; ZeRO holds 16-bit weights."""
-        return 4 if self.is_amp and not self.has_partitions else self.compute
-
-    @property
-    def has_partitions(self) -> bool:
-        """Whether the optimizer works on fp32 copies of its share (DeepSpeed, runtime/zero/stage_1_and_2.py)."""
-        return self.setup.strategy in ("zero1", "zero2", "zero3") and self.setup.world_size > 1
+        """Bytes of a number of a weight, its gradient and the hidden states."""
+        return 4 if self.is_amp else self.compute
 
     @property
     def has_masters(self) -> bool:
-        return self.trained == 2 and (self.setup.master_weights or self.has_partitions)
+        return self.trained == 2 and self.setup.master_weights
 
     @property
     def trained(self) -> int:
@@ -147,13 +134,13 @@ class _Case:
             return _SIZE[self.setup.state_dtype]
         return 4 if self.has_masters else self.trained
 
-    def _shared(self, whole: Interval, part: str) -> Interval:
+    def _shared(self, whole: Interval) -> Interval:
         """One device's share of weights, gradients or optimizer states; rows may be padded."""
-        share = self._share(part)
-        return whole.times(share, share if share == 1 else share * 1.02)
+        return whole.times(self.share, 1.02 * self.share) if self.setup.is_sharded else whole
 
-    def _share(self, part: str) -> float:
-        return 1 / max(self.setup.world_size, 1) if part in _SHARED.get(self.setup.strategy, ()) else 1.0
+    @property
+    def share(self) -> float:
+        return 1 / self.setup.world_size if self.setup.is_sharded else 1.0
 
     def _wide(self, counted: Interval) -> Interval:
         """The count with room above it where the family's parameters are not known exactly."""
@@ -162,15 +149,16 @@ class _Case:
     # Parameters
 
     @property
-    def blocks(self) -> list[tuple[Stack, Block]]:
-        return [(stack, stack.block) for stack in self.anatomy.stacks]
+    def linears(self) -> list[tuple[Linear, int]]:
+        """The matrix products of the blocks, and how many blocks have each."""
+        return [(one, stack.num_blocks) for stack in self.anatomy.stacks for one in stack.block.linears]
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
         """The names of matrix products that have adapters."""
         if not self.setup.lora_rank:
             return ()
-        names = sorted({linear.name for _, block in self.blocks for linear in block.linears})
+        names = sorted({linear.name for linear, _ in self.linears})
         wanted = self.setup.lora_targets or find_lora_targets(self.anatomy.family)
         if "all-linear" in wanted:
             return tuple(names)
@@ -188,19 +176,19 @@ class _Case:
 
     @cached_property
     def num_adapters(self) -> int:
-        rank = self.setup.lora_rank
-        return sum(
-            stack.num_blocks * rank * (linear.inputs + linear.outputs) * linear.copies
-            for stack, block in self.blocks
-            for linear in self._adapted(block)
-        )
+        adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
+        return sum(count * self.setup.lora_rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
 
     @property
     def num_beside(self) -> int:
         """Parameters outside of blocks."""
-        return self.anatomy.num_parameters - sum(
-            stack.num_blocks * block.num_parameters for stack, block in self.blocks
-        )
+        in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
+        return self.anatomy.num_parameters - in_blocks
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in matrix products of blocks."""
+        return sum(count * one.num_weights for one, count in self.linears)
 
     @property
     def num_trained(self) -> int:
@@ -210,20 +198,16 @@ class _Case:
     @property
     def num_largest(self) -> int:
         """Numbers of the largest weight that is trained."""
-        rank = self.setup.lora_rank
-        if rank:
-            every = [rank * max(one.inputs, one.outputs) for _, block in self.blocks for one in self._adapted(block)]
+        if rank := self.setup.lora_rank:
+            every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
         else:
-            every = [rows * width for rows, width in self.anatomy.tables]
-            every += [linear.num_weights for _, block in self.blocks for linear in block.linears]
+            every = [rows * width for rows, width in self.anatomy.tables] + [one.num_weights for one, _ in self.linears]
         return max(every, default=0)
 
     @cached_property
     def whole(self) -> Interval:
         """The weights before any sharing; libraries may widen what is not quantised to fp32."""
-        in_blocks = sum(
-            stack.num_blocks * linear.num_weights for stack, block in self.blocks for linear in block.linears
-        )
+        in_blocks = self.num_weights
         size = _QUANTISED.get(self.setup.quantization, self.held)
         rest = (self.anatomy.num_parameters - in_blocks) * self.held
         whole = Interval(ceil(in_blocks * size) + rest + self.num_adapters * self.trained)
@@ -231,27 +215,27 @@ class _Case:
 
     @property
     def weights(self) -> Interval:
-        return self._shared(self.whole, "weights")
+        return self._shared(self.whole)
 
     @property
     def load(self) -> Interval | None:
         """What loading the weights takes."""
-        largest = max((one.num_weights for _, block in self.blocks for one in block.linears), default=0)
+        largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
-        unit = max(self.num_beside, *(block.num_parameters for _, block in self.blocks)) * self.held
+        unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
         return bound_load(self.setup, self.whole, unit, largest)
 
     @cached_property
     def gradients(self) -> Interval:
         if self.setup.optimizer_in_backward:
             return self._wide(Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained))
-        return self._wide(self._shared(Interval(self.num_trained * self.trained), "gradients"))
+        return self._wide(self._shared(Interval(self.num_trained * self.trained)))
 
     @cached_property
     def optimizer(self) -> Interval:
         name, count = self.setup.optimizer, self.num_trained
         if name == "adafactor":  # a row's and a column's mean of each matrix (Shazeer and Stern 2018)
-            lines = [(one.inputs + one.outputs) * stack.num_blocks for stack, b in self.blocks for one in b.linears]
+            lines = [(one.inputs + one.outputs) * count for one, count in self.linears]
             lines += [rows + width for rows, width in self.anatomy.tables]
             moments = Interval(sum(lines) * self.state, 2 * sum(lines) * max(self.state, 4))
         elif name.startswith("paged"):  # scales of 8 bits, and small moments
@@ -263,13 +247,13 @@ class _Case:
             moments = Interval(count * _MOMENTS[name] * self.state)
         if self.has_masters:
             moments += Interval(4 * count)
-        return self._wide(self._shared(moments, "optimizer"))
+        return self._wide(self._shared(moments))
 
     @cached_property
     def step_temporaries(self) -> Interval:
         """What the update makes: Adam the root of its second moments, of all weights at once with ``foreach``."""
         name, one = self.setup.optimizer, self.num_largest
-        every = one if self.setup.optimizer_in_backward else ceil(self.num_trained * self._share("optimizer"))
+        every = one if self.setup.optimizer_in_backward else ceil(self.num_trained * self.share)
         if name == "adafactor":
             size = self.trained
             found = Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
@@ -399,8 +383,7 @@ class _Case:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
         if self.held == self.compute or self.setup.is_sharded:
             return Interval()
-        numbers = sum(stack.num_blocks * one.num_weights for stack, block in self.blocks for one in block.linears)
-        numbers += self.anatomy.head.num_weights if self.anatomy.head else 0
+        numbers = self.num_weights + (self.anatomy.head.num_weights if self.anatomy.head else 0)
         return self._wide(Interval(numbers * self.compute))
 
     @property
@@ -414,15 +397,12 @@ class _Case:
     @cached_property
     def communication(self) -> tuple[Interval, Interval, Interval]:
         """Buffers that always live, those of the forward pass, and those of the backward pass and the update."""
-        strategy, world = self.setup.strategy, self.setup.world_size
-        if world <= 1 or strategy == "none":
-            return Interval(), Interval(), Interval()
-        if strategy == "ddp":  # buckets as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
-            return Interval(self.num_trained * self.trained), Interval(), Interval()
-        if strategy in ("zero1", "zero2"):
-            bucket = min(self.num_trained, _BUCKET) * self.trained
-            return Interval(), Interval(), Interval(bucket, 2 * bucket)
-        block, root = max(block.num_parameters for _, block in self.blocks), self.num_beside
+        if (
+            not self.setup.is_sharded
+        ):  # DDP's buckets are as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
+            buckets = self.num_trained * self.trained * (self.setup.strategy == "ddp")
+            return Interval(buckets), Interval(), Interval()
+        block, root = max(stack.block.num_parameters for stack in self.anatomy.stacks), self.num_beside
         gathered = Interval((2 * block + root) * self.compute, (3 * block + root) * self.compute)
         reduced = 0 if self.setup.lora_rank else block * self.trained
         return Interval(), gathered, gathered + Interval(reduced, 2 * reduced + root * self.trained)
@@ -480,11 +460,8 @@ class _Case:
             self._moment(reduced, activations=ends + one, temporaries=inside, **full),
             self._moment(reduced, activations=ends, temporaries=late, **full),
         ]
-        if setup.optimizer_in_backward:
-            step = self._moment(Interval(), workspaces=threads)
-        else:
-            buckets = reduced if setup.strategy in ("zero1", "zero2") else Interval()
-            step = self._moment(buckets, temporaries=self.step_temporaries, **full)
+        updated = {"temporaries": self.step_temporaries, **full}
+        step = self._moment(Interval(), **({"workspaces": threads} if setup.optimizer_in_backward else updated))
         built: _Moment = {"weights": self.weights, "buffers": Interval(0, _BUFFERS)}
         if self.has_masters:
             built["optimizer"] = Interval(0, self.optimizer.upper)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import ConfigError, UsageError, check_counts
+from memfit.units import format_count
 
 Dtype = Literal["fp32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
 Optimizer = Literal[
@@ -13,12 +14,10 @@ Optimizer = Literal[
 ]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
-Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+Strategy = Literal["none", "ddp", "fsdp"]
 Quantization = Literal["none", "nf4", "int8"]
 Loading = Literal["any", "shards", "whole"]
 
-#: The strategies that the formula computes; the others are traced.
-COMPUTED: tuple[Strategy, ...] = ("zero1", "zero2", "zero3")
 #: The note of a compiled step.
 NOT_COMPILED = "torch.compile is left out: these figures are without it; most published compiled steps took less"
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
@@ -124,7 +123,7 @@ class Setup:
     @property
     def is_sharded(self) -> bool:
         """Whether each device holds a part of the weights and gathers them for each block."""
-        return self.world_size > 1 and self.strategy in ("fsdp", "zero3")
+        return self.world_size > 1 and self.strategy == "fsdp"
 
 
 def find_lora_targets(model_type: str) -> tuple[str, ...]:
@@ -135,9 +134,8 @@ def find_lora_targets(model_type: str) -> tuple[str, ...]:
 def list_assumptions(setup: Setup) -> tuple[str, ...]:
     """Return notes on what a setup leaves open or loses."""
     found = [NOT_COMPILED] if setup.compiled else []
-    partitions = setup.strategy in ("zero1", "zero2", "zero3") and setup.world_size > 1  # DeepSpeed's are in fp32
     full = not setup.lora_rank and setup.optimizer != "none"
-    if setup.dtype == "bf16" and full and not setup.master_weights and not partitions:
+    if setup.dtype == "bf16" and full and not setup.master_weights:
         found.append(
             "pure bf16 loses every update smaller than about 1/256 of its weight; "
             "use --train master_weights=true or --dtype bf16-amp"
@@ -165,13 +163,8 @@ def equation_of_batch(batch: int, num_microbatches: int, world_size: int) -> str
     """
     check_counts(UsageError, 1, samples=batch, microbatches=num_microbatches, devices=world_size)
     factors = ((batch, "sample"), (num_microbatches, "microbatch"), (world_size, "device"))
-    words = " x ".join(f"{count} {_plural(name, count)}" for count, name in factors)
-    total = batch * num_microbatches * world_size
-    return f"{words} = {total} {_plural('sample', total)} an update"
-
-
-def _plural(name: str, count: int) -> str:
-    return name if count == 1 else name + ("es" if name.endswith("ch") else "s")
+    total = format_count(batch * num_microbatches * world_size, "sample")
+    return f"{' x '.join(format_count(*one) for one in factors)} = {total} an update"
 
 
 def split_batch(total: int, batch: int, world_size: int = 1) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,10 +20,6 @@ from memfit.errors import SplitError, check_counts
 
 Indices = NDArray[np.int64]
 
-_MISSING = {
-    "groups": ("rows have no date", "a row without a date lies in no test block."),
-    "label_end": ("labels are not resolved", "an open label has no end to purge by, and no value to learn."),
-}
 #: Text in this form is read as a date, and so are date objects, whose text has it.
 _ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?)?|NaT")
 # What a row is in one fold.
@@ -55,21 +51,8 @@ class SplitSummary:
     num_lookback: int
 
 
-@dataclass(frozen=True)
-class DatedRows:
-    """The date number of each row and of the end of its label; the number of distinct dates."""
-
-    date: Indices
-    label_end: Indices
-    num_dates: int
-
-    def blocks(self, number: int) -> Iterator[tuple[int, int]]:
-        """Return the first and last date number of each block; a remainder goes one by one to the first blocks."""
-        return ((int(block[0]), int(block[-1])) for block in np.array_split(np.arange(self.num_dates), number))
-
-
 @dataclass(frozen=True, eq=False)
-class DateSplitter(ABC):
+class _DateSplitter(ABC):
     """Take dates and labels, and describe folds; the base of the splitters of dated rows."""
 
     n_splits: int = 5
@@ -88,11 +71,12 @@ class DateSplitter(ABC):
         )
 
     @abstractmethod
-    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
-        """Yield what each row is, fold by fold; shape (num_rows,)."""
+    def _roles(self, date: Indices, end: Indices, blocks: Sequence[Indices]) -> Iterator[NDArray[np.int8]]:
+        """Yield what each row is, fold by fold, shape (num_rows,): by the date numbers of the rows and of the ends of
+        their labels, and by those of each block."""
 
-    def _num_blocks(self) -> int:
-        return self.n_splits
+    #: Blocks beside those that are tested.
+    _num_more_blocks: ClassVar[int] = 0
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
         """Return the number of folds; the arguments are ignored, as in scikit-learn."""
@@ -114,8 +98,8 @@ class DateSplitter(ABC):
             SplitError: If a fold has nothing to train on, there are fewer dates than blocks, or dates and label ends
                 cannot be used (missing, before the row's date, of another kind or length).
         """
-        rows = self.rows(X, groups)
-        summaries = self._describe(rows)
+        rows = self._rows(X, groups)
+        summaries = self._describe(*rows)
         empty = [summary.fold for summary in summaries if summary.num_train_rows == 0]
         if empty:
             sizes = {name: value for name, value in vars(self).items() if name.endswith("_size") and value}
@@ -123,17 +107,17 @@ class DateSplitter(ABC):
                 f"nothing is left to train on in {len(empty)} of {self.n_splits} folds (fold "
                 f"{', '.join(map(str, empty))}):\n{sizes_table(summaries)}",
                 rule=f"{', '.join(f'{name}={value}' for name, value in sizes.items()) or 'labels that reach far'} over "
-                f"{rows.num_dates} dates.",
+                f"{sum(map(len, rows[-1]))} dates.",
                 remedy="give more dates or fewer folds, or shorten the labels, embargo_size or lookback_size",
             )
-        return ((np.flatnonzero(one == _TRAIN), np.flatnonzero(one == _TEST)) for one in self._roles(rows))
+        return ((np.flatnonzero(one == _TRAIN), np.flatnonzero(one == _TEST)) for one in self._roles(*rows))
 
     def describe(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> list[SplitSummary]:
         """Return what each fold keeps and drops, also for an empty fold; the arguments are those of `split`."""
-        return self._describe(self.rows(X, groups))
+        return self._describe(*self._rows(X, groups))
 
-    def rows(self, X: Any, groups: ArrayLike | None) -> DatedRows:
-        """Return the rows by date numbers; arguments and errors as for `split`."""
+    def _rows(self, X: Any, groups: ArrayLike | None) -> tuple[Indices, Indices, Sequence[Indices]]:
+        """Return what `_roles` takes; arguments and errors as for `split`."""
         num_rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
         if groups is None and getattr(getattr(X, "dtype", None), "kind", "") == "M" and X.ndim == 1:
             groups = X
@@ -141,30 +125,31 @@ class DateSplitter(ABC):
             _refuse_index(X)
         dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
         distinct, number = np.unique(dates, return_inverse=True)
-        if len(distinct) < self._num_blocks():
+        num_blocks = self.n_splits + self._num_more_blocks
+        if len(distinct) < num_blocks:
             raise SplitError(
-                f"{len(distinct)} distinct dates cannot be cut into {self._num_blocks()} test blocks.",
+                f"{len(distinct)} distinct dates cannot be cut into {num_blocks} test blocks.",
                 rule="each block needs at least one date.",
                 remedy="give more dates or a smaller n_splits",
             )
+        blocks = np.array_split(np.arange(len(distinct)), num_blocks)  # a remainder goes one by one to the first ones
         if self.purged_size is not None:
-            return DatedRows(number, number + self.purged_size, len(distinct))
-        ends = _column("label_end", self.label_end, num_rows)
-        return DatedRows(number, _end_numbers(dates, distinct, ends), len(distinct))
+            return number, number + self.purged_size, blocks
+        return number, _end_numbers(dates, distinct, _column("label_end", self.label_end, num_rows)), blocks
 
-    def _describe(self, rows: DatedRows) -> list[SplitSummary]:
+    def _describe(self, date: Indices, end: Indices, blocks: Sequence[Indices]) -> list[SplitSummary]:
         summaries = []
-        for fold, roles in enumerate(self._roles(rows), start=1):
+        for fold, roles in enumerate(self._roles(date, end, blocks), start=1):
             count = np.bincount(roles, minlength=7).tolist()
-            num_dates = [len(np.unique(rows.date[roles == role])) for role in (_TRAIN, _TEST)]
-            kept = count[_TRAIN], num_dates[0], count[_TEST], num_dates[1]
+            train, test = (len(np.unique(date[roles == role])) for role in (_TRAIN, _TEST))
+            kept = count[_TRAIN], train, count[_TEST], test
             summaries.append(SplitSummary(fold, *kept, *count[_PURGED_BEFORE:_UNUSED]))
         return summaries
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class PurgedKFold(DateSplitter):
+class PurgedKFold(_DateSplitter):
     """K-fold over dates that trains on no row whose label overlaps a label of the test block in time.
 
     The distinct dates are cut into ``n_splits`` contiguous blocks of nearly equal size; each is tested once. A row's
@@ -207,9 +192,8 @@ class PurgedKFold(DateSplitter):
         check_counts(SplitError, 0, lookback_size=self.lookback_size)
         super().__post_init__()
 
-    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
-        date, end = rows.date, rows.label_end
-        for first, last in rows.blocks(self.n_splits):
+    def _roles(self, date: Indices, end: Indices, blocks: Sequence[Indices]) -> Iterator[NDArray[np.int8]]:
+        for first, last in ((block[0], block[-1]) for block in blocks):
             before, after = date < first, date > last
             test = ~(before | after)
             latest_end = int(end[test].max())
@@ -225,7 +209,7 @@ class PurgedKFold(DateSplitter):
 
 @final
 @dataclass(frozen=True, eq=False)
-class WalkForward(DateSplitter):
+class WalkForward(_DateSplitter):
     """Folds in the order of time, each trained on dates before its test block and on no label that reaches into it.
 
     The distinct dates are cut into ``n_splits + 1`` contiguous blocks of nearly equal size. The first is only trained
@@ -268,35 +252,25 @@ class WalkForward(DateSplitter):
         check_counts(SplitError, 1, n_splits=self.n_splits, train_size=self.train_size)
         super().__post_init__()
 
-    def _num_blocks(self) -> int:
-        return self.n_splits + 1
+    _num_more_blocks = 1
 
-    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
-        for first, last in list(rows.blocks(self.n_splits + 1))[1:]:
-            roles = np.full(len(rows.date), _UNUSED, np.int8)
-            past = rows.date < first
-            roles[past] = _TRAIN
-            roles[past & (rows.label_end >= first - self.embargo_size)] = _EMBARGOED
-            roles[past & (rows.label_end >= first)] = _PURGED_BEFORE
+    def _roles(self, date: Indices, end: Indices, blocks: Sequence[Indices]) -> Iterator[NDArray[np.int8]]:
+        for first, last in ((block[0], block[-1]) for block in blocks[1:]):
+            past = date < first
+            roles = np.where(past, _TRAIN, _UNUSED).astype(np.int8)
+            roles[past & (end >= first - self.embargo_size)] = _EMBARGOED
+            roles[past & (end >= first)] = _PURGED_BEFORE
             if self.train_size is not None:
-                left = np.unique(rows.date[roles == _TRAIN])[: -self.train_size]
-                roles[(roles == _TRAIN) & np.isin(rows.date, left)] = _UNUSED
-            roles[(rows.date >= first) & (rows.date <= last)] = _TEST
+                left = np.unique(date[roles == _TRAIN])[: -self.train_size]
+                roles[(roles == _TRAIN) & np.isin(date, left)] = _UNUSED
+            roles[(date >= first) & (date <= last)] = _TEST
             yield roles
 
 
 def sizes_table(summaries: Sequence[SplitSummary]) -> str:
-    """Return the folds as a plain table of row counts, one line a fold.
-
-    Example:
-        >>> print(sizes_table(PurgedKFold(2, purged_size=1).describe(range(6))))
-        fold  train rows  train dates  test rows  test dates  purged before  purged after  embargoed  look-back
-           1           2            2          3           3              0             1          0          0
-           2           2            2          3           3              1             0          0          0
-    """
-    heads = ["fold", "train rows", "train dates", "test rows", "test dates", "purged before", "purged after"]
-    heads += ["embargoed", "look-back"]
-    lines = [heads] + [[str(count) for count in vars(summary).values()] for summary in summaries]
+    """Return the folds as a plain table of row counts, one line a fold."""
+    names = [one.name.removeprefix("num_").replace("_", " ") for one in fields(SplitSummary)]
+    lines = [[*names[:-1], "look-back"], *([str(count) for count in astuple(summary)] for summary in summaries)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -313,7 +287,9 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
         column = _dates_of(name, column)
     missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
-        what, rule = _MISSING[name]
+        what, rule = "labels are not resolved", "an open label has no end to purge by, and no value to learn."
+        if name == "groups":
+            what, rule = "rows have no date", "a row without a date lies in no test block."
         raise SplitError(
             f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
             rule=rule,
@@ -361,8 +337,26 @@ def _dates_of(name: str, column: NDArray[Any]) -> NDArray[Any]:
 
 
 def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> Indices:
-    """Return the number of the last date that is not after each label's end."""
-    dates, distinct, ends = _comparable(dates, distinct, ends)
+    """Return the number of the last date that is not after each label's end; both are compared in one type in which
+    they are exact."""
+    if (dates.dtype.kind == "M") != (ends.dtype.kind == "M"):
+        raise SplitError(
+            f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
+            rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
+            remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
+        )
+    common = np.result_type(dates, ends)
+    try:  # before 2.5, numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816
+        fits = all((one.astype(common).astype(one.dtype) == one).all() for one in (distinct, ends))
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise SplitError(
+            f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
+            rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
+            remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
+        )
+    dates, distinct, ends = (one.astype(common, copy=False) for one in (dates, distinct, ends))
     early = ends < dates
     if early.any():
         row = int(early.argmax())
@@ -373,29 +367,3 @@ def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]
             remedy="check that label_end is in the order of the rows and holds the date on which a label is known",
         )
     return np.searchsorted(distinct, ends, side="right").astype(np.int64, copy=False) - 1
-
-
-def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return the three arrays in one type in which they compare exactly."""
-    if (dates.dtype.kind == "M") != (ends.dtype.kind == "M"):
-        raise SplitError(
-            f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
-            rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
-            remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
-        )
-    common = np.result_type(dates, ends)
-    given = (dates, distinct, ends)
-    try:
-        columns = tuple(column.astype(common, copy=False) for column in given)
-        # Before 2.5, numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816.
-        both = zip(given, columns, strict=True)
-        fits = all(old.dtype == common or (new.astype(old.dtype) == old).all() for old, new in both)
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise SplitError(
-            f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
-            rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
-            remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
-        )
-    return columns
