@@ -127,15 +127,6 @@ def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context,
         yield *context_of(target, whole, stage, Path(folder)), probe
 
 
-def _footprint(loader: Any) -> Any:
-    """Return the forecast memory of a loader in the training's process; None for a loader of another kind."""
-    from memfit.data import loader_footprint
-
-    with contextlib.suppress(UsageError):  # it is asked for without workers: what they take, a plan measures
-        return loader_footprint(copy_loader(loader, 0) if hasattr(loader, "prefetch_factor") else loader)
-    return None
-
-
 def estimate_workload(
     source: Path | str,
     *,
@@ -148,9 +139,9 @@ def estimate_workload(
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
-    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``host`` is the host memory
-    beside the device: ``panel``, ``batch_bytes`` and ``loader``. A stage that names its model, and no step, is
-    estimated from that model's config.json, without any data.
+    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``data`` is the batch that
+    was traced and the panels beside it. A stage that names its model, and no step, is estimated from that model's
+    config.json, without any data.
     """
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
@@ -221,8 +212,7 @@ def estimate_in_child(
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     with _probed(target, resolved, "loader", "step") as (context, params, probe):
         assert probe.loader is not None and probe.step is not None
-        loader, make_step = probe.loader(context, params, 0), probe.step
-        longest = find_longest(loader)
+        longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
 
         def make_of(batch: Any) -> Callable[[], Any]:
             return lambda: partial(make_step(context, params), batch)
@@ -241,31 +231,26 @@ def estimate_in_child(
                 remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
                 "--time-limit, or measure a run on the device",
             ) from error
-        facts = _describe_data(context, loader, longest)
+        data = _describe_data(context, longest)
     absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-    return found | absent | {"notes": [*found["notes"], *warned], **facts, **accepts}
+    return found | absent | {"notes": [*found["notes"], *warned], "data": data, **accepts}
 
 
-def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
-    """Return what the longest batch, the panels and the loader of a stage take, as parts of an estimate."""
-    footprint, size = _footprint(loader), format_bytes(longest.num_bytes)
-    outputs = [output for outputs in context.needs.values() for output in outputs]
+def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
+    """Return what the longest batch and the panels of a stage take, as a part of an estimate."""
+    size, outputs = format_bytes(longest.num_bytes), [one for found in context.needs.values() for one in found]
     panels = [one.panel(out["name"]) for one in outputs for out in one.facts["outputs"] if out["kind"] == "panel"]
-    panel_bytes, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
+    mapped, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
     read = f"{', '.join(map(repr, panels) if panels else named) or 'no other stage'}, for {context.dir.name}"
-    batches = f"a batch {size} for each that is ready"
-    if footprint is not None:
-        batches = f"the loader {format_bytes(footprint.private_bytes)} in the training's process"
-    beside = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
-    host = {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": longest.num_bytes, "text": beside}
-    data = {
+    beside = f"panel {format_bytes(mapped)}, mapped once for all jobs; a batch {size} for each that is ready"
+    return {
         "batch_bytes": longest.num_bytes,
         "is_longest": longest.how != "sampled",
         "num_batches_seen": longest.num_seen,
-        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n{beside}",
+        "panel_bytes": mapped,
+        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n"
+        f"host, beside the device: {beside}",
     }
-    loader_facts = footprint.to_dict() if footprint is not None else None
-    return {"data": data, "host": host | {"loader": loader_facts}}
 
 
 # Loaders
