@@ -14,12 +14,14 @@ from memfit.pipeline import code_of, plan_run
 from stages_here import runs_here
 
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
+COUNTED = CONFIG | {"target": "flow:COUNTED"}
 #: A workload whose stages reach their code in other ways than by a plain function.
 FILES = {
     "flow.py": """
 import functools
+from typing import ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PrivateAttr
 
 import parts
 import registry
@@ -30,6 +32,12 @@ from memfit.pipeline import Stage, Workload
 
 class Params(BaseModel):
     rate: float = 0.1
+
+
+class Counted(Params):
+    size: int = 1
+    FACTOR: ClassVar[int] = 2
+    _hidden: int = PrivateAttr(3)
 
 
 class Fit:
@@ -65,6 +73,7 @@ STAGES = (
     Stage("whole", whole, reads=()),
 )
 FLOW = Workload(Params, STAGES)
+COUNTED = Workload(Counted, (Stage("plain", plain, reads=()),))
 """,
     "parts.py": """
 from pathlib import Path
@@ -121,14 +130,14 @@ ALL = {"object", "partial", "lamb", "plain", "looked_up", "whole"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder in which the workload has run once."""
+    """A folder in which both workloads have run once."""
     folder = tmp_path_factory.mktemp("finished")
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     with contextlib.chdir(folder), runs_here():
-        assert memfit.run(CONFIG).exit_code == 0
+        assert [memfit.run(config).exit_code for config in (CONFIG, COUNTED)] == [0, 0]
     return folder
 
 
@@ -144,7 +153,7 @@ def write(file, text):
     os.utime(file, (next(SECONDS),) * 2)
 
 
-def reruns(*edits):
+def reruns(*edits, config=CONFIG):
     """The stages that would run after edits (file, before, after), which are then taken back."""
     before = {file: Path(file).read_text() for file, *_ in edits}
     try:
@@ -152,7 +161,7 @@ def reruns(*edits):
             text = Path(file).read_text()
             assert old in text
             write(file, text.replace(old, new))
-        return {stage.name for stage in plan_run(CONFIG).stages if stage.num_runs}
+        return {stage.name for stage in plan_run(config).stages if stage.num_runs}
     finally:
         for file, text in before.items():
             write(file, text)
@@ -166,7 +175,6 @@ EDITS = [
         {"object", "partial", "lamb"},
     ),  # the whole file
     ([("flow.py", '{"plain": 1}', '{"plain": 2}')], {"object", "partial", "plain"}),
-    ([("flow.py", "rate: float = 0.1", "rate: float = 0.2")], ALL),  # the class of the params
     ([("parts.py", 'Path("here")', 'Path("there")')], {"object", "partial"}),  # another module counts whole
     ([("inside.py", "return 1", "return 2")], {"object", "partial", "whole"}),
     ([("registry/first.py", "self.layers = 1", "self.layers = 2")], ALL),
@@ -180,12 +188,21 @@ def test_what_a_stage_reaches_or_registers_when_it_is_imported_counts_and_nothin
     assert reruns(*edits) == expected
 
 
+@pytest.mark.slow
+def test_constants_of_the_params_count_and_fields_do_not(flow):
+    field = ("flow.py", "size: int = 1", "size: int = 2\n    newer: int = 0")
+    assert reruns(field, config=COUNTED) == set()
+    assert reruns(("flow.py", "FACTOR: ClassVar[int] = 2", "FACTOR: ClassVar[int] = 4"), config=COUNTED) == {"plain"}
+    assert reruns(("flow.py", "PrivateAttr(3)", "PrivateAttr(4)"), config=COUNTED) == {"plain"}
+
+
 #: Files, the file that changes, a text in it and what it becomes, and whether the stage ``stage`` of one.py depends on it.
 READ = [
     ({"one": "import two\ndef stage(): return two.first()", "two": "def first(): return 1"}, "two", "1", "2", True),
     ({"one": "import two\ndef stage(): return 0", "two": "def first(): return 1"}, "two", "1", "2", False),
     ({"one": "def stage(): return 0", "two": ""}, "one", "0", "0  # a comment", False),
     ({"one": "def stage(): return 0\ndef other(): return 1", "two": ""}, "one", "1", "2", False),
+    ({"one": "class Of:\n  a = 1\ndef stage(one: Of): return 0"}, "one", "a = 1", "a = 2", False),  # which no call reads
     # what an import does: by a decorator, a statement, a base class, or in the body of a class
     ({"one": "ALL = {}\ndef keep(x):\n  ALL[1] = x\n  return x\n@keep\ndef kept(): return 1\ndef stage(): ALL[1]()"},
      "one", "return 1", "return 2", True),
@@ -238,3 +255,36 @@ def test_code_is_found_by_what_its_files_say(tmp_path, monkeypatch, files, file,
     assert before in path.read_text()
     write(path, path.read_text().replace(before, after))
     assert (code_of(stage, f"{package}_one:stage")[0] != first) == expected
+
+
+DEFAULTS = """
+from pydantic import BaseModel, Field
+
+class Params(BaseModel):
+    size: int = 1
+    hidden: int = Field(2, exclude=True)
+    inner: "list[Params]" = []
+
+def stage(context, params):
+    return {}
+
+def making(context, params):
+    return {"size": Params().size}
+"""
+
+
+def test_fields_count_where_no_setting_holds_their_value(tmp_path, monkeypatch):
+    name = f"read_{next(SECONDS)}"
+    path = tmp_path / f"{name}.py"
+    write(path, DEFAULTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+
+    def codes():
+        return [code_of(one, f"{name}:stage", module.Params)[0] for one in (module.stage, module.making)]
+
+    first = codes()
+    write(path, DEFAULTS.replace("int = 1", "int = 3"))
+    assert [then == now for then, now in zip(first, codes(), strict=True)] == [True, False]
+    write(path, DEFAULTS.replace("Field(2", "Field(3"))
+    assert [then == now for then, now in zip(first, codes(), strict=True)] == [False, False]

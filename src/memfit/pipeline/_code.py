@@ -2,8 +2,8 @@
 
 These are the names that its function reaches in the target's file, and other own modules whole. A file that does
 something when it is imported counts whole, for all stages; so does the target's file for a stage that is no plain
-function. The class of the params is one of the names. Files are parsed and not imported. Comments, docstrings,
-installed packages and memfit itself do not count.
+function. Files are parsed and not imported. Comments, docstrings, annotations of arguments, installed packages and
+memfit itself do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from memfit.pipeline._manifest import fingerprint_files
 from memfit.units import list_some
@@ -33,11 +33,11 @@ _NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
 def code_of(function: Callable[..., Any], target: str, params: type | None = None) -> tuple[dict[str, str], set[str]]:
     """Return what a function depends on, as digests by name, and the modules that were read.
 
-    A name is that of a definition (``module:name``), or of a module that counts whole (``module``).
+    A name is that of a definition (``module:name``), or of a module that counts whole (``module``). Of the classes of
+    the params the fields do not count, since the key of a stage holds their values, unless its code names the class.
     """
-    reader = _Reader(target.partition(":")[0])
-    own = getattr(function, "__wrapped__", function) if isinstance(function, functools.partial) else function
-    reader.read(own, params)
+    reader = _Reader(target.partition(":")[0], list(_classes(params)) if params else [])
+    reader.read(getattr(function, "__wrapped__", function) if isinstance(function, functools.partial) else function)
     found = {
         name: hashlib.sha256("\n".join(map(_text, nodes)).encode()).hexdigest()
         for name, nodes in reader.counted.items()
@@ -81,6 +81,16 @@ def _is_own(name: str, path: Path, package: str) -> bool:
     return top == package or not {"site-packages", "dist-packages"} & set(path.parts)
 
 
+def _classes(params: type) -> Iterator[type]:
+    """Yield the class of the params, those of its fields and theirs, and all that they derive from."""
+    kinds: list[Any] = [params]
+    for place, one in enumerate(kinds):  # it grows as it is read
+        if isinstance(one, type) and one not in kinds[:place]:  # a model may hold itself
+            yield from one.__mro__
+            kinds += [info.annotation for info in getattr(one, "model_fields", {}).values()]
+        kinds += get_args(one)
+
+
 class _Module(NamedTuple):
     """A module's source: its statements, those that define each name, and the places of each imported name."""
 
@@ -93,15 +103,16 @@ class _Module(NamedTuple):
 class _Reader:
     """Follows names from the target's module through the user's files."""
 
-    def __init__(self, home: str) -> None:
+    def __init__(self, home: str, classes: Sequence[type]) -> None:
         self.modules: dict[str, _Module | None] = {}
         self.counted: dict[str, list[ast.stmt]] = {}
-        self._home = home
+        self._home, self._classes = home, classes
+        self._in_parts = {home, *(one.__module__ for one in classes)}  # modules whose names count alone
         self._imported: set[str] = set()
         self._seen: set[_Place] = set()
 
-    def read(self, function: Any, params: type | None) -> None:
-        """Count what an import of the target does, a stage's function, and the class of its params."""
+    def read(self, function: Any) -> None:
+        """Count what an import of the target does, a stage's function, and the params without their fields."""
         self._import(self._home)
         places = [(self._home, ""), (type(function).__module__, "")]  # of a partial, an object, a method
         if isinstance(function, types.FunctionType):
@@ -112,10 +123,14 @@ class _Reader:
             ]  # a wrapper bears the name of what it wraps
             if "<locals>" in made[1] and self._load(made[0]) is not None:  # what another function made
                 places.append((self._home, ""))
-        places += [(params.__module__, params.__qualname__)] if params else []
         for name, defined in places:
             module, top = self._load(name), defined.partition(".")[0]
             self._count(name, (top,) if module is not None and top in module.definitions else ())
+        for one in self._classes:
+            module = self._load(one.__module__)
+            for node in module.definitions.get(one.__qualname__, []) if module is not None else ():
+                if module is not None and isinstance(node, ast.ClassDef):
+                    self._take(module, f"{module.name}:{one.__name__} without fields", [_without_fields(node, one)])
 
     def _count(self, name: str, chain: tuple[str, ...] = ()) -> None:
         """Count what a dotted name in a module stands for: a definition of the target's, or another module whole."""
@@ -127,7 +142,7 @@ class _Reader:
         for bound in chain[:1] if chain else module.imports:
             for target, inner in module.imports.get(bound, []):
                 self._count(target, (*inner, *chain[1:]))
-        if chain and module.name == self._home and chain[0] in module.definitions:
+        if chain and module.name in self._in_parts and chain[0] in module.definitions:
             self._take(module, f"{module.name}:{chain[0]}", module.definitions[chain[0]])
         else:
             self._take(module, module.name, module.statements)
@@ -210,6 +225,13 @@ class _Reader:
         return self.modules[name]
 
 
+def _without_fields(node: ast.ClassDef, model: type) -> ast.ClassDef:
+    """Return a class of the params without fields whose values the key holds, and without bases: they count too."""
+    known = {name for name, one in getattr(model, "model_fields", {}).items() if not one.exclude}
+    body = [one for one in node.body if getattr(getattr(one, "target", None), "id", "") not in known]
+    return ast.ClassDef(**{name: getattr(node, name) for name in node._fields} | {"body": body, "bases": []})
+
+
 @functools.cache
 def _read(name: str, path: Path, changed: int) -> _Module:
     """Read a module's source, as of its last change."""
@@ -225,13 +247,21 @@ def _read(name: str, path: Path, changed: int) -> _Module:
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes docstrings and other lone constants out of a tree, and names the modules of imports whole."""
+    """Takes out what no call runs, docstrings and annotations of arguments; names the modules of imports whole."""
 
     def __init__(self, package: Sequence[str]) -> None:
         self._package = package
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if not node.decorator_list:  # which may read them
+            node.returns = None
+            for one in ast.walk(node.args):
+                if isinstance(one, ast.arg):
+                    one.annotation = None
+        return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         above = self._package[: len(self._package) + 1 - node.level] if node.level else ()
