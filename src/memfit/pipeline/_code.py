@@ -120,7 +120,7 @@ class _Reader:
             places = [
                 (str(function.__module__), function.__qualname__),
                 made,
-            ]  # a wrapper bears the name of what it wraps
+            ]  # a wrapper has the name of what it wraps
             if "<locals>" in made[1] and self._load(made[0]) is not None:  # what another function made
                 places.append((self._home, ""))
         for name, defined in places:
