@@ -107,26 +107,6 @@ def context_of(
         source.ended(JobStatus(job.job_id, "completed"))
 
 
-@contextlib.contextmanager
-def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, Any, Probe]]:
-    """Prepare the first unit of the stage with a probe, which must name what is needed: ``loader``, ``step``."""
-    stages = load_workload(target).stages
-    stage, probe = next(((one.name, one.probe) for one in stages if one.probe is not None), ("", Probe()))
-    missing = [name for name in needed if getattr(probe, name) is None]
-    if missing:
-        who = f"stage {stage} of '{target}' names no {' and no '.join(missing)}"
-        raise UsageError(
-            f"{who if stage else f'no stage of {target!r} says how it is measured'}.",
-            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
-            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
-            "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
-        )
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
-        yield *context_of(target, whole, stage, Path(folder)), probe
-
-
 def estimate_workload(
     source: Path | str,
     *,
@@ -194,10 +174,10 @@ def estimate_in_child(
     device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
     warned = [] if text is None else check_allocator(text, name="--allocator")
     workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
-    name, own = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
-    if own.model is not None and own.step is None:
+    stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
+    if probe.model is not None and probe.step is None:
         params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
-        return question_of(target, params, name, whole.value.memory.cuda_allocator) | accepts
+        return question_of(target, params, stage, whole.value.memory.cuda_allocator) | accepts
     if formula:
         raise UsageError(
             f"--formula was given, and no stage of '{target}' names a model.",
@@ -210,8 +190,19 @@ def estimate_in_child(
 
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
-    with _probed(target, resolved, "loader", "step") as (context, params, probe):
-        assert probe.loader is not None and probe.step is not None
+    if probe.loader is None or probe.step is None:
+        lacking = "no loader" if probe.loader is None else "no step"
+        raise UsageError(
+            f"stage {stage} of '{target}' names {lacking}."
+            if stage
+            else f"no stage of {target!r} says how it is measured.",
+            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
+            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+            "step(context, params), which returns a function that takes one training step, and name both: "
+            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
+        )
+    with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
+        context, params = context_of(target, whole, stage, Path(folder))
         longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
 
         def make_of(batch: Any) -> Callable[[], Any]:
