@@ -66,7 +66,7 @@ def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed
     assert (found["data"]["batch_bytes"], found["data"]["is_longest"], found["data"]["num_batches_seen"]) == (
         *(16 * 32 * 4, True, 3),
     )
-    assert found["host"]["panel"]["mapped_bytes"] > 0
+    assert found["data"]["panel_bytes"] > 0
     assert (found["setup"], found["verdict"]) == (None, "fits")
     assert not (tmp_path / "runs").exists()
 

@@ -67,7 +67,6 @@ def test_only_the_parameters_own_placeholders_are_replaced():
     ("command", "params", "what", "remedy"),
     [
         ("{a}", ["a"], "is not name=values", "--param fold=1..5"),
-        ("{a}", ["grid.csv"], "is not name=values", "a file of them is not read"),
         ("{a}", ["a=1-5"], "is no range", """write a=1..5; for the text: --param 'a="1-5"'"""),
         ("{a}", ["a=2,1...5"], "is no range", "write a=1..5;"),
         (

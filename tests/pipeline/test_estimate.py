@@ -49,7 +49,7 @@ def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apar
         assert 0 < one["value"] <= one["upper"]
     assert found["data"]["is_longest"] and "the longest batch, as its loader says it" in found["data"]["text"]
     assert found["parts"]["inputs"]["value"] >= found["data"]["batch_bytes"] * 0.9
-    assert found["host"]["panel"]["mapped_bytes"] > 0 and "mapped once for all jobs" in found["data"]["text"]
+    assert found["data"]["panel_bytes"] > 0 and "mapped once for all jobs" in found["data"]["text"]
     assert found["parts"]["optimizer"]["value"] == pytest.approx(2 * found["parts"]["weights"]["value"], rel=0.01)
     assert any("garbage_collection_threshold:0.8 without" in note for note in found["notes"])
     assert not any("depends on the data" in note for note in found["notes"]), (
@@ -75,33 +75,6 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
     others = [peak_of(batch) for batch in itertools.islice(loader, 4)]
     assert longest.how == "known" and all(peak_of(longest.batch) >= one for one in others)
     assert len(set(others)) > 1, "the market's lists differ in length"
-
-
-WITH_WORKERS = """
-import torch
-from pydantic import BaseModel
-from memfit.pipeline import Probe, Stage, Workload
-
-def loader(context, params, num_workers):
-    return torch.utils.data.DataLoader(torch.zeros(40, 8), 4, num_workers=2, multiprocessing_context="fork")
-
-def step(context, params):
-    layer = torch.nn.Linear(8, 1)
-    return lambda batch: layer(batch).sum().backward()
-
-class Params(BaseModel):
-    pass
-
-MINE = Workload(Params, (Stage("train", print, probe=Probe(loader, step)),))
-"""
-
-
-def test_an_estimate_measures_no_workers(config, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("memfit.data._loader_footprint._measure", lambda *words: pytest.fail("a training was measured"))
-    (tmp_path / "mine.py").write_text(WITH_WORKERS)
-    parts = estimate_workload(config(target="mine:MINE", params={}))["host"]["loader"]["parts"]
-    assert (parts["workers"], parts["batches"]) == (0, 3 * 4 * 8 * 4)
 
 
 def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny, tmp_path, monkeypatch):

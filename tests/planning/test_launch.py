@@ -113,8 +113,8 @@ def test_torchrun_is_one_task_a_node_with_the_cores_of_all_its_ranks():
     text = render(made(), "sbatch")
     given = options(text)
     assert (given["ntasks-per-node"], given["ntasks"], given["cpus-per-task"]) == ("1", "4", "12")
-    assert "--nnodes=4" in text and "--nproc-per-node=4" in text and " train.py" in text
-    assert "python train.py" not in text and "memfit run --retries 0 --grace 60 --name trajectory-" in text
+    assert "--nnodes=4" in text and "--nproc-per-node=4" in text and "--no-python python train.py" in text
+    assert "memfit run --retries 0 --grace 60 --name trajectory-" in text
 
 
 def test_on_one_node_memfit_runs_the_config_with_the_settings_that_were_given():

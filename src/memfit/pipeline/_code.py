@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from memfit.pipeline._contract import call_with_settings
 from memfit.pipeline._manifest import fingerprint_files
 from memfit.units import list_some
 
@@ -37,7 +38,9 @@ def code_of(function: Callable[..., Any], target: str, params: type | None = Non
     the params the fields do not count, since the key of a stage holds their values, unless its code names the class.
     """
     reader = _Reader(target.partition(":")[0], list(_classes(params)) if params else [])
-    reader.read(getattr(function, "__wrapped__", function) if isinstance(function, functools.partial) else function)
+    if isinstance(function, functools.partial) and function.func is call_with_settings:
+        function = function.args[0]
+    reader.read(function)
     found = {
         name: hashlib.sha256("\n".join(map(_text, nodes)).encode()).hexdigest()
         for name, nodes in reader.counted.items()
@@ -120,7 +123,7 @@ class _Reader:
             places = [
                 (str(function.__module__), function.__qualname__),
                 made,
-            ]  # a wrapper bears the name of what it wraps
+            ]  # a wrapper has the name of what it wraps
             if "<locals>" in made[1] and self._load(made[0]) is not None:  # what another function made
                 places.append((self._home, ""))
         for name, defined in places:

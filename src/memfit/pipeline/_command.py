@@ -139,8 +139,7 @@ def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_ra
     """
     given, (name, equals, text) = text, text.partition("=")
     if not equals or not name:
-        rows = "name the values; a file of them is not read: " if given.endswith(".csv") else ""
-        raise _bad(f"--param {given} is not name=values", f"{rows}write for example --param fold=1..5")
+        raise _bad(f"--param {given} is not name=values", "write for example --param fold=1..5")
     if not _NAME.fullmatch(name):
         raise _bad(f"--param {given}: {name!r} cannot name a parameter", "rename it, for example fold", _NAME_RULE)
     values: list[Any] = []

@@ -318,8 +318,7 @@ class Workload(Generic[P]):
         params: type[BaseModel] = create_model(
             f"{function.__name__}_params", __config__=ConfigDict(extra="forbid", frozen=True), **fields
         )
-        run = functools.update_wrapper(functools.partial(call_with_settings, function), function)
-        return Workload(params, (Stage(function.__name__, run),))
+        return Workload(params, (Stage(function.__name__, functools.partial(call_with_settings, function)),))
 
 
 def call_with_settings(

@@ -6,7 +6,6 @@ A unit's key follows from the results it needs. So a stage that ran again with t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from memfit.errors import ConfigError, UsageError
@@ -14,7 +13,7 @@ from memfit.pipeline._command import chosen_units, label_of
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of
 from memfit.pipeline._order import Order
-from memfit.pipeline._results import Index, Results, Unit
+from memfit.pipeline._results import Ended, Index, Results, Unit
 from memfit.rundir import RunDir
 
 #: The states of a unit after which the units that wait for it may start.
@@ -23,15 +22,6 @@ PASSED = frozenset({"kept", "reused", "completed", "passed"})
 _ENDED_BADLY = {
     "failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a unit ended: ``kept``, ``reused`` or ``completed`` by the manifest ``made``; ``failed`` or ``cancelled``."""
-
-    state: str
-    why: str = ""
-    made: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Step(NamedTuple):
@@ -245,7 +235,7 @@ class Graph:
             self._set(unit, "failed", str(error))
             return True
         if found is not None:
-            self._end(unit, Ended(found[0], made=found[1]))
+            self._end(unit, found)
             return True
         asked = f"it is asked for (--from {self.order.choice.anew})" if stage.name in self.anew else ""
         unit.state, unit.why = "ready", asked or self.results.why_not(unit)

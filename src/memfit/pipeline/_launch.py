@@ -20,15 +20,14 @@ from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
 from memfit.pipeline._order import Order, order_of_config
-from memfit.pipeline._plan_run import StagePlan, changes_since, plan_run
-from memfit.planning import Forecast, Launch, LaunchFormat, Ledger, Machine, shm_bytes
+from memfit.pipeline._plan_run import changes_since, plan_run
+from memfit.planning import Forecast, Launch, LaunchFormat, Machine, shm_bytes
 from memfit.rundir import Reader, RunDir
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, format_count, round_up_size
 
 _WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
-#: More than any node has: a launch is planned for the machine that its config asks for.
-_BOUNDLESS = Amount(1 << 50, "node")
+_BOUNDLESS = 1 << 50  # more than any node has: a launch is planned for the machine that its config asks for
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 #: A stop leaves the longest save that was measured so many times, and this much at least.
 _SAVES, _LEAST_GRACE_SECONDS = 2, 10
@@ -44,9 +43,8 @@ class _Earlier(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The stage that takes most on a node: its plan, so many jobs of it at once, and where the figure comes from."""
+    """What the stage that takes most needs on a node: its forecast, so many jobs at once, and who says so."""
 
-    stage: StagePlan
     forecast: Forecast
     jobs: int
     origin: str
@@ -145,21 +143,15 @@ def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
         tasks_per_node=tasks,
         gpus_per_task=each,
         gpu="1TiB" if each else None,
-        node_memory=config.ByteSize(_BOUNDLESS.bytes),
+        node_memory=_BOUNDLESS,
     )
     found: list[_Planned] = []
     plan = plan_run(order, new=True, on=machine, start=f"memfit run {shlex.quote(str(source))}")
     for stage in plan.stages:
-        most = order.settings.max_parallel
+        most, forecast = order.settings.max_parallel, stage.forecast
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
-        origin, size = stage.origin.partition("; its lines")[0], stage.footprint
-        forecast = stage.forecast or Forecast(Ledger(layout, ()), _BOUNDLESS, "", slack=order.settings.memory.slack)
-        if stage.forecast is None and size is not None:
-            own = max(1, math.ceil(order.ranks_of(order.by_name[stage.name]) / (layout.nodes or 1)))
-            ledger = Ledger(replace(layout, tasks_per_node=own), ()).completed(size, own, origin)
-            forecast = replace(forecast, ledger=ledger)
-        if forecast.ledger.peak.bytes:
-            found.append(_Planned(stage, forecast, jobs, origin))
+        if forecast is not None and forecast.ledger.peak.bytes:
+            found.append(_Planned(forecast, jobs, stage.origin.partition("; its lines")[0]))
     if not found or any(one.forecast.uncounted for one in found):
         measure = next((one for stage in plan.stages for one in stage.measure), f"memfit run {source}")
         raise ConfigError(
@@ -191,7 +183,7 @@ def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[A
 
 def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, int]:
     """Return what /dev/shm of a node must hold, how that follows, and the cores of a rank."""
-    ledger = (planned.stage.forecast or planned.forecast).ledger
+    ledger = planned.forecast.ledger
     workers = max((line.number for line in ledger.lines if line.name.endswith("workers")), default=0)
     cpus = settings.launch.cpus_per_rank or max(settings.threads_per_job, workers + 1)
     if settings.launch.shm is not None:

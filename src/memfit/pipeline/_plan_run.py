@@ -243,8 +243,8 @@ def _forecast(
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    has_ranks = node.machine or max(ranks, taken.num_tasks) > 1
-    if not (loaders or ((order.is_main(stage) or stage.has_model) and has_ranks)):
+    has_ranks = max(ranks, taken.num_tasks) > 1 and (order.is_main(stage) or stage.has_model)
+    if not (loaders or node.machine or has_ranks):
         return None
     layout = node.layout(order, stage)
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []

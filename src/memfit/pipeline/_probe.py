@@ -107,35 +107,6 @@ def context_of(
         source.ended(JobStatus(job.job_id, "completed"))
 
 
-@contextlib.contextmanager
-def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, Any, Probe]]:
-    """Prepare the first unit of the stage with a probe, which must name what is needed: ``loader``, ``step``."""
-    stages = load_workload(target).stages
-    stage, probe = next(((one.name, one.probe) for one in stages if one.probe is not None), ("", Probe()))
-    missing = [name for name in needed if getattr(probe, name) is None]
-    if missing:
-        who = f"stage {stage} of '{target}' names no {' and no '.join(missing)}"
-        raise UsageError(
-            f"{who if stage else f'no stage of {target!r} says how it is measured'}.",
-            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
-            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
-            "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
-        )
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
-        yield *context_of(target, whole, stage, Path(folder)), probe
-
-
-def _footprint(loader: Any) -> Any:
-    """Return the forecast memory of a loader in the training's process; None for a loader of another kind."""
-    from memfit.data import loader_footprint
-
-    with contextlib.suppress(UsageError):  # it is asked for without workers: what they take, a plan measures
-        return loader_footprint(copy_loader(loader, 0) if hasattr(loader, "prefetch_factor") else loader)
-    return None
-
-
 def estimate_workload(
     source: Path | str,
     *,
@@ -148,9 +119,9 @@ def estimate_workload(
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
-    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``host`` is the host memory
-    beside the device: ``panel``, ``batch_bytes`` and ``loader``. A stage that names its model, and no step, is
-    estimated from that model's config.json, without any data.
+    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``data`` is the batch that
+    was traced and the panels beside it. A stage that names its model, and no step, is estimated from that model's
+    config.json, without any data.
     """
     how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
@@ -203,10 +174,10 @@ def estimate_in_child(
     device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
     warned = [] if text is None else check_allocator(text, name="--allocator")
     workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
-    name, own = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
-    if own.model is not None and own.step is None:
+    stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
+    if probe.model is not None and probe.step is None:
         params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
-        return question_of(target, params, name, whole.value.memory.cuda_allocator) | accepts
+        return question_of(target, params, stage, whole.value.memory.cuda_allocator) | accepts
     if formula:
         raise UsageError(
             f"--formula was given, and no stage of '{target}' names a model.",
@@ -219,10 +190,20 @@ def estimate_in_child(
 
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
-    with _probed(target, resolved, "loader", "step") as (context, params, probe):
-        assert probe.loader is not None and probe.step is not None
-        loader, make_step = probe.loader(context, params, 0), probe.step
-        longest = find_longest(loader)
+    if probe.loader is None or probe.step is None:
+        lacking = "no loader" if probe.loader is None else "no step"
+        raise UsageError(
+            f"stage {stage} of '{target}' names {lacking}."
+            if stage
+            else f"no stage of {target!r} says how it is measured.",
+            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
+            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+            "step(context, params), which returns a function that takes one training step, and name both: "
+            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
+        )
+    with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
+        context, params = context_of(target, whole, stage, Path(folder))
+        longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
 
         def make_of(batch: Any) -> Callable[[], Any]:
             return lambda: partial(make_step(context, params), batch)
@@ -241,31 +222,26 @@ def estimate_in_child(
                 remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
                 "--time-limit, or measure a run on the device",
             ) from error
-        facts = _describe_data(context, loader, longest)
+        data = _describe_data(context, longest)
     absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-    return found | absent | {"notes": [*found["notes"], *warned], **facts, **accepts}
+    return found | absent | {"notes": [*found["notes"], *warned], "data": data, **accepts}
 
 
-def _describe_data(context: Context, loader: Any, longest: Longest) -> dict[str, Any]:
-    """Return what the longest batch, the panels and the loader of a stage take, as parts of an estimate."""
-    footprint, size = _footprint(loader), format_bytes(longest.num_bytes)
-    outputs = [output for outputs in context.needs.values() for output in outputs]
+def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
+    """Return what the longest batch and the panels of a stage take, as a part of an estimate."""
+    size, outputs = format_bytes(longest.num_bytes), [one for found in context.needs.values() for one in found]
     panels = [one.panel(out["name"]) for one in outputs for out in one.facts["outputs"] if out["kind"] == "panel"]
-    panel_bytes, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
+    mapped, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
     read = f"{', '.join(map(repr, panels) if panels else named) or 'no other stage'}, for {context.dir.name}"
-    batches = f"a batch {size} for each that is ready"
-    if footprint is not None:
-        batches = f"the loader {format_bytes(footprint.private_bytes)} in the training's process"
-    beside = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
-    host = {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": longest.num_bytes, "text": beside}
-    data = {
+    beside = f"panel {format_bytes(mapped)}, mapped once for all jobs; a batch {size} for each that is ready"
+    return {
         "batch_bytes": longest.num_bytes,
         "is_longest": longest.how != "sampled",
         "num_batches_seen": longest.num_seen,
-        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n{beside}",
+        "panel_bytes": mapped,
+        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n"
+        f"host, beside the device: {beside}",
     }
-    loader_facts = footprint.to_dict() if footprint is not None else None
-    return {"data": data, "host": host | {"loader": loader_facts}}
 
 
 # Loaders

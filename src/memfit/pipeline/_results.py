@@ -100,6 +100,15 @@ class Unit:
         return run.manifest_path(self.stage.name, self.job_id)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a unit ended: ``kept``, ``reused`` or ``completed`` by the manifest ``made``; ``failed`` or ``cancelled``."""
+
+    state: str
+    why: str = ""
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Index:
     """The valid results of other runs by stage and key, and those of this run that all its graphs share.
 
@@ -129,8 +138,8 @@ class Results:
         self.run, self.index = run, index or Index()
         self._common, (_, self._anew) = order.common, order.chosen()
 
-    def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
-        """Return ``kept`` or ``reused`` with the manifest of a unit's valid result, if it has one; set its key."""
+    def find(self, unit: Unit) -> Ended | None:
+        """Return a unit's valid result as ``kept`` or ``reused``, if it has one; set its key."""
         stage, previous = unit.stage, unit.previous
         unit.parts = {
             "settings": fingerprint(stage.settings),
@@ -146,18 +155,18 @@ class Results:
         if stage.name in self._anew:
             return None
         if (found := _valid(unit.manifest(self.run), unit.key)) is not None:
-            return "kept", found
+            return Ended("kept", made=found)
         unit.elsewhere = self.index.known.get((stage.name, unit.key))
         if unit.elsewhere is None or (found := _valid(unit.elsewhere, unit.key)) is None:
             return None
-        return "reused", found | {"reused_from": found["reused_from"] or str(unit.elsewhere)}
+        return Ended("reused", made=found | {"reused_from": found["reused_from"] or str(unit.elsewhere)})
 
     def link(self, unit: Unit) -> None:
         """Link a result of another run into this one."""
         assert unit.elsewhere is not None
         link_result(unit.elsewhere, unit.manifest(self.run), unit.made)
 
-    def take_left(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
+    def take_left(self, unit: Unit) -> Ended | None:
         """Write the manifest of a command that completed while no supervisor ran; return it as ``kept``."""
         path = unit.manifest(self.run)
         if unit.stage.command is None or path.exists() or key_of(path) != unit.key or unit.stage.name in self._anew:
@@ -166,7 +175,7 @@ class Results:
             with suppress(MemfitError):  # a bad result file: it runs again
                 self.seal(unit, status)
         made = self.made(unit)
-        return ("kept", made) if made is not None else None
+        return Ended("kept", made=made) if made is not None else None
 
     def why_not(self, unit: Unit) -> str:
         """Return why a unit runs, from the newest result of the same name."""

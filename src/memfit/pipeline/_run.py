@@ -265,7 +265,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
             unit.job_id,
             target="memfit.pipeline._stage:run_stage",
             arguments={"order": stage_order(order, run, unit)},
-            uses=tuple(one for one in stage.code if " " not in one),  # not the values that a function is bound to
+            uses=tuple(one for one in stage.code if " " not in one),  # not the params without fields
             phases=tuple(stage.phases),
             mapped_bytes=sum(mapped_bytes(one.manifest(run)) for units in unit.inputs.values() for one in units),
             env={**order.env, **env},

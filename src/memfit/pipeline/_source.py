@@ -12,9 +12,9 @@ from typing import Any
 from memfit.errors import MemfitError
 from memfit.files import refresh
 from memfit.jobs import JobStatus, name_jobs
-from memfit.pipeline._graph import Ended, Graph, Step
+from memfit.pipeline._graph import Graph, Step
 from memfit.pipeline._manifest import remove_result
-from memfit.pipeline._results import HOST, NOT_MADE, Proofs, Unit
+from memfit.pipeline._results import HOST, NOT_MADE, Ended, Proofs, Unit
 from memfit.units import format_bytes, format_duration
 
 _WORD_SECONDS = 5.0
@@ -106,10 +106,6 @@ class UnitSource:
         """Return why a job of this graph that has not started yet must not start any more; empty if it may."""
         return self.graph.why_given_up
 
-    @property
-    def all_units(self) -> list[Unit]:
-        return self.graph.all_units
-
     def num_like(self, job_id: str) -> int:
         """Return how many units the stage of a job has."""
         unit = self._running.get(job_id)
@@ -142,7 +138,7 @@ class UnitSource:
             self._held.remove(unit)
             try:
                 if (found := self._results.find(unit) or self._results.take_left(unit)) is not None:
-                    there[unit.job_id] = Ended(found[0], made=found[1])
+                    there[unit.job_id] = found
                     continue
                 if path.exists() or unit.stage.name in self.graph.anew:
                     remove_result(path)  # or a training would continue from checkpoints of another key

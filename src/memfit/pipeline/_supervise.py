@@ -39,7 +39,6 @@ from memfit.masking import mask
 from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import local_place, most_at_once, read_budget, slurm_place
-from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import Event, EventWriter, Reader, RunDir
 
@@ -54,10 +53,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class Source(JobSource, Protocol):
     """A source of jobs that are units of graphs: one graph, or a search over many."""
-
-    @property
-    def all_units(self) -> list[Unit]:
-        """All units that are known."""
 
     def num_like(self, job_id: str) -> int:
         """Return how many jobs are like one."""

@@ -80,7 +80,7 @@ def _start(launch: Launch) -> list[str]:
     torchrun = (
         f"torchrun --nproc-per-node={launch.num_ranks} --nnodes={launch.num_nodes} --rdzv-backend=c10d "
         f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$RENDEZVOUS" --max-restarts=0 '
-        f"{shlex.join(_without_python(launch.command))}"
+        f"--no-python {words}"
     )
     # All nodes start again together, so memfit restarts none by itself.
     flags = f"--retries 0 --grace {launch.grace_seconds:g} --name {launch.name}-$SLURM_JOB_ID-$SLURM_NODEID"
@@ -198,17 +198,3 @@ def _plain(text: str) -> str:
 
 def _grace(launch: Launch) -> int:
     return math.ceil(launch.grace_seconds) + _ENDING_SECONDS
-
-
-def _without_python(command: tuple[str, ...]) -> list[str]:
-    """Return what torchrun is given: the script and its arguments.
-
-    >>> _without_python(("python", "-u", "train.py", "--epochs", "3")), _without_python(("./train",))
-    (['train.py', '--epochs', '3'], ['--no-python', './train'])
-    """
-    if not command[0].rpartition("/")[2].startswith("python"):
-        return ["--no-python", *command]
-    rest = list(command[1:])
-    while rest and rest[0] in ("-u", "-B", "-O"):
-        rest = rest[1:]
-    return rest

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from memfit.tuning._optuna import is_to_prune as is_to_prune
     from memfit.tuning._optuna import make_study as make_study
     from memfit.tuning._record import Trial as Trial
-    from memfit.tuning._record import TrialState as TrialState
     from memfit.tuning._record import read_trial as read_trial
     from memfit.tuning._record import read_trials as read_trials
     from memfit.tuning._record import write_trial as write_trial

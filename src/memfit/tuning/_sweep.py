@@ -145,10 +145,6 @@ class Sweep:
         self._taken_over.add(name)
         return True
 
-    @property
-    def all_units(self) -> list[Unit]:
-        return [unit for active in self._active.values() for unit in active.source.all_units]
-
     def close(self) -> None:
         """Wait for what other threads do, and write down what has ended."""
         for active in self._active.values():
@@ -288,7 +284,7 @@ class Sweep:
 
     def _conclude(self, active: Active) -> None:
         """Write how a trial ended; one whose jobs were stopped goes on at a later start."""
-        trial, units = active.trial, active.source.all_units
+        trial, units = active.trial, active.source.graph.all_units
         active.source.close()
         state, cause = "pruned" if active.pruned else "", active.pruned
         reported = dict(sorted(self._reports.values.get(self._first_unit(active), {}).items()))
@@ -362,7 +358,7 @@ class Sweep:
         devices: dict[str, int] = defaultdict(int)
         effective: dict[str, Any] = {}
         measured: dict[str, Any] = {"seconds": round(self._seconds(active), 3), "ended": time.time()}
-        for unit in active.source.all_units:
+        for unit in active.source.graph.all_units:
             status = read_status(self.run, unit.job_id)
             # One that went on after a kill may have taken less than its first attempt.
             earlier = [read_json(one) or {} for one in self.run.job_dir(unit.job_id).glob("outcome_*.json")]
