@@ -253,7 +253,7 @@ def test_the_log_of_a_command_tells_when_it_ends(commands):
         tick()
         etas.append([line.split()[-2] for line in shown.lines if "~log" in line][-1])
     shown.live.close()
-    assert etas == ["2h", "1h"], "4,000 s an epoch since the start, then 3,000 s since the first count"
+    assert etas == ["2h", "1h"], "4,000 s an epoch since the start, then 3,333 s"
 
 
 @pytest.mark.parametrize(("silent", "is_told"), [(9.0, False), (11.0, True)])

@@ -149,8 +149,8 @@ def draw_machine(
     cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
     for title, figures, text, ticks in (
         ("CPU: cores that the jobs kept busy", cores, "{:.2f}".format, number_ticks),
-        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", _bytes),
-        ("GPU: memory that the jobs hold", held, _size, _bytes),
+        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", byte_ticks),
+        ("GPU: memory that the jobs hold", held, _size, byte_ticks),
     ):
         found = {name: over_time(figure) for name, figure in figures.items()}
         lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
@@ -200,7 +200,3 @@ def _is_sane(value: object) -> bool:
 
 def _size(value: float) -> str:
     return format_bytes(round(value))
-
-
-def _bytes(_: float, high: float) -> list[float]:
-    return byte_ticks(high)

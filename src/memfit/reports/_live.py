@@ -52,27 +52,6 @@ _SILENCE_SECONDS, _MOST_SILENCE_SECONDS = 10.0, 60.0
 _MOST_TOLD = 3  # of more running jobs such a line names the first ones
 
 
-class _Pace:
-    """Forecasts the end of a job by the counter in its log: at the rate since that counter was first seen."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, list[tuple[float, float]]] = {}  # the start, the first count and the last: times, shares
-
-    def seconds_left(self, job: JobState, run: RunDir, now: float) -> float | None:
-        """Return how long a running job still takes; None while that is not known."""
-        found, start = counter_of(job, run), (job.started or 0.0, 0.0)
-        if found.share is None or job.started is None:
-            return None
-        seen = self._seen.get(job.id, [start])
-        if seen[0] != start or found.share < seen[-1][1]:  # another attempt, or it counts something else
-            seen = [start]
-        if found.share > seen[-1][1]:
-            seen = [*seen[:2], (found.time, found.share)]
-        self._seen[job.id] = seen
-        # The time before the first count is that of imports and loading.
-        return seconds_left(seen[len(seen) > 2], seen[-1], 1.0, now)
-
-
 class LiveRun:
     """Show a run until it is closed: call what ``show(run)`` returns at each tick.
 
@@ -95,7 +74,6 @@ class LiveRun:
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._epochs_seen: dict[str, int] = {}
-        self._pace = _Pace()
         self._waits_for = ""
         self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
@@ -116,7 +94,7 @@ class LiveRun:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
-        events, state = reader.read(), self._with_forecasts(reader.state())
+        events, state = reader.read(), _with_forecasts(reader.state())
         study = self._study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
@@ -126,15 +104,6 @@ class LiveRun:
             self._live.update(render(state, room, read_pressure(), headline, width=width), refresh=True)
         elif not self.quiet and state.outcome == {}:
             self._print_sign_of_life(state, headline)
-
-    def _with_forecasts(self, state: RunState) -> RunState:
-        """Return the state with an end for each running job whose log alone says how far it is."""
-        jobs = {
-            job.id: replace(job, eta_seconds=self._pace.seconds_left(job, state.run, state.now))
-            for job in state.running
-            if job.eta_seconds is None and job.pid is not None
-        }
-        return replace(state, jobs={**state.jobs, **jobs}) if jobs else state
 
     def _say(self, text: str, style: str | None = None) -> None:
         """Print a line; a terminal, where a table stands below, breaks a long one between words."""
@@ -220,6 +189,16 @@ class LiveRun:
                 lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             self._say("\n".join(lines))
+
+
+def _with_forecasts(state: RunState) -> RunState:
+    """Return the state with an end for each running job whose log alone says how far its first attempt is."""
+    jobs = dict(state.jobs)
+    for job in state.running:
+        if job.eta_seconds is None and job.pid and job.attempt == 1 and (found := counter_of(job, state.run)).share:
+            left = seconds_left((job.started or found.time, 0.0), (found.time, found.share), 1.0, state.now)
+            jobs[job.id] = replace(job, eta_seconds=left)
+    return replace(state, jobs=jobs)
 
 
 def _stamp(seconds: float) -> str:
