@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import statistics
 from collections import Counter
@@ -12,21 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.reports._columns import size_text
-from memfit.reports._numbers import format_number, is_number, or_dash, rate_of, short_path
+from memfit.reports._numbers import format_number, or_dash, rate_of, short_path
 from memfit.reports._parts import Cell, Facts, Note, Part, Table
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir, RunState, finite
-from memfit.units import format_duration, list_some, parse_bytes
+from memfit.units import format_duration, list_some
 
 if TYPE_CHECKING:
-    from memfit.tuning import Searched, Study, Trial
+    from memfit.tuning import Study, Trial
 
 _MOST_ROWS = 10  # of more trials, the best so many are printed; so many failures, too
 #: Trials that say more than the number that they reached.
 _FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
 _ORDER = ("completed", "pruned", "failed", "out_of_memory", "timeout", "infeasible", "running", "stopped")
 _RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",), "out_of_memory": ("out_of_memory",)}
-_SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
@@ -118,7 +116,7 @@ class StudyView:
                 for one in self.trials
                 if one.state in _FAILED_TRIALS
             ],
-            "refused": _refused(self.trials, settings.space),
+            "refused": _refused(self.trials),
             "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
         }
         return dict(finite(found))
@@ -157,34 +155,11 @@ def _row(trial: Trial) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refused(trials: Sequence[Trial], space: Sequence[Searched]) -> dict[str, Any]:
-    """Return the draws that cannot run beside the others, for each searched setting."""
+def _refused(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return how many draws cannot run, of how many, and the first of them."""
     refused = [{"trial": one.name, **draw} for one in trials for draw in one.refused]
-    accepted = [one.params for one in trials if one.params]
-    drawn = {"refused": [draw["params"] for draw in refused], "accepted": accepted}
-    settings = {one.name: {how: _region(one, draws) for how, draws in drawn.items()} for one in space}
-    return {
-        "num_refused": len(refused),
-        "num_drawn": len(refused) + len(accepted),
-        "settings": settings if refused else {},
-        "smallest": min(refused, key=lambda draw: _size_of(draw["why"]), default=None),
-    }
-
-
-def _size_of(why: str) -> float:
-    """Return the bytes that a refused draw needs: the first size of its arithmetic."""
-    found = _SIZE.search(why)
-    return float(parse_bytes(found[0])) if found else math.inf
-
-
-def _region(searched: Searched, draws: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    values = [draw[searched.name] for draw in draws if searched.name in draw]
-    if not values:
-        return None
-    if searched.choices is not None:
-        return {"values": [one for one in searched.choices if one in values]}
-    numbers = [one for one in values if is_number(one) and math.isfinite(one)]
-    return {"low": min(numbers), "high": max(numbers)} if numbers else None
+    num_drawn = len(refused) + sum(bool(one.params) for one in trials)
+    return {"num_refused": len(refused), "num_drawn": num_drawn, "first": refused[0] if refused else None}
 
 
 def _why_differs(trial: Trial) -> str:
@@ -213,15 +188,6 @@ def _explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     return list(zip((name.removeprefix("params.") for name in params), texts, strict=True))
 
 
-def _explain_region(region: Mapping[str, Any] | None) -> str:
-    """Return the values of a setting as text."""
-    if region is None:
-        return "-"
-    if "values" in region:
-        return ", ".join(map(str, region["values"]))
-    return " to ".join(dict.fromkeys(f"{region[end]:.4g}" for end in ("low", "high")))
-
-
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what matters most of a study: names with a text each."""
     yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
@@ -244,11 +210,9 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
             error = statistics.stdev(best["by_unit"].values()) / math.sqrt(best["n"])
             yield "", f"mean of {best['n']}: {units}; standard error {format_number(error)}"
-    refused = summary["refused"]
-    if refused["num_refused"]:
-        smallest = refused["smallest"]
-        yield "refused", f"{refused['num_refused']} of {refused['num_drawn']} draws cannot run; the smallest:"
-        yield "", f"{smallest['why']} ({smallest['trial']})"
+    if (first := (refused := summary["refused"])["first"]) is not None:
+        yield "refused", f"{refused['num_refused']} of {refused['num_drawn']} draws cannot run, such as:"
+        yield "", f"{first['why']} ({first['trial']})"
 
 
 def view_study(state: RunState) -> Iterator[Part]:
@@ -263,10 +227,6 @@ def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole
     A page has the ``whole``: all trials with their settings and causes, in place of the best and of each cause once.
     """
     yield Facts([*_facts(summary)])
-    settings = {name.removeprefix("params."): one.values() for name, one in summary["refused"]["settings"].items()}
-    if settings:
-        rows = [(name, *map(_explain_region, regions)) for name, regions in settings.items()]
-        yield from (Note(""), Table(("setting", "refused", "accepted"), rows, ("setting",)))
     yield from _trials(summary, whole)
     yield from () if whole else _failures([one for one in summary["failures"] if one["job"] not in told])
     differs = summary["differs"] if whole else summary["differs"][:_MOST_ROWS]
