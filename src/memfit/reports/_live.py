@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -34,9 +33,6 @@ from memfit.reports._parts import plain_table, say
 from memfit.reports._study import StudyView, study_of
 from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
 from memfit.units import format_bytes, format_count, format_duration
-
-if TYPE_CHECKING:
-    from memfit.tuning import Study
 
 _STYLE = {"running": "cyan", "completed": "green", "stalled": "yellow", "stopped": "yellow", "rank": "dim"}
 _STYLE |= dict.fromkeys(BAD, "red")
@@ -68,7 +64,6 @@ class LiveRun:
         self.verbose = verbose
         #: What follows the run; None before ``show``.
         self.reader: Reader | None = None
-        self._study: Study | None = None
         self._live: Live | None = None
         self._next = 0.0
         self._read: dict[Path, int] = {}
@@ -83,7 +78,7 @@ class LiveRun:
         self.reader.read()
         if not self.quiet:
             self._say(f"Run {run.path}")
-            if (study := self._study_of(self.reader.state())) is not None:
+            if (study := study_of(self.reader.state())) is not None:
                 self._say(study.headline())
             if self.console.is_terminal:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True)
@@ -95,7 +90,7 @@ class LiveRun:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
         events, state = reader.read(), _with_forecasts(reader.state())
-        study = self._study_of(state)
+        study = study_of(state)
         self._print_lines(events, state, study)
         self._print_warnings(state)
         headline = study.headline() if study else ""
@@ -121,11 +116,6 @@ class LiveRun:
         silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
         self._say(f"{_stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
-
-    def _study_of(self, state: RunState) -> StudyView | None:
-        found = study_of(state, self._study)
-        self._study = found.study if found else None
-        return found
 
     def _print_warnings(self, state: RunState) -> None:
         """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
@@ -165,7 +155,7 @@ class LiveRun:
         """Print what happened since the last tick, and clear the table."""
         if self.reader is not None and (events := self.reader.read()):
             state = self.reader.state()
-            self._print_lines(events, state, self._study_of(state))
+            self._print_lines(events, state, study_of(state))
         if self._live is not None:
             self._live.stop()
             self._live = None

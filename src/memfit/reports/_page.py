@@ -24,7 +24,7 @@ from memfit.reports._curves import draw_curves, draw_machine, last_values, read_
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
-from memfit.rundir import JobState, RunDir, read, read_events, show_state
+from memfit.rundir import JobState, Reader, RunDir, show_state
 from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
@@ -76,7 +76,8 @@ class _Seen:
     """A run as it was read, with the memory of its jobs over time, summed by phase: by job where none marks a phase."""
 
     def __init__(self, run: RunDir) -> None:
-        self.state, self.events, self.series = read(run), read_events(run.events_dir), _read(run)
+        reader = Reader(run)
+        self.events, self.state, self.series = reader.read(), reader.state(), _read(run)
         self.name = f"{run.path.parent.name}/{run.path.name}"
         self.all = [samples for attempts in self.series.values() for samples in attempts]
         times = [one.time for samples in self.all for one in (samples[0], samples[-1])]

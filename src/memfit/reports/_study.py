@@ -18,7 +18,7 @@ from memfit.rundir import RunDir, RunState, finite
 from memfit.units import format_duration, list_some
 
 if TYPE_CHECKING:
-    from memfit.tuning import Study, Trial
+    from memfit.tuning import Trial
 
 _MOST_ROWS = 10  # of more trials, the best so many are printed; so many failures, too
 #: Trials that say more than the number that they reached.
@@ -30,10 +30,11 @@ _RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",),
 class StudyView:
     """A study of trials at one moment; ``canaries`` are the short trials before the others."""
 
-    def __init__(self, state: RunState, study: Study) -> None:
-        from memfit.tuning import Trial  # not by those that look at no study
+    def __init__(self, state: RunState) -> None:
+        from memfit.tuning import Study, Trial  # not by those that look at no study
 
-        self.run, self.study, settings = state.run, study, study.settings
+        self.run, self.study = state.run, Study.open(state.run)
+        settings = self.study.settings
         found = [Trial.from_dict(one, self.run.path / "trials" / f"{name}.json") for name, one in state.trials.items()]
         self.trials = sorted((one for one in found if one.number is not None), key=lambda one: one.number or 0)
         self.canaries = sorted((one for one in found if one.number is None), key=lambda one: one.epochs or 0)
@@ -122,20 +123,14 @@ class StudyView:
         return dict(finite(found))
 
 
-def study_of(state: RunState, known: Study | None = None) -> StudyView | None:
-    """Return the study that a run is; None if it is none, or has not begun. ``known`` are its settings."""
-    if state.kind != "tune" or (known is None and not (state.run.path / "study.json").exists()):
-        return None
-    from memfit.tuning import Study
-
-    return StudyView(state, known or Study.open(state.run))
+def study_of(state: RunState) -> StudyView | None:
+    """Return the study that a run is; None if it is none, or has not begun."""
+    return StudyView(state) if state.kind == "tune" and (state.run.path / "study.json").exists() else None
 
 
 def summarize_study(state: RunState) -> dict[str, Any]:
     """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed."""
-    from memfit.tuning import Study
-
-    return StudyView(state, Study.open(state.run)).summarize()
+    return StudyView(state).summarize()
 
 
 def _best(view: StudyView) -> dict[str, Any]:
