@@ -61,13 +61,6 @@ p b{margin-right:.6rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
 .wide>svg{min-width:800px}
-@media(max-width:640px){
-body{margin:1rem auto;padding:0 .6rem}
-h1{font-size:1.2rem}
-table{font-size:13px}
-th,td{padding:.3rem .4rem}
-meter{display:block;margin:0 0 0 auto}
-}
 meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 
