@@ -140,9 +140,7 @@ def _read_logs(run: RunDir, job: str) -> dict[str, float]:
     return places | numbers
 
 
-def draw_machine(
-    series: Sequence[Sequence[Sample]], events: Sequence[Event], start: float, seconds: float, num_points: int
-) -> Iterator[str]:
+def draw_machine(series: Sequence[Sequence[Sample]], start: float, seconds: float, num_points: int) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
     over_time = partial(_over_time, series, start, seconds / num_points or 1.0, num_points)
     devices = sorted({uuid for samples in series for sample in samples for uuid in sample.device_bytes})
@@ -157,17 +155,6 @@ def draw_machine(
         lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
         if any(value for own in found.values() for _, value in own):
             yield draw_lines(lines, title, seconds=seconds, y_text=text, ticks=ticks)
-    for name, title in (("device_use", "GPU: busy, by epoch"), ("wait_share", "Steps that waited for data, by epoch")):
-        shares: dict[str, list[tuple[float, float]]] = {}
-        for event in events:
-            if event["kind"] == "epoch" and _is_sane(event.get(name)):
-                point = max(0.0, float(event["time"]) - start), float(event[name])
-                shares.setdefault(str(event["job"]), []).append(point)
-        if lines := [
-            Line(job, COLOURS[min(at, _MOST_COLOURS)], points, is_faint=at >= _MOST_COLOURS)
-            for at, (job, points) in enumerate([*shares.items()][:_MOST_LINES])
-        ]:
-            yield draw_lines(lines, title, seconds=seconds, y_text=lambda one: f"{100 * one:.0f} %", ticks=number_ticks)
 
 
 def _over_time(

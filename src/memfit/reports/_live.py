@@ -96,7 +96,7 @@ class LiveRun:
         headline = study.headline() if study else ""
         if self._live is not None:
             room, width = read_room(state, here=self.here), self.console.width
-            self._live.update(render(state, room, read_pressure(), headline, width=width), refresh=True)
+            self._live.update(render(state, room, headline, width=width), refresh=True)
         elif not self.quiet and state.outcome == {}:
             self._print_sign_of_life(state, headline)
 
@@ -266,22 +266,7 @@ def read_room(state: RunState, *, here: bool = True) -> Room:
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
 
-def read_pressure(root: Path = Path("/")) -> float | None:
-    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
-
-    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
-    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
-    """
-    try:
-        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
-    except OSError:
-        return None
-    return float(found.group(1)) if found else None
-
-
-def render(
-    state: RunState, room: Room, pressure: float | None = None, headline: str = "", *, width: int = 80
-) -> RenderableType:
+def render(state: RunState, room: Room, headline: str = "", *, width: int = 80) -> RenderableType:
     """Return the table of jobs, their counts and the budget, with a headline above.
 
     Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
@@ -306,7 +291,7 @@ def render(
     table.columns[0].overflow = "ellipsis"
     for column, least in zip(table.columns[1:], widths[1:], strict=True):
         column.min_width = least
-    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, width))
 
 
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
@@ -317,9 +302,7 @@ def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
     return [*ended[-_ENDED_ROWS:], *running]
 
 
-def _footer(
-    state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None, width: int
-) -> Iterator[Text]:
+def _footer(state: RunState, rows: Sequence[JobState], room: Room, width: int) -> Iterator[Text]:
     if len(state.stages) > 1 and state.kind != "tune":
         names = state.stage_names
         yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
@@ -347,8 +330,6 @@ def _footer(
     yield Text(f"[{bar:.<{length}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
     yield Text(f"{held}; {left}", style="dim")
-    if pressure is not None:
-        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
 def _progress(name: str, states: Sequence[str]) -> str:

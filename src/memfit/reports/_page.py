@@ -188,7 +188,7 @@ def _settings(seen: _Seen) -> Iterator[Part]:
 
 def _machine(seen: _Seen) -> str:
     """Return charts of what the jobs took of cores, disk and GPUs over time."""
-    charts = [*draw_machine(seen.all, seen.events, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
+    charts = [*draw_machine(seen.all, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
