@@ -30,7 +30,7 @@ from memfit.reports._columns import (
 )
 from memfit.reports._numbers import format_number, is_number
 from memfit.reports._parts import plain_table, say
-from memfit.reports._study import StudyView, study_of
+from memfit.reports._study import study_of
 from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
 from memfit.units import format_bytes, format_count, format_duration
 
@@ -91,7 +91,7 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         events, state = reader.read(), _with_forecasts(reader.state())
         study = study_of(state)
-        self._print_lines(events, state, study)
+        self._print_lines(events, state)
         self._print_warnings(state)
         headline = study.headline() if study else ""
         if self._live is not None:
@@ -154,15 +154,15 @@ class LiveRun:
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
         if self.reader is not None and (events := self.reader.read()):
-            state = self.reader.state()
-            self._print_lines(events, state, study_of(state))
+            self._print_lines(events, self.reader.state())
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _print_lines(self, events: Sequence[Event], state: RunState, study: StudyView | None) -> None:
+    def _print_lines(self, events: Sequence[Event], state: RunState) -> None:
+        is_study = state.kind == "tune"
         is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
-        lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or study else "table")
+        lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or is_study else "table")
         # Once a look for each stage.
         ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = []
@@ -171,8 +171,8 @@ class LiveRun:
                 self._waits_for = str(event.get("reason") or "") if event["kind"] == "wait" else ""
             is_failure = event["kind"] in ("end", "trial") and event.get("state") not in ("completed", "pruned")
             is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
-            text = describe(event, state, study) if is_told else ""
-            if text and not study and event in ends.values():
+            text = describe(event, state) if is_told else ""
+            if text and not is_study and event in ends.values():
                 text += describe_left(event, state)
             if text:
                 text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
@@ -195,11 +195,9 @@ def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def describe(event: Event, state: RunState, study: StudyView | None = None) -> str:
+def describe(event: Event, state: RunState) -> str:
     """Return an event as a line; empty for one that only the table shows."""
     kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
-    if study is not None and kind == "trial":
-        return study.describe(str(event.get("name")))
     if state.is_one and left_something(event):
         return f"the command completed: {event['cause']}"
     if not isinstance(text, str) and kind == "epoch":  # recorded by a script

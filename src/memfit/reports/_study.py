@@ -69,29 +69,6 @@ class StudyView:
             parts.append(f"about {format_duration(self.seconds_left, short=True)} left")
         return "; ".join(parts)
 
-    def describe(self, name: str) -> str:
-        """Return how a trial ended, in a line; empty if it has not. A pruned one is compared as by the pruner."""
-        trial = next((one for one in (*self.trials, *self.canaries) if one.name == name), None)
-        if trial is None or not trial.is_over:
-            return ""
-        if trial.state == "pruned" and trial.intermediate:
-            return f"{name} {self._explain_pruned(trial)}"
-        if trial.state != "completed" or trial.value is None:
-            return f"{name} {trial.state}: {trial.cause}"
-        best = " (best)" if self.ranked and self.ranked[0] is trial else ""
-        return f"{name} completed: {self.study.settings.number} {format_number(trial.value)}{best}"
-
-    def _explain_pruned(self, trial: Trial) -> str:
-        settings, at = self.study.settings, max(trial.intermediate)
-        is_more_better = settings.direction == "maximize"
-        own = (max if is_more_better else min)(trial.intermediate.values())
-        seen = [one for one in self.trials[: trial.num_seen] if one.state == "completed" and at in one.intermediate]
-        text = f"pruned at epoch {at}: {settings.report or settings.number} {format_number(own)}"
-        if not seen:
-            return text
-        median = statistics.median(one.intermediate[at] for one in seen)
-        return f"{text}, {'below' if is_more_better else 'above'} the median {format_number(median)}"
-
     def summarize(self) -> dict[str, Any]:
         """Return the study as JSON: sizes in bytes, durations in seconds."""
         settings, ended = self.study.settings, self.ended
