@@ -23,7 +23,7 @@ from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
-from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
+from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
 from memfit.rundir import JobState, Reader, RunDir, show_state
 from memfit.units import format_bytes, format_duration
 
@@ -139,7 +139,7 @@ def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
     yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
-    yield "Results", view_results(state, None, verbose=True) if study is None else iter(())
+    yield "Results", view_results(state, None) if study is None else iter(())
     yield "Memory over time", _memory(seen)
     yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
     yield "Jobs", _jobs(seen)
@@ -166,7 +166,7 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     are_commands = state.kind == "commands" and not state.is_one  # the numbers of those that completed are results
     if not are_commands or all(state.jobs[job].own != "completed" for job in last):
         names = [state.name(job) for job in last]
-        tables = to_html(tables_of("job", names, (), [*last.values()], None, has_mean=False))
+        tables = to_html(view_table("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
 
 

@@ -108,7 +108,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.state in BAD]))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
-        yield from view_results(state, width, verbose)
+        yield from view_results(state, width)
     yield from view_failures(state)
     yield Note("")
     places = [("run", f"{short_path(state.run.path)} ({show_state(state.state)})")]
@@ -137,22 +137,21 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
         yield Note(text, "red")
 
 
-def view_results(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
+def view_results(state: RunState, width: int | None) -> Iterator[Part]:
     """Yield what stages returned or commands reported last; without a width what a page needs, in whole tables."""
     if state.kind != "commands":
-        yield from _stages(state, width, verbose)
+        yield from _stages(state, width)
     elif told := [*read_reported(state).items()][:_MOST_LINES]:
         names = short_names(state)
         jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
         places = [name for name in PLACES if any(name in own for own in numbers)]
         columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
         has_mean = set() < varied_params(state) <= _REPEATED
-        made = tables_of("job", jobs, columns, numbers, width, has_mean=has_mean)
-        yield from _tables(made, verbose)
+        yield from view_table("job", jobs, columns, numbers, width, has_mean=has_mean)
 
 
-def _stages(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
-    """Yield each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
+def _stages(state: RunState, width: int | None) -> Iterator[Part]:
+    """Yield each stage: its state and reason, and its results in a table or a line."""
     names = state.stage_names
     indent, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
@@ -163,19 +162,11 @@ def _stages(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            yield from _tables(_units(own, state, width), verbose, f"{'':<{indent}}")
+            yield from _units(own, state, width)
         elif own and (not lines or width is None):
             words = {one: format_number(value) if is_number(value) else value for one, value in own[0].result.items()}
             lines.append("  ".join(f"{one}: {value}" for one, value in words.items() if isinstance(value, str | bool)))
         yield from (Note(f"{'':<{indent}}{line}") for line in filter(None, lines))
-
-
-def _tables(tables: Iterable[Table], verbose: bool, indent: str = "") -> Iterator[Part]:
-    """Yield the first table, or if verbose all of them; and what is said of the others."""
-    for number, table in enumerate(found := [*tables]):
-        yield from (Note(""), table) if verbose or not number else ()
-    if num := 0 if verbose else sum(len(table.headings) - 1 for table in found[1:]):
-        yield Note(f"{indent}and {format_count(num, 'more column')}: --verbose shows them")
 
 
 def _fate(state: RunState, name: str) -> str:
@@ -309,18 +300,18 @@ def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     return {"num": len(errors), "num_under": num_under, **spread}
 
 
-def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Table]:
-    """Yield the tables of a stage's units; a page has a table of jobs beside."""
+def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Part]:
+    """Yield the table of a stage's units; a page has a table of jobs beside."""
     stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     first = ("state", "time")  # the sizes stand beside the numbers
     order = [*first, *(name for name in columns_of("summary") if name not in first)]
     columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
     names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
-    return tables_of(each, names, columns if width else (), numbers, width)
+    return view_table(each, names, columns if width else (), numbers, width)
 
 
-def tables_of(
+def view_table(
     heading: str,
     names: Sequence[str],
     columns: Iterable[tuple[str, Sequence[str]]],
@@ -328,8 +319,8 @@ def tables_of(
     width: int | None,
     *,
     has_mean: bool = True,
-) -> Iterator[Table]:
-    """Yield a table of units, their numbers behind the columns; what does not fit the width in further tables."""
+) -> Iterator[Part]:
+    """Yield a table of units, their numbers behind the columns, and how many columns do not fit the width."""
     metrics = summarize_metrics(numbers)
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 and has_mean else []
@@ -337,9 +328,11 @@ def tables_of(
     rest = [(name, [*cells, *[""] * len(labels)]) for name, cells in columns]
     for name, (mean, sd, _) in metrics.items():
         rest.append((name, format_column([own.get(name) for own in numbers], [mean, sd] if labels else [])))
-    while rest:
-        shown, left = [first], (width or math.inf) - max(map(len, (heading, *first[1])))
-        while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
-            shown.append(rest.pop(0))
+    shown, left = [first], (width or math.inf) - max(map(len, (heading, *first[1])))
+    while rest and ((left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0 or len(shown) == 1):
+        shown.append(rest.pop(0))
+    if shown[1:]:
         headings, columns = zip(*shown, strict=True)
-        yield Table(headings, [*zip(*columns, strict=True)], (heading, "state"))
+        yield from (Note(""), Table(headings, [*zip(*columns, strict=True)], (heading, "state")))
+    if rest:
+        yield f"and {format_count(len(rest), 'more column')}: memfit report shows all"
