@@ -28,11 +28,6 @@ class Check:
         return asdict(self)
 
 
-def worst_first(checks: list[Check]) -> list[Check]:
-    """Return problems, then warnings, then what is well, each in its order."""
-    return sorted(checks, key=lambda one: -VERDICTS.index(one.verdict))
-
-
 def check_one_given(
     given: Mapping[str, object], *, rule: str, remedy: str, none: str = "", error: type[UsageError] = UsageError
 ) -> None:

@@ -23,6 +23,7 @@ what to *do*, as a command or a setting.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 from collections.abc import Iterable
@@ -50,11 +51,7 @@ class MemfitError(Exception):
         return "\n".join((self.what, f"  rule: {self.rule}", f"  do:   {self.remedy}"))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.rule, self.remedy))
-
-
-def _rebuild(kind: type[MemfitError], what: str, rule: str, remedy: str) -> MemfitError:
-    return kind(what, rule=rule, remedy=remedy)
+        return (functools.partial(type(self), rule=self.rule, remedy=self.remedy), (self.what,))
 
 
 class UsageError(MemfitError):

@@ -124,7 +124,6 @@ def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfi
             "did you mean -- timeout 1h python train.py; on Slurm: --set slurm.time=",
         ),
         (["run", "--param-file", "grid.csv", "--", "ls", "{a}"], "did you mean --param?"),
-        (["estimate", "--target-len", "32"], "did you mean --train?"),
         (["tune", "-n", "2"], "see memfit tune --help"),
         (["budget", "--limit", "8GiB"], "did you mean MEMFIT_MEMORY__LIMIT=8GiB before memfit?"),
         (["doctor", "--threads", "4"], "did you mean MEMFIT_THREADS_PER_JOB=4 before memfit?"),

@@ -53,7 +53,7 @@ def tell(run, now):
         yield "study", printed(80, partial(to_text, view_study(state)))
     yield "log", logged(run)
     for width in (80, 57) if state.running else ():
-        table = render(state, Room(64 << 30, 14 << 30, "MemAvailable"), 1.25, width=width)
+        table = render(state, Room(64 << 30, 14 << 30, "MemAvailable"), width=width)
         yield f"table {width}", printed(width, lambda log, table=table: log.print(table))
     if not state.running:
         yield "page", line_by_line(write_page(run, run.path / "page.html").read_text())

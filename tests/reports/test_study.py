@@ -165,40 +165,6 @@ def test_a_record_is_read_again_only_when_its_file_changed(study):
     assert "1 completed; best rank_ic 0.5000 (trial_0000)" in study_of(reader.state()).headline()
 
 
-@pytest.mark.parametrize(
-    ("direction", "reported", "said"),
-    [
-        ("maximize", {1: 0.002, 2: 0.001}, "0.0020, below the median 0.0100"),
-        ("minimize", {1: 0.03, 2: 0.02}, "0.0200, above the median 0.0100"),
-    ],
-)
-def test_a_pruned_trial_is_compared_with_those_that_it_had_seen(study, direction, reported, said):
-    reader = Reader(study.begin(direction=direction))
-    for number, value in enumerate([0.005, 0.01, 0.2, 0.9]):
-        study.trial(number, value=value, intermediate={2: value})
-    study.trial(4, "failed", intermediate={2: 0.7})
-    study.trial(5, "pruned", reported[2], num_seen=3, intermediate=reported)
-    assert study_of(reader.state()).describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
-
-
-def test_a_short_trial_before_the_search_may_fail_and_begin_again(study):
-    reader = Reader(study.begin())
-    study.trial(None, "failed", epochs=1, cause="no data")
-    assert study_of(reader.state()).describe("canary_1") == "canary_1 failed: no data"
-    study.trial(None, "running", epochs=1)
-    assert study_of(reader.state()).describe("canary_1") == ""
-    study.trial(None, value=0.01, epochs=1)
-    assert study_of(reader.state()).describe("canary_1") == "canary_1 completed: rank_ic 0.0100"
-
-
-def test_the_end_of_a_trial_is_a_line(searched):
-    reader = Reader(searched.run)
-    assert study_of(reader.state()).describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"
-    assert study_of(reader.state()).describe("trial_0001") == "trial_0001 completed: rank_ic 0.0341 (best)"
-    assert study_of(reader.state()).describe("trial_0004") == "trial_0004 out_of_memory: killed <by> the kernel"
-    assert study_of(reader.state()).describe("trial_0006") == study_of(reader.state()).describe("trial_0099") == ""
-
-
 def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(searched):
     made = searched.made
     made.event(0, "run", state="started")

@@ -34,23 +34,7 @@ def test_verbose_adds_what_enforces_the_limit_what_jobs_waited_for_and_how_exact
 def test_what_does_not_fit_the_console_is_counted_and_not_shown(finished):
     text = printed(finished.run, 80)
     assert text.count("\nfold ") == 2  # the stage, and one table
-    assert "and 3 more columns: --verbose shows them\n" in text
-
-
-def test_many_metrics_go_on_in_further_tables(made):
-    made.job("fold_1")
-    made.result("fold_1", **{f"a_metric_with_a_long_name_{number}": number / 7 for number in range(7)})
-    text = printed(made.run, 80, verbose=True)
-    assert all(f"a_metric_with_a_long_name_{number}" in text for number in range(7))
-    assert "…" not in text
-    assert text.count("\nfold ") == 5  # the stage, its units with one metric, then two metrics each
-
-
-def test_a_metric_wider_than_the_console_is_a_table_alone(made):
-    made.job("fold_1")
-    made.result("fold_1", **{"m" * 90: 1.5, "loss": 2.5})
-    text = printed(made.run, 80, verbose=True)
-    assert "1.5000" in text and "2.5000" in text
+    assert "and 3 more columns: memfit report shows all\n" in text
 
 
 @pytest.mark.proves("S0-14")

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from memfit.checks import Check, worst_first
+from memfit.checks import VERDICTS, Check
 from memfit.doctor import _checks_host as host
 from memfit.doctor import _checks_script as script
 from memfit.doctor._case import REAL_ROOT, Case, Interpreter, Setup
@@ -19,7 +19,7 @@ from memfit.jobs import Job, child_env, own_threads
 from memfit.memory import Budget
 from memfit.rundir import RunDir
 
-_CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
+_CHECKS = (
     script.check_command,
     script.check_fork,
     script.check_guard,
@@ -61,7 +61,7 @@ def examine(
     if interpreter is None and root == REAL_ROOT and executable is not None:
         interpreter = ask_interpreter(executable, env=inside)
     case = Case(root, budget, setup, one, text, interpreter, inside, folder)
-    return worst_first([check for checks in _CHECKS for check in checks(case)])
+    return sorted((one for checks in _CHECKS for one in checks(case)), key=lambda one: -VERDICTS.index(one.verdict))
 
 
 def ask_interpreter(executable: str, *, env: Mapping[str, str], timeout_seconds: float = 60.0) -> Interpreter:

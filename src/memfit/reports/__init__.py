@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memfit.reports._live import LiveRun as LiveRun
     from memfit.reports._live import Room as Room
     from memfit.reports._live import describe as describe
-    from memfit.reports._live import read_pressure as read_pressure
     from memfit.reports._live import read_room as read_room
     from memfit.reports._live import render as render
     from memfit.reports._numbers import format_number as format_number

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import chain, count
 
 from memfit.units import GIB, KIB, MIB, TIB, format_bytes, format_duration
 
@@ -123,7 +124,7 @@ def draw_stack(
     frame = _Frame(size, *edges, (0.0, seconds), (0.0, end))
     if title:
         frame.text(_LEFT, 16, title, kind="ink head")
-    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(end)})
+    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(0, end)})
     frame.time_axis()
     below, xs = [0.0] * len(totals), [frame.x(seconds * at / max(1, len(totals) - 1)) for at in range(len(totals))]
     for layer in layers:
@@ -216,11 +217,10 @@ def time_ticks(seconds: float) -> list[float]:
     """Return round times from 0 up to a duration.
 
     >>> time_ticks(140)
-    [0.0, 30.0, 60.0, 90.0, 120.0]
+    [0, 30, 60, 90, 120]
     """
-    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
-    step = next((step for step in steps if seconds / step <= _ABOUT_TICKS), 86400 * math.ceil(seconds / 86400 / 5))
-    return _multiples(step, seconds)
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800)
+    return _ticks(0.0, seconds, chain(steps, count(86400, 86400)))
 
 
 def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -230,24 +230,23 @@ def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]
     ([0.5, 1.0, 1.5, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0])
     """
     power = 10.0 ** math.floor(math.log10((high - low) / _ABOUT_TICKS))
-    steps = [power * n for n in (1, 2, 5, 10) if not whole or power * n >= 1] or [1.0]
-    step = next((step for step in steps if (high - low) / step <= _ABOUT_TICKS), steps[-1])
-    return [round(step * n, 12) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return _ticks(low, high, (max(power * n, float(whole)) for n in (1, 2, 5, 10)))
 
 
-def byte_ticks(size: float) -> list[float]:
+def byte_ticks(_: float, size: float) -> list[float]:
     """Return round sizes from 0 up to a size.
 
-    >>> [format_bytes(int(tick)) for tick in byte_ticks(700 << 20)]
+    >>> [format_bytes(int(tick)) for tick in byte_ticks(0, 700 << 20)]
     ['0 B', '200.0 MiB', '400.0 MiB', '600.0 MiB']
     """
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
-    step = next(unit * 10**power * n for power in range(20) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
-    return _multiples(step, size)
+    return _ticks(0.0, size, (unit * 10**power * n for power in range(20) for n in (0.5, 1, 2)))
 
 
-def _multiples(step: float, end: float) -> list[float]:
-    return [float(step * number) for number in range(int(end / step) + 1)]
+def _ticks(low: float, high: float, steps: Iterable[float]) -> list[float]:
+    """Return the multiples between two of the first step that gives few of them."""
+    step = next(step for step in steps if (high - low) / step <= _ABOUT_TICKS)
+    return [round(step * n, 12) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def legend(layers: Sequence[tuple[str, str]]) -> str:

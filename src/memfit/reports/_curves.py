@@ -13,7 +13,7 @@ from memfit.files import fits, open_own
 from memfit.memory import Sample
 from memfit.reports._charts import COLOURS, Line, byte_ticks, draw_lines, legend, number_ticks
 from memfit.reports._numbers import is_number
-from memfit.rundir import Event, RunDir, RunState, event_time, read_events
+from memfit.rundir import Event, Reader, RunDir, RunState
 from memfit.units import format_bytes, format_count, natural_order
 
 #: Numbers of an epoch that say when and how fast it was, not what was learned.
@@ -45,18 +45,19 @@ Curves = dict[tuple[str, str, bool], dict[float, float]]
 
 
 def read_curves(state: RunState, events: Sequence[Event]) -> Curves:
-    """Return what the jobs of a run reported by epoch, or else by step; after a restart the last counts."""
+    """Return what the jobs of a run reported by epoch, or else by step, in the events that its reader understood.
+
+    After a restart the last counts.
+    """
     found, by_step = Curves(), dict[str, dict[float, float]]()
     for event in events:
-        job, kind = str(event.get("job")), event.get("kind")
-        if kind not in ("epoch", "step") or job not in state.jobs or not _is_sane(event.get("epoch")):
-            continue
-        if kind == "epoch" and not event.get("rank"):
+        job, kind = str(event.get("job")), event["kind"]
+        if kind == "epoch" and job in state.jobs and not event.get("rank"):
             for name in [name for name, value in event.items() if name not in _NO_METRIC and _is_sane(value)]:
                 part = _PART.match(name)
                 metric, is_training = name[part.end() :] if part else name, bool(part and part[1]) or name == "loss"
                 found.setdefault((metric, job, is_training), {})[float(event["epoch"])] = float(event[name])
-        elif kind == "step" and all(_is_sane(event.get(one)) for one in ("loss", "step", "num_steps")):
+        elif kind == "step" and job in state.jobs and _is_sane(event.get("loss")):
             done = event["epoch"] - 1 + event["step"] / max(1, event["num_steps"])
             by_step.setdefault(job, {})[float(done)] = float(event["loss"])
     several = {job for (_, job, _), points in found.items() if len(points) > 1}
@@ -120,7 +121,7 @@ def read_reported(state: RunState) -> dict[str, dict[str, float]]:
     """Return the last numbers of commands that completed, which stand for results: of events, else of logs."""
     if state.kind != "commands" or state.is_one:
         return {}
-    found = last_values(read_curves(state, read_events(state.run.events_dir)))
+    found = last_values(read_curves(state, Reader(state.run).read()))
     found = found or {job: own for job in [*state.jobs][:_MOST_LINES] if (own := _read_logs(state.run, job))}
     return {job: values for job, values in found.items() if state.jobs[job].state == "completed"}
 
@@ -139,9 +140,7 @@ def _read_logs(run: RunDir, job: str) -> dict[str, float]:
     return places | numbers
 
 
-def draw_machine(
-    series: Sequence[Sequence[Sample]], events: Sequence[Event], start: float, seconds: float, num_points: int
-) -> Iterator[str]:
+def draw_machine(series: Sequence[Sequence[Sample]], start: float, seconds: float, num_points: int) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
     over_time = partial(_over_time, series, start, seconds / num_points or 1.0, num_points)
     devices = sorted({uuid for samples in series for sample in samples for uuid in sample.device_bytes})
@@ -149,24 +148,13 @@ def draw_machine(
     cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
     for title, figures, text, ticks in (
         ("CPU: cores that the jobs kept busy", cores, "{:.2f}".format, number_ticks),
-        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", _bytes),
-        ("GPU: memory that the jobs hold", held, _size, _bytes),
+        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", byte_ticks),
+        ("GPU: memory that the jobs hold", held, _size, byte_ticks),
     ):
         found = {name: over_time(figure) for name, figure in figures.items()}
         lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
         if any(value for own in found.values() for _, value in own):
             yield draw_lines(lines, title, seconds=seconds, y_text=text, ticks=ticks)
-    for name, title in (("device_use", "GPU: busy, by epoch"), ("wait_share", "Steps that waited for data, by epoch")):
-        shares: dict[str, list[tuple[float, float]]] = {}
-        for event in events:
-            if event.get("kind") == "epoch" and _is_sane(event.get(name)) and event_time(event):
-                point = max(0.0, float(event["time"]) - start), float(event[name])
-                shares.setdefault(str(event["job"]), []).append(point)
-        if lines := [
-            Line(job, COLOURS[min(at, _MOST_COLOURS)], points, is_faint=at >= _MOST_COLOURS)
-            for at, (job, points) in enumerate([*shares.items()][:_MOST_LINES])
-        ]:
-            yield draw_lines(lines, title, seconds=seconds, y_text=lambda one: f"{100 * one:.0f} %", ticks=number_ticks)
 
 
 def _over_time(
@@ -200,7 +188,3 @@ def _is_sane(value: object) -> bool:
 
 def _size(value: float) -> str:
     return format_bytes(round(value))
-
-
-def _bytes(_: float, high: float) -> list[float]:
-    return byte_ticks(high)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from memfit.masking import mask, strip_controls
-from memfit.reports._parts import Inset, Note, Part
+from memfit.reports._parts import Inset, Note, Part, to_text
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,9 +38,7 @@ def view_diagnosis(diagnosis: Diagnosis, remedies: Sequence[Remedy], *, verbose:
     if verbose:
         times = [f"{one.time or '-':<20}  {one.what}: {one.text.strip()[:120]}" for one in diagnosis.timeline]
         yield from _titled("timeline", times)
-        costs = [_costs(one, f"{number}. ") for number, one in enumerate(helpful, 1)]
-        yield from _titled("what to do, the cheapest in speed first", costs)
-        yield from _titled("would change nothing here", [_costs(one, "- ") for one in remedies if not one.helps])
+        yield from _all(remedies)
     else:
         actions = [f"{one.title}{f': {one.setting}' if one.setting else ''}" for one in helpful[:_MOST_ACTIONS]]
         yield from _titled("what to do", [f"{number}. {text}" for number, text in enumerate(actions, 1)])
@@ -50,6 +51,13 @@ def _titled(title: str, parts: Sequence[Part]) -> Iterator[Part]:
     """Yield parts below a title; nothing without parts."""
     if parts:
         yield from (Note(f"\n{title}", "bold"), Inset(parts, 2))
+
+
+def _all(remedies: Sequence[Remedy]) -> Iterator[Part]:
+    """Yield every remedy with its cost, and what would not help."""
+    costs = [_costs(one, f"{number}. ") for number, one in enumerate((one for one in remedies if one.helps), 1)]
+    yield from _titled("what to do, the cheapest in speed first", costs)
+    yield from _titled("would change nothing here", [_costs(one, "- ") for one in remedies if not one.helps])
 
 
 def _costs(one: Remedy, sign: str) -> Part:
@@ -114,39 +122,18 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
         "proved": f"The job was {diagnosis.happened}. The lines above prove it.",
         "likely": f"The job was probably {diagnosis.happened}. The lines above suggest it, and none proves it.",
     }.get(diagnosis.confidence if diagnosis.cause != "unknown" else "", _NOT_KNOWN)
-    edits = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
     sections = {
-        "## Symptom": [
-            f"{diagnosis.facts}{', the work went on' if diagnosis.recovered else ''}.",
-            "",
-            *(f"- {_cited(one.file, one.line, one.text)}" for one in diagnosis.evidence),
-        ],
-        "### Timeline": [
-            f"- {one.time or 'no time'}: {one.what}, {_cited(one.file, one.line, one.text)}"
-            for one in diagnosis.timeline
-        ],
-        "### Memory": [f"- {line}" for line in (*diagnosis.arithmetic, *diagnosis.notes)],
-        "## Hypothesis": [hypothesis],
-        "## Experiment": ["Change one thing, and run again.", "", *map(_option, remedies)],
-        "### Fix": [*edits, "", "```diff", fix.diff, "```"] if fix and edits else [],
-        "## Result": [
-            "- Did the job end by itself?",
-            "- Its peak memory, and the limit:",
-            "- Does the hypothesis hold?",
-        ],
+        "Symptom": _block(view_diagnosis(diagnosis, (), verbose=True)),
+        "Hypothesis": hypothesis,
+        "Experiment": f"Change one thing, and run again.\n{_block([*_all(remedies), *(view_fix(fix) if fix else ())])}",
+        "Result": "- Did the job end by itself?\n- Its peak memory, and the limit:\n- Does the hypothesis hold?",
     }
-    text = [f"# Incident: {diagnosis.headline}", ""]
-    for heading, lines in sections.items():
-        text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
-    return str(mask(strip_controls("\n".join(text))))
+    text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
+    return str(mask(strip_controls(f"# Incident: {diagnosis.headline}\n{text}")))
 
 
-def _cited(file: str, line: int, text: str) -> str:
-    shown = text.strip().replace("`", "'")[:300]
-    return f"`{file}:{line}` `{shown}`"
-
-
-def _option(one: Remedy) -> str:
-    if not one.helps:
-        return f"- {one.title}, would change nothing: {one.reason}"
-    return f"- {one.title}{f': `{one.setting}`' if one.setting else ''} ({_terms(one)}): {one.reason}"
+def _block(parts: Iterable[Part]) -> str:
+    """Return parts as a block of plain text in Markdown."""
+    file = io.StringIO()
+    to_text(parts, Console(file=file, width=_MOST_WIDTH))
+    return "\n```text\n{}\n```".format(file.getvalue().strip().replace("```", "'''"))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,12 +30,9 @@ from memfit.reports._columns import (
 )
 from memfit.reports._numbers import format_number, is_number
 from memfit.reports._parts import plain_table, say
-from memfit.reports._study import StudyView, study_of
+from memfit.reports._study import study_of
 from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
 from memfit.units import format_bytes, format_count, format_duration
-
-if TYPE_CHECKING:
-    from memfit.tuning import Study
 
 _STYLE = {"running": "cyan", "completed": "green", "stalled": "yellow", "stopped": "yellow", "rank": "dim"}
 _STYLE |= dict.fromkeys(BAD, "red")
@@ -50,27 +46,6 @@ _MOST_NEW_BYTES = 1 << 16  # what is read of a log at one look
 #: Where there is no table, a line says what goes on after so long a silence; the next after twice as long, up to this.
 _SILENCE_SECONDS, _MOST_SILENCE_SECONDS = 10.0, 60.0
 _MOST_TOLD = 3  # of more running jobs such a line names the first ones
-
-
-class _Pace:
-    """Forecasts the end of a job by the counter in its log: at the rate since that counter was first seen."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, list[tuple[float, float]]] = {}  # the start, the first count and the last: times, shares
-
-    def seconds_left(self, job: JobState, run: RunDir, now: float) -> float | None:
-        """Return how long a running job still takes; None while that is not known."""
-        found, start = counter_of(job, run), (job.started or 0.0, 0.0)
-        if found.share is None or job.started is None:
-            return None
-        seen = self._seen.get(job.id, [start])
-        if seen[0] != start or found.share < seen[-1][1]:  # another attempt, or it counts something else
-            seen = [start]
-        if found.share > seen[-1][1]:
-            seen = [*seen[:2], (found.time, found.share)]
-        self._seen[job.id] = seen
-        # The time before the first count is that of imports and loading.
-        return seconds_left(seen[len(seen) > 2], seen[-1], 1.0, now)
 
 
 class LiveRun:
@@ -89,13 +64,11 @@ class LiveRun:
         self.verbose = verbose
         #: What follows the run; None before ``show``.
         self.reader: Reader | None = None
-        self._study: Study | None = None
         self._live: Live | None = None
         self._next = 0.0
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._epochs_seen: dict[str, int] = {}
-        self._pace = _Pace()
         self._waits_for = ""
         self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
@@ -105,7 +78,7 @@ class LiveRun:
         self.reader.read()
         if not self.quiet:
             self._say(f"Run {run.path}")
-            if (study := self._study_of(self.reader.state())) is not None:
+            if (study := study_of(self.reader.state())) is not None:
                 self._say(study.headline())
             if self.console.is_terminal:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True)
@@ -116,25 +89,16 @@ class LiveRun:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
-        events, state = reader.read(), self._with_forecasts(reader.state())
-        study = self._study_of(state)
-        self._print_lines(events, state, study)
+        events, state = reader.read(), _with_forecasts(reader.state())
+        study = study_of(state)
+        self._print_lines(events, state)
         self._print_warnings(state)
         headline = study.headline() if study else ""
         if self._live is not None:
             room, width = read_room(state, here=self.here), self.console.width
-            self._live.update(render(state, room, read_pressure(), headline, width=width), refresh=True)
+            self._live.update(render(state, room, headline, width=width), refresh=True)
         elif not self.quiet and state.outcome == {}:
             self._print_sign_of_life(state, headline)
-
-    def _with_forecasts(self, state: RunState) -> RunState:
-        """Return the state with an end for each running job whose log alone says how far it is."""
-        jobs = {
-            job.id: replace(job, eta_seconds=self._pace.seconds_left(job, state.run, state.now))
-            for job in state.running
-            if job.eta_seconds is None and job.pid is not None
-        }
-        return replace(state, jobs={**state.jobs, **jobs}) if jobs else state
 
     def _say(self, text: str, style: str | None = None) -> None:
         """Print a line; a terminal, where a table stands below, breaks a long one between words."""
@@ -152,11 +116,6 @@ class LiveRun:
         silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
         self._say(f"{_stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
-
-    def _study_of(self, state: RunState) -> StudyView | None:
-        found = study_of(state, self._study)
-        self._study = found.study if found else None
-        return found
 
     def _print_warnings(self, state: RunState) -> None:
         """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
@@ -195,15 +154,15 @@ class LiveRun:
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
         if self.reader is not None and (events := self.reader.read()):
-            state = self.reader.state()
-            self._print_lines(events, state, self._study_of(state))
+            self._print_lines(events, self.reader.state())
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _print_lines(self, events: Sequence[Event], state: RunState, study: StudyView | None) -> None:
+    def _print_lines(self, events: Sequence[Event], state: RunState) -> None:
+        is_study = state.kind == "tune"
         is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
-        lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or study else "table")
+        lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or is_study else "table")
         # Once a look for each stage.
         ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = []
@@ -212,8 +171,8 @@ class LiveRun:
                 self._waits_for = str(event.get("reason") or "") if event["kind"] == "wait" else ""
             is_failure = event["kind"] in ("end", "trial") and event.get("state") not in ("completed", "pruned")
             is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
-            text = describe(event, state, study) if is_told else ""
-            if text and not study and event in ends.values():
+            text = describe(event, state) if is_told else ""
+            if text and not is_study and event in ends.values():
                 text += describe_left(event, state)
             if text:
                 text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
@@ -222,15 +181,23 @@ class LiveRun:
             self._say("\n".join(lines))
 
 
+def _with_forecasts(state: RunState) -> RunState:
+    """Return the state with an end for each running job whose log alone says how far its first attempt is."""
+    jobs = dict(state.jobs)
+    for job in state.running:
+        if job.eta_seconds is None and job.pid and job.attempt == 1 and (found := counter_of(job, state.run)).share:
+            left = seconds_left((job.started or found.time, 0.0), (found.time, found.share), 1.0, state.now)
+            jobs[job.id] = replace(job, eta_seconds=left)
+    return replace(state, jobs=jobs)
+
+
 def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def describe(event: Event, state: RunState, study: StudyView | None = None) -> str:
+def describe(event: Event, state: RunState) -> str:
     """Return an event as a line; empty for one that only the table shows."""
     kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
-    if study is not None and kind == "trial":
-        return study.describe(str(event.get("name")))
     if state.is_one and left_something(event):
         return f"the command completed: {event['cause']}"
     if not isinstance(text, str) and kind == "epoch":  # recorded by a script
@@ -297,22 +264,7 @@ def read_room(state: RunState, *, here: bool = True) -> Room:
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
 
-def read_pressure(root: Path = Path("/")) -> float | None:
-    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
-
-    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
-    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
-    """
-    try:
-        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
-    except OSError:
-        return None
-    return float(found.group(1)) if found else None
-
-
-def render(
-    state: RunState, room: Room, pressure: float | None = None, headline: str = "", *, width: int = 80
-) -> RenderableType:
+def render(state: RunState, room: Room, headline: str = "", *, width: int = 80) -> RenderableType:
     """Return the table of jobs, their counts and the budget, with a headline above.
 
     Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
@@ -337,7 +289,7 @@ def render(
     table.columns[0].overflow = "ellipsis"
     for column, least in zip(table.columns[1:], widths[1:], strict=True):
         column.min_width = least
-    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, pressure, width))
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, width))
 
 
 def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
@@ -348,9 +300,7 @@ def _shown(rows: Sequence[JobState]) -> Sequence[JobState]:
     return [*ended[-_ENDED_ROWS:], *running]
 
 
-def _footer(
-    state: RunState, rows: Sequence[JobState], room: Room, pressure: float | None, width: int
-) -> Iterator[Text]:
+def _footer(state: RunState, rows: Sequence[JobState], room: Room, width: int) -> Iterator[Text]:
     if len(state.stages) > 1 and state.kind != "tune":
         names = state.stage_names
         yield Text("stages: " + ", ".join(_progress(name, [*state.units[name].values()]) for name in names))
@@ -378,8 +328,6 @@ def _footer(
     yield Text(f"[{bar:.<{length}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
     yield Text(f"{held}; {left}", style="dim")
-    if pressure is not None:
-        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
 def _progress(name: str, states: Sequence[str]) -> str:

@@ -23,8 +23,8 @@ from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
-from memfit.reports._summary import decisions, tables_of, totals, view_failures, view_results
-from memfit.rundir import JobState, RunDir, read, read_events, show_state
+from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
+from memfit.rundir import JobState, Reader, RunDir, show_state
 from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
@@ -61,13 +61,6 @@ p b{margin-right:.6rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
 .wide>svg{min-width:800px}
-@media(max-width:640px){
-body{margin:1rem auto;padding:0 .6rem}
-h1{font-size:1.2rem}
-table{font-size:13px}
-th,td{padding:.3rem .4rem}
-meter{display:block;margin:0 0 0 auto}
-}
 meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 
@@ -76,7 +69,8 @@ class _Seen:
     """A run as it was read, with the memory of its jobs over time, summed by phase: by job where none marks a phase."""
 
     def __init__(self, run: RunDir) -> None:
-        self.state, self.events, self.series = read(run), read_events(run.events_dir), _read(run)
+        reader = Reader(run)
+        self.events, self.state, self.series = reader.read(), reader.state(), _read(run)
         self.name = f"{run.path.parent.name}/{run.path.name}"
         self.all = [samples for attempts in self.series.values() for samples in attempts]
         times = [one.time for samples in self.all for one in (samples[0], samples[-1])]
@@ -145,7 +139,7 @@ def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
     yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
-    yield "Results", view_results(state, None, verbose=True) if study is None else iter(())
+    yield "Results", view_results(state, None) if study is None else iter(())
     yield "Memory over time", _memory(seen)
     yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
     yield "Jobs", _jobs(seen)
@@ -172,7 +166,7 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
     are_commands = state.kind == "commands" and not state.is_one  # the numbers of those that completed are results
     if not are_commands or all(state.jobs[job].state != "completed" for job in last):
         names = [state.name(job) for job in last]
-        tables = to_html(tables_of("job", names, (), [*last.values()], None, has_mean=False))
+        tables = to_html(view_table("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
 
 
@@ -194,7 +188,7 @@ def _settings(seen: _Seen) -> Iterator[Part]:
 
 def _machine(seen: _Seen) -> str:
     """Return charts of what the jobs took of cores, disk and GPUs over time."""
-    charts = [*draw_machine(seen.all, seen.events, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
+    charts = [*draw_machine(seen.all, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 

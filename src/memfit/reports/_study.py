@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import statistics
 from collections import Counter
@@ -12,29 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.reports._columns import size_text
-from memfit.reports._numbers import format_number, is_number, or_dash, rate_of, short_path
+from memfit.reports._numbers import format_number, or_dash, rate_of, short_path
 from memfit.reports._parts import Cell, Facts, Note, Part, Table
 from memfit.rundir import RunDir, RunState, finite, liveness
-from memfit.units import format_duration, list_some, parse_bytes
+from memfit.units import format_duration, list_some
 
 if TYPE_CHECKING:
-    from memfit.tuning import Searched, Study, Trial
+    from memfit.tuning import Trial
 
 _MOST_ROWS = 10  # of more trials, the best so many are printed; so many failures, too
 #: Trials that say more than the number that they reached.
 _FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
 _ORDER = ("completed", "pruned", "failed", "out_of_memory", "timeout", "infeasible", "running", "stopped")
 _RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",), "out_of_memory": ("out_of_memory",)}
-_SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
     """A study of trials at one moment; ``canaries`` are the short trials before the others."""
 
-    def __init__(self, state: RunState, study: Study) -> None:
-        from memfit.tuning import Trial  # not by those that look at no study
+    def __init__(self, state: RunState) -> None:
+        from memfit.tuning import Study, Trial  # not by those that look at no study
 
-        self.run, self.study, settings = state.run, study, study.settings
+        self.run, self.study = state.run, Study.open(state.run)
+        settings = self.study.settings
         found = [Trial.from_dict(one, self.run.path / "trials" / f"{name}.json") for name, one in state.trials.items()]
         self.trials = sorted((one for one in found if one.number is not None), key=lambda one: one.number or 0)
         self.canaries = sorted((one for one in found if one.number is None), key=lambda one: one.epochs or 0)
@@ -69,29 +68,6 @@ class StudyView:
             parts.append(f"about {format_duration(self.seconds_left, short=True)} left")
         return "; ".join(parts)
 
-    def describe(self, name: str) -> str:
-        """Return how a trial ended, in a line; empty if it has not. A pruned one is compared as by the pruner."""
-        trial = next((one for one in (*self.trials, *self.canaries) if one.name == name), None)
-        if trial is None or not trial.is_over:
-            return ""
-        if trial.state == "pruned" and trial.intermediate:
-            return f"{name} {self._explain_pruned(trial)}"
-        if trial.state != "completed" or trial.value is None:
-            return f"{name} {trial.state}: {trial.cause}"
-        best = " (best)" if self.ranked and self.ranked[0] is trial else ""
-        return f"{name} completed: {self.study.settings.number} {format_number(trial.value)}{best}"
-
-    def _explain_pruned(self, trial: Trial) -> str:
-        settings, at = self.study.settings, max(trial.intermediate)
-        is_more_better = settings.direction == "maximize"
-        own = (max if is_more_better else min)(trial.intermediate.values())
-        seen = [one for one in self.trials[: trial.num_seen] if one.state == "completed" and at in one.intermediate]
-        text = f"pruned at epoch {at}: {settings.report or settings.number} {format_number(own)}"
-        if not seen:
-            return text
-        median = statistics.median(one.intermediate[at] for one in seen)
-        return f"{text}, {'below' if is_more_better else 'above'} the median {format_number(median)}"
-
     def summarize(self) -> dict[str, Any]:
         """Return the study as JSON: sizes in bytes, durations in seconds."""
         settings, ended = self.study.settings, self.ended
@@ -117,26 +93,20 @@ class StudyView:
                 for one in self.trials
                 if one.state in _FAILED_TRIALS
             ],
-            "refused": _refused(self.trials, settings.space),
+            "refused": _refused(self.trials),
             "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
         }
         return dict(finite(found))
 
 
-def study_of(state: RunState, known: Study | None = None) -> StudyView | None:
-    """Return the study that a run is; None if it is none, or has not begun. ``known`` are its settings."""
-    if state.kind != "tune" or (known is None and not (state.run.path / "study.json").exists()):
-        return None
-    from memfit.tuning import Study
-
-    return StudyView(state, known or Study.open(state.run))
+def study_of(state: RunState) -> StudyView | None:
+    """Return the study that a run is; None if it is none, or has not begun."""
+    return StudyView(state) if state.kind == "tune" and (state.run.path / "study.json").exists() else None
 
 
 def summarize_study(state: RunState) -> dict[str, Any]:
     """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed."""
-    from memfit.tuning import Study
-
-    return StudyView(state, Study.open(state.run)).summarize()
+    return StudyView(state).summarize()
 
 
 def _best(view: StudyView) -> dict[str, Any]:
@@ -156,34 +126,11 @@ def _row(trial: Trial) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refused(trials: Sequence[Trial], space: Sequence[Searched]) -> dict[str, Any]:
-    """Return the draws that cannot run beside the others, for each searched setting."""
+def _refused(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return how many draws cannot run, of how many, and the first of them."""
     refused = [{"trial": one.name, **draw} for one in trials for draw in one.refused]
-    accepted = [one.params for one in trials if one.params]
-    drawn = {"refused": [draw["params"] for draw in refused], "accepted": accepted}
-    settings = {one.name: {how: _region(one, draws) for how, draws in drawn.items()} for one in space}
-    return {
-        "num_refused": len(refused),
-        "num_drawn": len(refused) + len(accepted),
-        "settings": settings if refused else {},
-        "smallest": min(refused, key=lambda draw: _size_of(draw["why"]), default=None),
-    }
-
-
-def _size_of(why: str) -> float:
-    """Return the bytes that a refused draw needs: the first size of its arithmetic."""
-    found = _SIZE.search(why)
-    return float(parse_bytes(found[0])) if found else math.inf
-
-
-def _region(searched: Searched, draws: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    values = [draw[searched.name] for draw in draws if searched.name in draw]
-    if not values:
-        return None
-    if searched.choices is not None:
-        return {"values": [one for one in searched.choices if one in values]}
-    numbers = [one for one in values if is_number(one) and math.isfinite(one)]
-    return {"low": min(numbers), "high": max(numbers)} if numbers else None
+    num_drawn = len(refused) + sum(bool(one.params) for one in trials)
+    return {"num_refused": len(refused), "num_drawn": num_drawn, "first": refused[0] if refused else None}
 
 
 def _why_differs(trial: Trial) -> str:
@@ -212,15 +159,6 @@ def _explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     return list(zip((name.removeprefix("params.") for name in params), texts, strict=True))
 
 
-def _explain_region(region: Mapping[str, Any] | None) -> str:
-    """Return the values of a setting as text."""
-    if region is None:
-        return "-"
-    if "values" in region:
-        return ", ".join(map(str, region["values"]))
-    return " to ".join(dict.fromkeys(f"{region[end]:.4g}" for end in ("low", "high")))
-
-
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what matters most of a study: names with a text each."""
     yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
@@ -243,11 +181,9 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
             error = statistics.stdev(best["by_unit"].values()) / math.sqrt(best["n"])
             yield "", f"mean of {best['n']}: {units}; standard error {format_number(error)}"
-    refused = summary["refused"]
-    if refused["num_refused"]:
-        smallest = refused["smallest"]
-        yield "refused", f"{refused['num_refused']} of {refused['num_drawn']} draws cannot run; the smallest:"
-        yield "", f"{smallest['why']} ({smallest['trial']})"
+    if (first := (refused := summary["refused"])["first"]) is not None:
+        yield "refused", f"{refused['num_refused']} of {refused['num_drawn']} draws cannot run, such as:"
+        yield "", f"{first['why']} ({first['trial']})"
 
 
 def view_study(state: RunState) -> Iterator[Part]:
@@ -262,10 +198,6 @@ def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole
     A page has the ``whole``: all trials with their settings and causes, in place of the best and of each cause once.
     """
     yield Facts([*_facts(summary)])
-    settings = {name.removeprefix("params."): one.values() for name, one in summary["refused"]["settings"].items()}
-    if settings:
-        rows = [(name, *map(_explain_region, regions)) for name, regions in settings.items()]
-        yield from (Note(""), Table(("setting", "refused", "accepted"), rows, ("setting",)))
     yield from _trials(summary, whole)
     yield from () if whole else _failures([one for one in summary["failures"] if one["job"] not in told])
     differs = summary["differs"] if whole else summary["differs"][:_MOST_ROWS]

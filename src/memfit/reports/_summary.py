@@ -7,12 +7,10 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import MemfitError
-from memfit.files import fits, read_json
+from memfit.files import fits
 from memfit.memory import Footprint
 from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
@@ -28,11 +26,10 @@ from memfit.reports._numbers import (
 )
 from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.reports._study import next_steps, study_of, view_trials
-from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
+from memfit.rundir import JobState, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
 _MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
-_MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 _REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
@@ -66,7 +63,6 @@ def summarize(state: RunState) -> dict[str, Any]:
         "waited_seconds": dict(state.waits),
         "host_cpu": dict(state.cpu),
         "jobs": [_job(state, job) | {"reported": reported.get(job.id, {})} for job in jobs],
-        "kills": _count_kills(state.run),
         "forecast_error": _forecast_error(jobs),
     }
     return dict(finite(found)) | ({"study": study.summarize()} if (study := study_of(state)) else {})
@@ -111,7 +107,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.shown in BAD]))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
-        yield from view_results(state, width, verbose)
+        yield from view_results(state, width)
     yield from view_failures(state)
     yield Note("")
     places = [("run", f"{short_path(state.run.path)} ({show_state(state.state)})")]
@@ -140,22 +136,21 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
         yield Note(text, "red")
 
 
-def view_results(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
+def view_results(state: RunState, width: int | None) -> Iterator[Part]:
     """Yield what stages returned or commands reported last; without a width what a page needs, in whole tables."""
     if state.kind != "commands":
-        yield from _stages(state, width, verbose)
+        yield from _stages(state, width)
     elif told := [*read_reported(state).items()][:_MOST_LINES]:
         names = short_names(state)
         jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
         places = [name for name in PLACES if any(name in own for own in numbers)]
         columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
         has_mean = set() < varied_params(state) <= _REPEATED
-        made = tables_of("job", jobs, columns, numbers, width, has_mean=has_mean)
-        yield from _tables(made, verbose)
+        yield from view_table("job", jobs, columns, numbers, width, has_mean=has_mean)
 
 
-def _stages(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]:
-    """Yield each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
+def _stages(state: RunState, width: int | None) -> Iterator[Part]:
+    """Yield each stage: its state and reason, and its results in a table or a line."""
     names = state.stage_names
     indent, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
@@ -166,19 +161,11 @@ def _stages(state: RunState, width: int | None, verbose: bool) -> Iterator[Part]
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            yield from _tables(_units(own, state, width), verbose, f"{'':<{indent}}")
+            yield from _units(own, state, width)
         elif own and (not lines or width is None):
             words = {one: format_number(value) if is_number(value) else value for one, value in own[0].result.items()}
             lines.append("  ".join(f"{one}: {value}" for one, value in words.items() if isinstance(value, str | bool)))
         yield from (Note(f"{'':<{indent}}{line}") for line in filter(None, lines))
-
-
-def _tables(tables: Iterable[Table], verbose: bool, indent: str = "") -> Iterator[Part]:
-    """Yield the first table, or if verbose all of them; and what is said of the others."""
-    for number, table in enumerate(found := [*tables]):
-        yield from (Note(""), table) if verbose or not number else ()
-    if num := 0 if verbose else sum(len(table.headings) - 1 for table in found[1:]):
-        yield Note(f"{indent}and {format_count(num, 'more column')}: --verbose shows them")
 
 
 def _fate(state: RunState, name: str) -> str:
@@ -272,22 +259,13 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         if warm and state.warm_bytes is not None:
             where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
             yield "start", f"{warm} of {len(rows)} were forked from {where}"
-        yield from _record(state)
+        if error := _forecast_error([*state.jobs.values()]):
+            share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
+            of = f"(median of {format_count(error['num'], 'job')})"
+            yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
     for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):
             yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
-
-
-def _record(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yield how exact the forecasts were, and how many jobs ran out of memory, if any did."""
-    if error := _forecast_error([*state.jobs.values()]):
-        share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
-        of = f"(median of {format_count(error['num'], 'job')})"
-        yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
-    if (kills := _count_kills(state.run))["num_killed"]:
-        runs = format_count(kills["num_runs"], "run of this experiment")
-        of = f"of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
-        yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
 def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
@@ -307,17 +285,6 @@ def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
         yield "waits", ", ".join([f"{ran / wall:.1f} at once on average", *words])
 
 
-def _count_kills(run: RunDir) -> dict[str, Any]:
-    """Count the jobs that ended out of memory, over the newest runs of this experiment that have ended."""
-    ended: list[list[str]] = []
-    for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
-        with suppress(MemfitError):
-            jobs = (read_json(other.path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
-            ended.append([job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")])
-    states = [state for run_states in ended for state in run_states]
-    return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
-
-
 def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     """Return by which share of their peaks what jobs had at their start was too much (above 0) or too little."""
     errors = [
@@ -332,18 +299,18 @@ def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     return {"num": len(errors), "num_under": num_under, **spread}
 
 
-def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Table]:
-    """Yield the tables of a stage's units; a page has a table of jobs beside."""
+def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Part]:
+    """Yield the table of a stage's units; a page has a table of jobs beside."""
     stage = rows[0].stage
     each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     first = ("state", "time")  # the sizes stand beside the numbers
     order = [*first, *(name for name in columns_of("summary") if name not in first)]
     columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
     names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
-    return tables_of(each, names, columns if width else (), numbers, width)
+    return view_table(each, names, columns if width else (), numbers, width)
 
 
-def tables_of(
+def view_table(
     heading: str,
     names: Sequence[str],
     columns: Iterable[tuple[str, Sequence[str]]],
@@ -351,8 +318,8 @@ def tables_of(
     width: int | None,
     *,
     has_mean: bool = True,
-) -> Iterator[Table]:
-    """Yield a table of units, their numbers behind the columns; what does not fit the width in further tables."""
+) -> Iterator[Part]:
+    """Yield a table of units, their numbers behind the columns, and how many columns do not fit the width."""
     metrics = summarize_metrics(numbers)
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 and has_mean else []
@@ -360,9 +327,11 @@ def tables_of(
     rest = [(name, [*cells, *[""] * len(labels)]) for name, cells in columns]
     for name, (mean, sd, _) in metrics.items():
         rest.append((name, format_column([own.get(name) for own in numbers], [mean, sd] if labels else [])))
-    while rest:
-        shown, left = [first], (width or math.inf) - max(map(len, (heading, *first[1])))
-        while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
-            shown.append(rest.pop(0))
+    shown, left = [first], (width or math.inf) - max(map(len, (heading, *first[1])))
+    while rest and ((left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0 or len(shown) == 1):
+        shown.append(rest.pop(0))
+    if shown[1:]:
         headings, columns = zip(*shown, strict=True)
-        yield Table(headings, [*zip(*columns, strict=True)], (heading, "state"))
+        yield from (Note(""), Table(headings, [*zip(*columns, strict=True)], (heading, "state")))
+    if rest:
+        yield f"and {format_count(len(rest), 'more column')}: memfit report shows all"
