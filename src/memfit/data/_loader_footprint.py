@@ -110,14 +110,10 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
     Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
 
     - ``workers``: ``w`` times a worker of a small training that is measured here, its items included, and once the
-      helpers of its start method and the pages that the process wrote to while forked workers held them. Lightning
-      lets go of the old workers of an epoch when the new ones are there. So both count, if new ones start slowly:
-      they are not forked, and do not persist.
-    - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
-      and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
-      end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
-      from a fork server have ``w * (objects + arrays)``, np.memmap included, but for arrays that are left
-      out of the pickle. Packed files and panels are never copied.
+      helpers of its start method and the pages that the process wrote to while forked workers held them.
+    - ``dataset copies``: ``w * share * objects`` where workers are forked: reading an object counts a reference and so
+      copies its page. ``share`` is that of the pages that hold an item the worker reads. Other workers have
+      ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
     - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
     - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
       collates; without workers three (in use, next, and the items that the next is made of). One is made here.
@@ -204,7 +200,8 @@ def host_footprint(
 def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tuple[int, dict[str, int]]]]:
     """Return the parts that are there in each phase, each with the ranks that have them."""
     train, ranks, is_lightning = loaders[0], use.num_ranks, use.loop == "lightning"
-    # CombinedLoader of Lightning 2.6 ends an iteration by its count of batches, and keeps it until the next is made.
+    # CombinedLoader of Lightning 2.6 ends an iteration by its count of batches and keeps it until the next is made. The
+    # workers of both are there then, if new ones start slowly.
     old = [is_lightning and found.starts_slowly for found in loaders]
     phases = {"train": [(ranks, train.parts), (ranks, train.workers(old[0] and use.num_epochs != 1))]}
     if len(loaders) > 1:
