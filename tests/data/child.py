@@ -7,8 +7,10 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,23 @@ import numpy as np
 from memfit.data import DateBatches, Panel
 
 
-def private_bytes() -> int:
-    """Anonymous memory of this process."""
-    return int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+def held_bytes(name: str = "RssAnon") -> int:
+    """A size of this process: its anonymous memory, or what RLIMIT_DATA counts (``VmData``)."""
+    return int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+
+
+def pauses(stop_at: float | None) -> Callable[[int, int], None]:
+    """Progress that says so at a share of the work, and waits for a line."""
+    stopped = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal stopped
+        if stop_at is not None and done >= stop_at * total and not stopped:
+            stopped = True
+            print("stopped", flush=True)
+            sys.stdin.readline()
+
+    return progress
 
 
 def build(  # noqa: PLR0913 - one argument per key of the JSON
@@ -34,24 +50,21 @@ def build(  # noqa: PLR0913 - one argument per key of the JSON
     watch_memory: bool = False,
 ) -> None:
     """Builds a panel; ``stop_at`` is the share of rows at which it says so and waits for a line."""
-    peak, stopped = 0, False
+    peak, pause = 0, pauses(stop_at)
 
     def progress(done: int, total: int) -> None:
-        nonlocal peak, stopped
+        nonlocal peak
         if log is not None and done == 0:
             with open(log, "a") as file:
                 file.write(f"{os.getpid()}\n")
         if watch_memory:
-            peak = max(peak, private_bytes())
-        if stop_at is not None and done >= stop_at * total and not stopped:
-            stopped = True
-            print("stopped", flush=True)
-            sys.stdin.readline()
+            peak = max(peak, held_bytes())
+        pause(done, total)
 
     print("ready", flush=True)
     while go is not None and not Path(go).exists():
         time.sleep(0.001)
-    before = private_bytes()
+    before = held_bytes()
     panel = Panel.build(
         Path(source), directory, features=features, targets=targets, parameters=parameters, progress=progress
     )
@@ -63,9 +76,35 @@ def build(  # noqa: PLR0913 - one argument per key of the JSON
 def read(path: str) -> None:
     """Maps a panel, reads every value, says so, and stays until a line comes."""
     panel = Panel.open(path)
-    before = private_bytes()
+    before = held_bytes()
     total = sum(float(day.sum(dtype=np.float64)) for day in panel.values)
-    print(json.dumps({"total": total, "grown_bytes": private_bytes() - before}), flush=True)
+    print(json.dumps({"total": total, "grown_bytes": held_bytes() - before}), flush=True)
+    sys.stdin.readline()
+
+
+def append(panel: str, source: str, stop_at: float | None = None) -> None:
+    """Appends, and pauses at a share of the rows."""
+    print(json.dumps(str(Panel.open(panel).append(source, progress=pauses(stop_at)).path)), flush=True)
+
+
+def within(data_bytes_more: int, panel: str, source: str) -> None:
+    """Appends with so much private memory more than an interpreter that has loaded what it takes."""
+    import pyarrow as pa
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    np.ones(1)
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    limit = held_bytes("VmData") + data_bytes_more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Panel.open(panel).append(source)
+
+
+def hold(panel: str, name: str) -> None:
+    """Maps one array of a panel and stays until a line comes."""
+    array = getattr(Panel.open(panel), name)
+    print(json.dumps(array.nbytes), flush=True)
     sys.stdin.readline()
 
 
@@ -97,4 +136,5 @@ def batches(path: str, method: str) -> None:
 
 
 if __name__ == "__main__":
-    {"build": build, "read": read, "batches": batches}[sys.argv[1]](**json.loads(sys.argv[2]))
+    verbs = {one.__name__: one for one in (build, read, append, within, hold, batches)}
+    verbs[sys.argv[1]](**json.loads(sys.argv[2]))

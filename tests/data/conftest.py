@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 CHILD = Path(__file__).with_name("child.py")
-PANEL_CHILD = Path(__file__).with_name("panel_child.py")
 #: Programs of tests, not modules of them.
 collect_ignore = ["footprint_child.py", "validation_child.py"]
 
@@ -50,13 +49,14 @@ def parquet(tmp_path: Path) -> Path:
     return path
 
 
-def children_of(program: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Gives a function that starts a program with a verb and JSON arguments; ends what is left of it."""
+@pytest.fixture
+def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Gives a function that starts the child with a verb and JSON arguments; ends what is left of it."""
     started: list[subprocess.Popen[str]] = []
     pipe = subprocess.PIPE
 
     def start(verb: str, **arguments: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(program), verb, json.dumps(arguments, default=str)]
+        command = [sys.executable, str(CHILD), verb, json.dumps(arguments, default=str)]
         started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
         return started[-1]
 
@@ -65,16 +65,6 @@ def children_of(program: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
         if child.poll() is None:
             child.kill()
         child.communicate()
-
-
-@pytest.fixture
-def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    yield from children_of(CHILD)
-
-
-@pytest.fixture
-def start_panel_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    yield from children_of(PANEL_CHILD)
 
 
 @pytest.fixture(scope="session")

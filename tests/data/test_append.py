@@ -187,12 +187,12 @@ def test_a_missing_file_is_named(grown: tuple[Panel, Panel, Panel]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_append_leaves_no_version_and_the_next_one_writes_it(
-    make_table: Callable[..., pa.Table], tmp_path: Path, start_panel_child: Start
+    make_table: Callable[..., pa.Table], tmp_path: Path, start_child: Start
 ) -> None:
     first, second = cut(make_table(60, 300), 30)
     pq.write_table(second, tmp_path / "new.parquet")
     panel = Panel.build(first, tmp_path / "panels", **ROLES)
-    child = start_panel_child("append", panel=panel.path, source=tmp_path / "new.parquet", stop_at=1.0)
+    child = start_child("append", panel=panel.path, source=tmp_path / "new.parquet", stop_at=1.0)
     assert child.stdout is not None
     assert child.stdout.readline() == "stopped\n"
     child.send_signal(signal.SIGKILL)
@@ -275,11 +275,11 @@ def test_the_newest_is_the_version_that_goes_on_from_the_others_whatever_their_t
 
 
 def test_a_version_that_a_process_maps_or_whose_lock_is_held_stays(
-    lineage: list[Path], tmp_path: Path, start_panel_child: Start
+    lineage: list[Path], tmp_path: Path, start_child: Start
 ) -> None:
     folder = tmp_path / "panels"
     old, middle, new = lineage
-    child = start_panel_child("hold", panel=old, name="values")
+    child = start_child("hold", panel=old, name="values")
     assert child.stdout is not None
     assert int(child.stdout.readline()) == 30 * 400 * 3 * 4
     with FileLock(middle.with_name(f".{middle.name}.lock")):
@@ -321,7 +321,7 @@ BOUND = 128 << 20
 
 @pytest.mark.slow
 def test_appending_stays_below_a_limit_of_private_memory_that_the_panel_exceeds(
-    large_panel: dict[str, Any], tmp_path: Path, start_panel_child: Start, monkeypatch: pytest.MonkeyPatch
+    large_panel: dict[str, Any], tmp_path: Path, start_child: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # pyarrow's own pool reserves 1 GiB of addresses at once, which the limit counts.
     monkeypatch.setenv("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -333,7 +333,7 @@ def test_appending_stays_below_a_limit_of_private_memory_that_the_panel_exceeds(
     pq.write_table(pa.table({"date": dates, "code": codes, **columns}), source)
 
     def within(bound: int) -> int:
-        child = start_panel_child("within", data_bytes_more=bound, panel=large_panel["path"], source=source)
+        child = start_child("within", data_bytes_more=bound, panel=large_panel["path"], source=source)
         child.communicate(timeout=120)
         return child.returncode
 

@@ -133,18 +133,6 @@ def test_a_state_of_another_order_is_refused():
         SequenceLoader(rows(lengths_of(50, 1)), PADDING, batch=8, shuffle=1).load_state_dict(state)
 
 
-def test_what_is_no_state_is_refused():
-    loader = SequenceLoader(rows(lengths_of(50)), PADDING, batch=8, shuffle=1)
-    good = loader.state_dict()
-    loader.load_state_dict({**good, "position": len(loader)})
-    loader.load_state_dict(good)
-    changes = [{"position": 99}, {"position": -1}, {"epoch": -1}, {"position": True}, {"fingerprint": None}]
-    for state in ({}, None, {"fingerprint": good["fingerprint"]}, *({**good, **change} for change in changes)):
-        with pytest.raises(UsageError, match="is no state of this loader"):
-            loader.load_state_dict(state)
-    assert loader.state_dict() == good
-
-
 def test_a_kept_batch_never_changes():
     data = rows(lengths_of(80))
     kept = list(SequenceLoader(data, PADDING, batch=4, shuffle=1, num_workers=2))

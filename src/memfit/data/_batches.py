@@ -117,7 +117,8 @@ class WindowReader:
         size = self.window_bytes(len(cells))
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
-        if self._is_plain and size <= _CACHED_BYTES and _is_run(cells):
+        is_run = len(cells) > 0 and bool((np.diff(cells) == 1).all())
+        if self._is_plain and size <= _CACHED_BYTES and is_run:
             by_step = rows.reshape(len(cells), self.lookback, self.num_features).swapaxes(0, 1)
             for step, first in zip(by_step, (cells[0] + self._steps).tolist(), strict=True):
                 step[:] = self._rows[first : first + len(cells)]
@@ -132,19 +133,12 @@ class WindowReader:
     def _copy_rows(self, cells: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
         for start in range(0, len(cells), self._piece):
             places = (cells[start : start + self._piece, None] + self._steps).ravel()
-            at = start * self.lookback
-            self._copy(places, rows[at : at + len(places)])
-
-    def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
-        if self._is_plain:
-            # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
-            self._rows.take(places, 0, rows, "clip")
-        else:
-            rows[:] = _to_float32(self._rows[places])
-
-
-def _is_run(cells: npt.NDArray[np.int64]) -> bool:
-    return len(cells) > 0 and bool((np.diff(cells) == 1).all())
+            part = rows[start * self.lookback :][: len(places)]
+            if self._is_plain:
+                # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
+                self._rows.take(places, 0, part, "clip")
+            else:
+                part[:] = _to_float32(self._rows[places])
 
 
 def _to_float32(values: Array) -> npt.NDArray[np.float32]:

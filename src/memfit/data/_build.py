@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -58,6 +59,7 @@ Array = npt.NDArray[Any]
 #: Raise it whenever the same source and parameters would give other values: panels built before are then a miss.
 BUILD_VERSION = 1
 
+Facts = Mapping[str, Any]  # ``dtype`` and ``shape`` of an array, as a manifest has them
 #: The types of a panel's values.
 _FLOATS = ("float16", "float32", "float64")
 #: What a panel takes beside its arrays: labels and the manifest.
@@ -65,20 +67,6 @@ _SLACK_BYTES = 1 << 20
 _COPIED_BYTES = 64 << 20
 #: What a kernel answers that cannot copy a range between these files.
 _NO_COPY = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
-
-
-def _dtype_name(dtype: Any) -> str:
-    try:
-        name = str(np.dtype(dtype))
-    except TypeError:
-        name = str(dtype)
-    if name not in _FLOATS:
-        raise DataError(
-            f"dtype is {name}.",
-            rule=f"a panel's values are {', '.join(_FLOATS)}; a missing one is NaN.",
-            remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
-        )
-    return name
 
 
 @dataclass(frozen=True)
@@ -110,6 +98,16 @@ class PanelSpec:
                     remedy=f"pass {role}=[...] with different column names",
                 )
         try:
+            kind = str(np.dtype(dtype))
+        except TypeError:
+            kind = str(dtype)
+        if kind not in _FLOATS:
+            raise DataError(
+                f"dtype is {kind}.",
+                rule=f"a panel's values are {', '.join(_FLOATS)}; a missing one is NaN.",
+                remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
+            )
+        try:
             plain = json.loads(json.dumps(dict(parameters), sort_keys=True, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise DataError(
@@ -117,7 +115,7 @@ class PanelSpec:
                 rule="parameters are part of the panel's fingerprint, so they are plain values.",
                 remedy="pass numbers, text, lists and mappings of them",
             ) from error
-        return cls(names[0], names[1], tuple(features), tuple(targets), _dtype_name(dtype), plain)
+        return cls(names[0], names[1], tuple(features), tuple(targets), kind, plain)
 
     @classmethod
     def of_panel(cls, manifest: Manifest) -> PanelSpec:
@@ -192,46 +190,28 @@ class Axes:
             )
 
 
-@dataclass(frozen=True)
-class _Array:
-    """An array that grows by dates: its file, ``.npy``, and where the old bytes end in it."""
+def _header(facts: Facts) -> bytes:
+    """Return the header of an array's file, ``.npy``; its length does not depend on the number of dates."""
+    text, shape = io.BytesIO(), tuple(facts["shape"])
+    np.lib.format.write_array_header_1_0(text, {"descr": facts["dtype"], "fortran_order": False, "shape": shape})
+    return text.getvalue()
 
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    num_new: int
 
-    @classmethod
-    def of(cls, name: str, facts: Mapping[str, Any], num_new: int) -> _Array:
-        shape = (facts["shape"][0] + num_new, *facts["shape"][1:])
-        return cls(name, np.dtype(facts["dtype"]), shape, num_new)
+def _num_bytes(facts: Facts) -> int:
+    return len(_header(facts)) + np.dtype(facts["dtype"]).itemsize * math.prod(facts["shape"])
 
-    @property
-    def header(self) -> bytes:
-        """The header of the file; its length does not depend on the number of dates."""
-        text = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            text, {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
-        )
-        return text.getvalue()
 
-    def num_bytes(self, num_dates: int) -> int:
-        return len(self.header) + self.dtype.itemsize * num_dates * math.prod(self.shape[1:])
-
-    def facts(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.str, "shape": list(self.shape)}
-
-    def create(self, base: Base | None, aside: Path) -> np.memmap[Any, Any]:
-        """Write the header and the old dates, and return a map of the new ones, all zeros."""
-        path = aside / f"{self.name}.npy"
-        if base is not None:
-            _copy(base.path / path.name, path)
-        with open(path, "r+b" if base else "wb") as file:
-            file.write(self.header)
-            file.truncate(self.num_bytes(self.shape[0]))
-        start = self.num_bytes(self.shape[0] - self.num_new)
-        _allocate(path, start)
-        return np.memmap(path, self.dtype, "r+", start, (self.num_new, *self.shape[1:]))
+def _create(name: str, facts: Facts, num_new: int, base: Base | None, aside: Path) -> np.memmap[Any, Any]:
+    """Write the header and the old dates of an array that grows by dates; return a map of the new ones, all zeros."""
+    path, (num_dates, *shape) = aside / f"{name}.npy", facts["shape"]
+    if base is not None:
+        _copy(base.path / path.name, path)
+    with open(path, "r+b" if base else "wb") as file:
+        file.write(_header(facts))
+        file.truncate(_num_bytes(facts))
+    start = _num_bytes({**facts, "shape": [num_dates - num_new, *shape]})
+    _allocate(path, start)
+    return np.memmap(path, facts["dtype"], "r+", start, (num_new, *shape))
 
 
 def _copy(old: Path, new: Path) -> None:
@@ -273,18 +253,21 @@ def write_panel(
             axes.check_later(base)
             axes = Axes(axes.dates, text_of(base.assets), num_rows)
             num_rows += base.manifest.num_rows
-        arrays = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets))
-        grown = [_Array.of(name, facts, len(axes.dates)) for name, facts in arrays.items()]
+        arrays, num_new = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets)), len(axes.dates)
+        grown = {
+            name: {**facts, "shape": [facts["shape"][0] + num_new, *facts["shape"][1:]]}
+            for name, facts in arrays.items()
+        }
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
         what = f"a version with {len(axes.dates)} more dates" if base else f"a panel of {shape}"
-        needed = _SLACK_BYTES + sum(one.num_bytes(one.shape[0]) for one in grown)
+        needed = _SLACK_BYTES + sum(map(_num_bytes, grown.values()))
         check_space(path.parent, what, needed)
         with writing(path, "the panel", needed) as aside:
             _write_arrays(base, aside, spec, source, axes, grown, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()
             files = _force(aside)
-            Manifest(fingerprint, key, num_rows, {one.name: one.facts() for one in grown}, files).write(aside)
+            Manifest(fingerprint, key, num_rows, grown, files).write(aside)
     return path, False, changed
 
 
@@ -320,14 +303,18 @@ def _force(aside: Path) -> dict[str, Any]:
 
 
 def _write_arrays(
-    base: Base | None, aside: Path, spec: PanelSpec, source: Source, axes: Axes, grown: list[_Array], say: Progress
+    base: Base | None,
+    aside: Path,
+    spec: PanelSpec,
+    source: Source,
+    axes: Axes,
+    grown: Mapping[str, Facts],
+    say: Progress,
 ) -> None:
-    if base is None:
-        arrays = {one.name: one.create(None, aside) for one in grown}
-    else:
-        with panel_lock(base.path):  # so that nobody removes the old version meanwhile
+    with panel_lock(base.path) if base else nullcontext():  # so that nobody removes the old version meanwhile
+        if base:
             check_files(base.path, base.manifest.files, "full")  # new checksums would vouch for damage
-            arrays = {one.name: one.create(base, aside) for one in grown}
+        arrays = {name: _create(name, facts, len(axes.dates), base, aside) for name, facts in grown.items()}
     _scatter(source, spec, axes, arrays, say)
     _finish(arrays, base.history if base else None)
     for array in arrays.values():
@@ -389,25 +376,20 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) 
         )
 
 
-def _encode(name: str, numbers: npt.NDArray[Any], column: str) -> npt.NDArray[Any]:
-    """Return numbers as they are stored."""
-    with np.errstate(over="ignore"):
-        stored = numbers.astype(name, copy=False)
-    lost = np.isinf(stored) & np.isfinite(numbers)
-    if lost.any():
-        raise DataError(
-            f"column '{column}' holds {numbers[lost][0]:g}, which {name} cannot hold.",
-            rule=f"the largest value of {name} is {np.finfo(name).max:g}.",
-            remedy='pass dtype="float64", or scale the column',
-        )
-    return stored
-
-
 def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
     """Return columns side by side as (rows, columns), as they are stored."""
     block = np.empty((batch.num_rows, len(columns)), dtype)
     for j, name in enumerate(columns):
-        block[:, j] = _encode(dtype, decode_numbers(batch.column(name)), name)
+        numbers = decode_numbers(batch.column(name))
+        with np.errstate(over="ignore"):
+            block[:, j] = numbers
+        lost = np.isinf(block[:, j]) & np.isfinite(numbers)
+        if lost.any():
+            raise DataError(
+                f"column '{name}' holds {numbers[lost][0]:g}, which {dtype} cannot hold.",
+                rule=f"the largest value of {dtype} is {np.finfo(dtype).max:g}.",
+                remedy='pass dtype="float64", or scale the column',
+            )
     return block
 
 

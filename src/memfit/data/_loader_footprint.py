@@ -110,14 +110,10 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
     Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
 
     - ``workers``: ``w`` times a worker of a small training that is measured here, its items included, and once the
-      helpers of its start method and the pages that the process wrote to while forked workers held them. Lightning
-      lets go of the old workers of an epoch when the new ones are there. So both count, if new ones start slowly:
-      they are not forked, and do not persist.
-    - ``dataset copies``: ``w * share * objects`` where workers are forked, since reading an object counts a reference
-      and so copies its page. ``share`` is 1 for a list that is read over and over. For a few epochs, or workers that
-      end with each, it is the share of its pages that hold an item the worker reads. Workers that are spawned or come
-      from a fork server have ``w * (objects + arrays)``, np.memmap included, but for arrays that are left
-      out of the pickle. Packed files and panels are never copied.
+      helpers of its start method and the pages that the process wrote to while forked workers held them.
+    - ``dataset copies``: ``w * share * objects`` where workers are forked: reading an object counts a reference and so
+      copies its page. ``share`` is that of the pages that hold an item the worker reads. Other workers have
+      ``w * (objects + arrays)``, np.memmap included. Packed files and panels are never copied.
     - ``pickled``: what the process holds while it starts such a worker, above the batches that are not there yet.
     - ``batches``: ``(ahead + 1) * batch`` in shared memory, and one in each worker if another function than torch's
       collates; without workers three (in use, next, and the items that the next is made of). One is made here.
@@ -204,7 +200,8 @@ def host_footprint(
 def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tuple[int, dict[str, int]]]]:
     """Return the parts that are there in each phase, each with the ranks that have them."""
     train, ranks, is_lightning = loaders[0], use.num_ranks, use.loop == "lightning"
-    # CombinedLoader of Lightning 2.6 ends an iteration by its count of batches, and keeps it until the next is made.
+    # CombinedLoader of Lightning 2.6 ends an iteration by its count of batches and keeps it until the next is made. The
+    # workers of both are there then, if new ones start slowly.
     old = [is_lightning and found.starts_slowly for found in loaders]
     phases = {"train": [(ranks, train.parts), (ranks, train.workers(old[0] and use.num_epochs != 1))]}
     if len(loaders) > 1:
@@ -228,11 +225,12 @@ def _data_of(loader: Any) -> Any:
 def _look_at(loader: Any, use: LoaderUse) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
-        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, _mapped_files(loader.panel))
+        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, _look_through(loader.panel)[1])
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
-        size = (loader.num_workers + 2) * batch_bytes(loader.longest())
-        return _Loader({"batches": size, "data": _held(data_size(loader.examples))}, _mapped_files(loader.examples))
+        batches = (loader.num_workers + 2) * batch_bytes(loader.longest())
+        size, mapped = _look_through(loader.examples)
+        return _Loader({"batches": batches, "data": _held(size)}, mapped)
     torch, data = sys.modules.get("torch"), getattr(loader, "dataset", None)
     is_known = torch is not None and isinstance(loader, torch.utils.data.DataLoader) and hasattr(data, "__getitem__")
     if torch is None or not is_known or isinstance(data, torch.utils.data.IterableDataset):
@@ -245,9 +243,8 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
 
 
 def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
-    size, workers = data_size(loader.dataset), int(loader.num_workers)
+    (size, mapped), workers = _look_through(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
-    mapped = _mapped_files(loader.dataset)
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
@@ -396,30 +393,27 @@ def _measure(
 def data_size(data: Any) -> dict[str, int]:
     """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers.
     Panels and packed objects count as nothing, and so does what other libraries hold outside of arrays."""
-    sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
+    return _look_through(data)[0]
+
+
+def _look_through(data: Any) -> tuple[dict[str, int], dict[Any, int]]:
+    """Return what `data_size` does, and the bytes of mapped arrays by file and place in it, of panels and packed
+    objects by folder: what two data sets map is there once."""
+    sizes, mapped = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0), dict[Any, int]()
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)
         sizes["object"] += weight * (256 if kind else -(-sys.getsizeof(one, 64) // 16) * 16)
         if kind:
             sizes[kind] += weight * nbytes
-    return {name: round(size) for name, size in sizes.items()}
-
-
-def _mapped_files(data: Any) -> dict[Any, int]:
-    """Return the bytes of mapped arrays by file and place in it, and of panels and packed objects by folder: what two
-    data sets map is there once."""
-    found: dict[Any, int] = {}
-    for one, weight in _weighed(data):
-        kind, nbytes = _numbers(one)
         if isinstance(one, Panel | PackedDataset):
-            found[one.path] = one.nbytes
+            mapped[one.path] = one.nbytes
         elif kind == "mapped":
             whole = one
             while isinstance(whole.base, np.ndarray):
                 whole = whole.base
             start = one.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-            found[getattr(whole, "filename", None) or id(whole), start] = round(weight * nbytes)
-    return found
+            mapped[getattr(whole, "filename", None) or id(whole), start] = round(weight * nbytes)
+    return {name: round(size) for name, size in sizes.items()}, mapped
 
 
 def _weighed(data: Any) -> list[tuple[Any, float]]:

@@ -166,10 +166,8 @@ class Panel:
         from memfit.data._build import Base, PanelSpec, write_panel
         from memfit.data._source import Source
 
-        spec, base = (
-            PanelSpec.of_panel(self.manifest),
-            Base(self.path, self.manifest, self.dates, self.assets, self.history[-1]),
-        )
+        spec = PanelSpec.of_panel(self.manifest)
+        base = Base(self.path, self.manifest, self.dates, self.assets, self.history[-1])
         return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=base, progress=progress))
 
     def verify(self, *, progress: Progress | None = None) -> None:

@@ -28,7 +28,7 @@ from memfit.data._packed import PackedDataset, source_of, write_packed
 from memfit.data._publish import locked, panel_lock
 from memfit.errors import DataError
 from memfit.files import open_own
-from memfit.memory import parse_rollup
+from memfit.memory import ProcReader
 from memfit.units import natural_order
 
 #: The items that are compared with the store, drawn at random from all.
@@ -37,7 +37,6 @@ NUM_COMPARED = 100
 _SAMPLE_BYTES = 16 << 20
 #: So long a killed process may take to end, and to give up its lock.
 _DEATH_SECONDS = 10
-_ROLLUP = "/proc/{}/smaps_rollup"
 
 
 def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) -> dict[str, Any]:
@@ -271,9 +270,9 @@ def _feed(update: Callable[[bytes], object], value: Any, above: tuple[int, ...])
 def _measure(data: PackedDataset, sample: Path, count: int, ranks: int) -> dict[str, Any] | None:
     """Return what processes hold with a list of the first items and with the store: sums of PSS above empty ones. None
     where it cannot be measured: not on Linux, or if the first item alone is larger than the sample may be."""
-    if not count or not Path(_ROLLUP.format("self")).exists():
+    reader, sizes = ProcReader(), {}
+    if not count or reader.rollup(os.getpid()) is None:
         return None
-    sizes = {}
     for what in ("empty", "list", "store"):
         words = [what, str(sample), str(data.path), str(count)]
         command = [sys.executable, "-c", f"from {__name__} import hold; hold()", *words]
@@ -282,8 +281,7 @@ def _measure(data: PackedDataset, sample: Path, count: int, ranks: int) -> dict[
             started = [stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe)) for _ in range(ranks)]
             if not all(one.stdout is not None and one.stdout.readline() for one in started):
                 return None
-            found = [parse_rollup(Path(_ROLLUP.format(one.pid)).read_text()) for one in started]
-        sizes[what] = sum(one.pss for one in found if one is not None)
+            sizes[what] = sum(found.pss for one in started if (found := reader.rollup(one.pid)) is not None)
     above = {f"{what}_bytes": max(0, sizes[what] - sizes["empty"]) for what in ("list", "store")}
     return {"num_ranks": ranks, "num_items": count, "empty_bytes": sizes["empty"], **above}
 

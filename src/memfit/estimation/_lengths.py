@@ -64,10 +64,8 @@ def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
     path = Path(path)
     try:
         values = _read_column(path)
-    except OSError as error:
-        raise _no_length(error.strerror or str(error), path) from error
-    except pa.ArrowInvalid as error:
-        raise _no_length(str(error).partition("\n")[0], path) from error
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _no_length(getattr(error, "strerror", None) or str(error).partition("\n")[0], path) from error
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         values = pc.list_value_length(values)
     if not pa.types.is_integer(values.type) or values.null_count or not len(values):

@@ -26,24 +26,19 @@ def out_of_time(what: str) -> OutOfTimeError:
 
 
 @contextlib.contextmanager
-def limit_time(seconds: float) -> Iterator[None]:
-    """End all tracing within the block after this many seconds of this process's CPU time."""
-    token = _limit.set((time.process_time() + seconds, seconds))
+def limit_time(seconds: float, allowed: float | None = None) -> Iterator[None]:
+    """End all tracing within the block after this many seconds of this process's CPU time; ``allowed`` are those that
+    an error names."""
+    token = _limit.set((time.process_time() + seconds, seconds if allowed is None else allowed))
     try:
         yield
     finally:
         _limit.reset(token)
 
 
-@contextlib.contextmanager
-def share_time(share: float) -> Iterator[None]:
+def share_time(share: float) -> contextlib.AbstractContextManager[None]:
     """Give the traces within the block a share of the time that is left."""
-    _, seconds = _limit.get()
-    token = _limit.set((time.process_time() + max(0.0, time_left()) * share, seconds))
-    try:
-        yield
-    finally:
-        _limit.reset(token)
+    return limit_time(max(0.0, time_left()) * share, limit_seconds())
 
 
 def time_left() -> float:
