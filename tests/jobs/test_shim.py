@@ -198,7 +198,7 @@ def test_a_stalled_job_without_a_supervisor_gets_what_is_free_by_itself(run_dir,
 def starving(tmp_path, monkeypatch):
     """A job at its wall, below the full wall of its run."""
     group = JobGroup(tmp_path / "memfit-x" / "job-a", 1)
-    full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1, 0)
+    full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1)
     monkeypatch.setattr(JobGroup, "state", lambda self: full)
     watch = Unsupervised(tmp_path, group)
     return lambda seconds: [watch.look(full, float(now)) for now in seconds]

@@ -71,20 +71,14 @@ class LocalBackend(FollowingBackend[_Followed]):
         parent: Parent | None = None,
     ) -> None:
         super().__init__(run, grace_seconds)
-        self.walls, self.parent = walls, parent
-        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0, least_bytes=_LEAST)
-        self._granted: dict[str, JobGroup] = {}
+        self.enforcer, self.parent = walls, parent
+        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, least_bytes=_LEAST)
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_locked(folder / LOCK) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
                 self._adopt(folder)
             elif (folder / STATUS).exists() and not (folder / OUTCOME).exists():
                 _settle(folder)
-
-    @property
-    def enforcer(self) -> LocalBackend | None:
-        """This object, where there are walls."""
-        return self if self.walls is not None else None
 
     def _adopt(self, folder: Path) -> None:
         job_id, order, host = folder.name, read_order(folder), other_host(folder)
@@ -107,7 +101,7 @@ class LocalBackend(FollowingBackend[_Followed]):
         try:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
-            attempt, group = next_attempt(folder), self._granted.pop(job.id, None)
+            attempt, group = next_attempt(folder), self.enforcer.find(job.id) if self.enforcer else None
             has_limit = group is None and not job.num_devices
             more = {
                 "attempt": attempt,
@@ -162,27 +156,6 @@ class LocalBackend(FollowingBackend[_Followed]):
             Path(log).write_text(f"no watcher for {job_id}: {error}\n")
             return None
 
-    def grant(self, job_id: str, wall_bytes: int) -> None:
-        """Make the group of a job that is to start, or move the limit of one that runs."""
-        followed = self._live.get(job_id)
-        if self.walls is None or (followed is not None and followed.group is None):
-            return
-        with contextlib.suppress(OSError):  # gone with its job, or refused: then RLIMIT_DATA holds instead
-            if followed is None:
-                self._granted[job_id] = self.walls.make(job_id, wall_bytes)
-            else:
-                self.walls.resize(job_id, wall_bytes)
-
-    def cap(self, total_bytes: int) -> None:
-        """Move the limit of all jobs together."""
-        if self.walls is not None:
-            with contextlib.suppress(OSError):
-                self.walls.set_capacity(total_bytes)
-
-    def left_bytes(self) -> int:
-        """Return what jobs that ended left charged to the run."""
-        return self.walls.left_bytes() if self.walls is not None else 0
-
     def _watcher(self, followed: _Followed) -> int | None:
         return None if followed.host else followed.shim or followed.status.watcher_pid
 
@@ -203,8 +176,8 @@ class LocalBackend(FollowingBackend[_Followed]):
                     os.killpg(followed.status.pid, signal.SIGKILL)
             status = _settle(followed.folder)
         self._end(job_id, status)
-        if self.walls is not None:
-            self.walls.forget(job_id)
+        if self.enforcer is not None:
+            self.enforcer.forget(job_id)
 
 
 def _has_shim(followed: _Followed) -> bool:

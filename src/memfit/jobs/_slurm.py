@@ -159,15 +159,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
     """Runs jobs as elements of Slurm arrays. All state lies in the run directory, which nodes share, and in Slurm."""
 
     enforcer = None
-    traits = Traits(
-        queues_jobs=True,
-        enforces_memory=True,
-        patience_seconds=_LATEST_SECONDS,
-        outside=("preempted", "timeout", "node_fail"),
-        most_outside=3,
-        saving_forgives=True,
-        last_gets_all=False,
-    )
+    traits = Traits(queues_jobs=True, enforces_memory=True, is_cluster=True)
     look_seconds = 0.2
 
     def __init__(

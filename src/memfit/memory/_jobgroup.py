@@ -28,7 +28,7 @@ class GroupState:
 
     ``used_bytes`` is non-reclaimable (anonymous, shared, kernel), ``charged_bytes`` has page cache too. ``stalled``: a
     process waits for memory at its own limit or that of the group above. ``met_wall`` counts charges that met the
-    limit, for page cache too. ``oom_kills`` on v2 may be more than the kills."""
+    limit, for page cache too."""
 
     used_bytes: int
     charged_bytes: int
@@ -36,7 +36,6 @@ class GroupState:
     wall_bytes: int
     stalled: bool
     met_wall: int
-    oom_kills: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class JobGroup:
             wall_bytes=wall,
             stalled=stalled,
             met_wall=met_wall,
-            oom_kills=events.get("oom_kill", 0),
         )
 
     def used_bytes(self) -> int:
