@@ -59,7 +59,7 @@ class WithGrants(LocalBackend):
     def submit(self, batch):
         for job, _ in batch:
             if not self.adopt([job.id]):
-                self.grant(job.id, 2048 * MIB)
+                self.enforcer.grant(job.id, 2048 * MIB)
         super().submit(batch)
 
 
@@ -410,7 +410,7 @@ def test_a_file_in_shared_memory_that_no_process_maps_counts_as_used(run_dir, wa
 
 
 def walls_of(backend):
-    return backend.walls.parent.path
+    return backend.enforcer.parent.path
 
 
 @pytest.mark.root
@@ -542,20 +542,6 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     status = wait_for_end(backend, "full")
     assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
     assert "has met its limit" in status.cause
-
-
-def test_watchers_of_commands_beside_others_are_forked_or_begin_in_interpreters(run_dir, monkeypatch):
-    backend = LocalBackend(run_dir)
-    submit(backend, sleeper("first"))
-    with monkeypatch.context() as patch:
-        patch.setattr("memfit.jobs._local.start_interpreter", None)
-        submit(backend, python("second", "import os; print(os.environ.get('JE_ARROW_MALLOC_CONF'))"))
-    assert wait_for_end(backend, "second").state == "completed"
-    assert (run_dir.job_dir("second") / "out.log").read_text() == "None\n"  # that is for forked functions
-    backend.close()
-    submit(backend, Job("third", command=("true",)))
-    backend.cancel("first", now=True)
-    assert (wait_for_end(backend, "third").state, wait_for_end(backend, "first").state) == ("completed", "cancelled")
 
 
 def test_a_wait_is_over_when_a_job_has_ended(run_dir, monkeypatch):

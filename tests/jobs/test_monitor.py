@@ -38,8 +38,8 @@ def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_ho
 
 
 def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
-    first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0)
-    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0)
+    first = GroupState(0, 0, 0, 100 * MIB, False, 0)
+    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1)
     monkeypatch.setattr(JobGroup, "state", lambda self: raised)
     group = JobGroup(tmp_path, 1)
     monitor = Monitor(RunDir(tmp_path), ORDER, here("grower"), group, first=first)

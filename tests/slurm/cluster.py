@@ -104,10 +104,6 @@ class Cluster:
         self._daemon("slurmctld", *options, "-D")
         _until(30, "slurmctld", lambda: self._succeeds("scontrol", "ping"))
 
-    def kill_controller(self) -> None:
-        """End the controller with SIGKILL."""
-        self._kill(int((self.folder / "controller/slurmctld.pid").read_text()))
-
     def _kill(self, pid: int) -> None:
         daemon = next(one for one in self._daemons if one.pid == pid)
         daemon.kill()

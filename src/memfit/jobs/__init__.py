@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from memfit.jobs._death import Death as Death
     from memfit.jobs._death import explain_death as explain_death
     from memfit.jobs._death import memory_place as memory_place
+    from memfit.jobs._folder import child_env as child_env
+    from memfit.jobs._folder import start_env as start_env
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._fork import leave as leave
     from memfit.jobs._fork import own_threads as own_threads
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from memfit.jobs._job import Traits as Traits
     from memfit.jobs._job import Verdict as Verdict
     from memfit.jobs._local import LocalBackend as LocalBackend
-    from memfit.jobs._local import child_env as child_env
-    from memfit.jobs._local import start_env as start_env
     from memfit.jobs._monitor import Monitor as Monitor
     from memfit.jobs._monitor import Unsupervised as Unsupervised
     from memfit.jobs._placement import device_env as device_env

@@ -20,7 +20,6 @@ from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
 from memfit.memory import (
     HOST,
-    Budget,
     Claims,
     Footprint,
     Lendable,
@@ -70,7 +69,8 @@ class LocalAdmission:
         is_shared: bool = True,
     ) -> None:
         self.policy, self.claims, self.now, self.is_shared = policy or Policy(), claims, now, is_shared
-        self.budget = BudgetWatch(read_budget, now, claims.others if claims else Others)
+        others = claims.others if claims else Others
+        self.budget = BudgetWatch(read_budget, now, self.in_use, self.unused, others)
         self.forecast = Forecast(self.policy.slack)
         for stage, params, footprint in known:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
@@ -90,36 +90,21 @@ class LocalAdmission:
         """Return what the running jobs use now, by place."""
         return sum((entry.used for entry in self._sharing()), Counter[str]())
 
-    def unused(self, *, expected: bool = True) -> Sizes:
+    def unused(self, expected: bool = True) -> Sizes:
         """Return what the running jobs have reserved, or are also expected to take, and do not use yet."""
         return sum((entry.unused(expected=expected) for entry in self._sharing()), Counter[str]())
 
     def _sharing(self) -> list[Entry]:
         return [*self.running.values()] if self.is_shared else []
 
-    def read_budget(self) -> Budget:
-        """Return the budget, read anew when the last reading is too old."""
-        if self.budget.is_due:
-            self.budget.read(self.in_use())
-        return self.budget.now
-
-    def rooms(self, *, expected: bool = True) -> dict[str, Lendable]:
-        """Return what is available at each place, beside what the running jobs have reserved or will take."""
-        self.read_budget()
-        return self.budget.rooms(self.in_use(), self.unused(expected=expected))
-
-    def parts(self) -> Sizes:
-        """Return what of the free bytes at each place this run may give to its running jobs."""
-        self.read_budget()
-        return self.budget.parts(self.in_use(), self.unused(expected=False))
-
     def capacity_bytes(self) -> int:
         """Return what all jobs may take now: other runs on this host may take a part of what is free meanwhile."""
-        return self.budget.capacity_bytes - max(0, self.rooms(expected=False)[HOST].bytes) + self.parts()[HOST]
+        budget = self.budget
+        return budget.capacity_bytes - max(0, budget.rooms(expected=False)[HOST].bytes) + budget.parts()[HOST]
 
     def memory(self) -> dict[str, int]:
         """Return the limit that binds now, what is used under it, and what the running jobs map (PSS), in bytes."""
-        binding, pss = self.read_budget().binding, sum(entry.status.pss_bytes for entry in self.running.values())
+        binding, pss = self.budget.fresh().binding, sum(entry.status.pss_bytes for entry in self.running.values())
         return {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes, "pss_bytes": pss}
 
     @contextmanager
@@ -204,7 +189,7 @@ class LocalAdmission:
 
     def admit(self, entry: Entry) -> Admitted | Wait:
         """Admit a job if it fits now at each place; else return why it does not."""
-        job, alone, rooms = entry.job, self.is_alone, self.rooms()
+        job, alone, rooms = entry.job, self.is_alone, self.budget.rooms()
         if self.policy.force:
             devices = choose(rooms, self._num_devices(job), held=())
             sizes = Counter(() if isinstance(devices, Wait) else devices)
@@ -313,7 +298,7 @@ class LocalAdmission:
             rule = "a peak that was declared, not measured, leaves 5 % or more of what its job gets alone."
             remedy = "raise that limit, make the job smaller, or accept it: --accept-tight"
             return DoesNotFitError(f"{wait.reason}.", rule=rule, remedy=remedy)
-        job, budget, measured = entry.job, self.read_budget(), self.measured(entry.job)
+        job, budget, measured = entry.job, self.budget.fresh(), self.measured(entry.job)
         binding, reserve = budget.binding, budget.reserve_bytes
         if is_host := wait.on == "memory":
             is_measured, is_declared, where = measured is not None, job.footprint is not None, "of host memory"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memfit.memory import HOST, Budget, Lendable, Limit, Others, Sizes, bounds_of, rooms_of
 from memfit.units import format_bytes
@@ -57,12 +57,21 @@ class _Outside:
 
 
 class BudgetWatch:
-    """The last reading of the budget, and what changed since."""
+    """The last reading of the budget, and what changed since.
+
+    ``in_use`` says what the running jobs use now, by place; ``unused`` what they have reserved beyond that or, if asked
+    for, are expected to take.
+    """
 
     def __init__(
-        self, read_budget: ReadBudget, clock: Callable[[], float], read_others: Callable[[], Others] = Others
+        self,
+        read_budget: ReadBudget,
+        clock: Callable[[], float],
+        in_use: Callable[[], Sizes],
+        unused: Callable[[bool], Sizes],
+        read_others: Callable[[], Others] = Others,
     ) -> None:
-        self.read_budget, self.read_others = read_budget, read_others
+        self.read_budget, self.read_others, self.in_use, self.unused = read_budget, read_others, in_use, unused
         self.read_own: Callable[[], int] = int  # what memfit's own processes hold, without jobs
         self.others = self._others_then = Others()
         # The largest reported checkpoint is kept free for a stop; others have grown by so much at the least.
@@ -72,20 +81,21 @@ class BudgetWatch:
         self.read_at, self._in_use_then, self._reserve_left = 0.0, Counter[str](), 0
         self._outside: dict[str, _Outside] = {}
 
-    @property
-    def is_due(self) -> bool:
-        """True if the last reading is too old."""
-        return self._budget is None or self._clock() - self.read_at >= _FRESH_SECONDS
+    def fresh(self) -> Budget:
+        """Return the budget, read anew when the last reading is too old."""
+        if self._budget is None or self._clock() - self.read_at >= _FRESH_SECONDS:
+            self.read()
+        return self.now
 
     @property
     def now(self) -> Budget:
         """The last reading."""
-        if self._budget is None:
-            raise RuntimeError("the budget was never read")
+        assert self._budget is not None, "the budget was never read"
         return self._budget
 
-    def read(self, in_use: Sizes) -> None:
-        """Read the budget, given what jobs use at each place."""
+    def read(self) -> None:
+        """Read the budget."""
+        in_use = self.in_use()
         # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
         self._budget, self._own = self.read_budget(in_use[HOST]), self.read_own()
@@ -95,19 +105,21 @@ class BudgetWatch:
         reserve = self._budget.reserve_bytes
         self._reserve_left = reserve - min(self.outsiders_bytes, int(reserve * _FOR_OUTSIDERS))
 
-    def rooms(self, in_use: Sizes, unused: Sizes) -> dict[str, Lendable]:
-        """Return what is available at each place, given what jobs use now and have reserved beyond that."""
-        freed = self._freed(in_use)
-        return rooms_of(self.now, freed, unused=unused, others=self._new_of_others, reserve_bytes=self._kept_bytes)
+    def rooms(self, *, expected: bool = True) -> dict[str, Lendable]:
+        """Return what is available at each place, beside what the running jobs have reserved or will take."""
+        return rooms_of(self.fresh(), **self._changed(expected))
 
-    def parts(self, in_use: Sizes, unused: Sizes) -> Sizes:
+    def parts(self) -> Sizes:
         """Return this run's part of what is available: other runs may take theirs of a shared limit meanwhile."""
-        found, kept = Counter[str](), self._kept_bytes
-        bounds = bounds_of(self.now, self._freed(in_use), unused=unused, others=self._new_of_others, reserve_bytes=kept)
-        for place, id, room in bounds:
+        found = Counter[str]()
+        for place, id, room in bounds_of(self.fresh(), **self._changed(expected=False)):
             size = max(0, room.bytes) // (1 + self.others.num[id if place == HOST else HOST])
             found[place] = min(found.get(place, size), size)
         return found
+
+    def _changed(self, expected: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {"in_use": self._freed(self.in_use()), "unused": self.unused(expected)}
+        return found | {"others": self._new_of_others, "reserve_bytes": self._kept_bytes}
 
     @property
     def devices_of_others(self) -> set[str]:

@@ -48,7 +48,7 @@ class Enforcement:
         """Give a job that is about to start its grant; return what it may take of each of its devices."""
         if self.admission.policy.force or not self.admission.is_shared:
             return Counter()
-        free = self.admission.parts()
+        free = self.admission.budget.parts()
         # The others' limits come down first: a process that starts while all memory is taken fails to fork.
         self._hand_out(free[HOST], is_exact=True)
         num = max(8, len(self._running))
@@ -59,7 +59,7 @@ class Enforcement:
         if self.admission.policy.force or not self.admission.is_shared:
             return
         self._review_favour()
-        self.admission.read_budget()
+        self.admission.budget.fresh()
         if self._capped_at != self.admission.budget.read_at:
             self._cap()
         if not self._running:
@@ -77,7 +77,7 @@ class Enforcement:
 
     def _grow_all(self) -> int:
         """Grow and shrink reservations; return what is free on the host then."""
-        free, capacity, jobs = self.admission.parts(), self.admission.capacity_bytes(), self.admission.held()
+        free, capacity, jobs = self.admission.budget.parts(), self.admission.capacity_bytes(), self.admission.held()
         has_walls, least = self.walls is not None, self.admission.least_bytes
         grown = policy.grow(jobs, free[HOST], capacity, self._favoured, has_walls=has_walls, least=least)
         for job in jobs:
@@ -110,7 +110,7 @@ class Enforcement:
         if before and wanted > before and held + more > _LEAST_GROWTH * before:
             entry.reserved[place] = held + more
             free[place] -= more
-            where = self.admission.rooms()[place].where
+            where = self.admission.budget.rooms()[place].where
             self._say_grown(entry, place, before, f"{format_bytes(free[place])} available {where}")
 
     def _say_grown(self, entry: Entry, place: str, before: int, why: str) -> None:
@@ -181,11 +181,11 @@ class Enforcement:
     def _enforce_headroom(self) -> None:
         """Ask a job to give way before the kernel kills one: without groups, or when others took the reserve."""
         admission, budget = self.admission, self.admission.budget
-        least = admission.read_budget().reserve_bytes // 8
-        if admission.rooms()[HOST].headroom_bytes >= least:
+        least = admission.budget.fresh().reserve_bytes // 8
+        if admission.budget.rooms()[HOST].headroom_bytes >= least:
             return
-        budget.read(admission.in_use())  # measured, not reckoned
-        headroom, least = admission.rooms()[HOST].headroom_bytes, budget.now.reserve_bytes // 8
+        budget.read()  # measured, not reckoned
+        headroom, least = admission.budget.rooms()[HOST].headroom_bytes, budget.now.reserve_bytes // 8
         if headroom >= least:
             return
         first = self._running[policy.cheapest(admission.held()).id]
@@ -206,7 +206,7 @@ class Enforcement:
         entry.progress.set_aside = self._now()
         if entry.wall_bytes and self.walls is not None:
             # A job that waits in the kernel runs no signal handler. It gets the room to leave, from the reserve.
-            more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
+            more = self.admission.budget.checkpoint_bytes + self.admission.budget.fresh().reserve_bytes // 8
             self.walls.grant(entry.job.id, entry.wall_bytes + more)
         text = f"{entry.job.id} gives way and is restarted later: {reason}"
         self._say("aside", job=entry.job.id, reason=reason, now=False, to=to, text=text)
@@ -214,7 +214,7 @@ class Enforcement:
 
     def _give_up(self, entry: Entry) -> None:
         """End a job that had the whole budget and wants more."""
-        budget = self.admission.read_budget()
+        budget = self.admission.budget.fresh()
         binding, capacity_bytes = budget.binding, self.admission.budget.most(0)[HOST]
         entry.progress.verdict = Verdict(
             "out_of_memory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -132,12 +132,7 @@ class Traits:
 
     queues_jobs: bool  # true if a submitted job may wait in a queue before it starts
     enforces_memory: bool  # true if a job that takes more than its request ends as ``out_of_memory``
-    patience_seconds: float  # how long a status may lag behind the truth
-    outside: Collection[State] = frozenset[State]({"preempted"})  # ends that are no fault of a job: no retry counts
-    most_outside: int = 1  # how many of them in a row are followed by another start
-    saving_forgives: bool = False  # a checkpoint between two of them begins a new row
-    more: float = 1.5  # what a job that ran out of memory gets next, as a multiple of what it had or took
-    last_gets_all: bool = True  # its last retry gets what is free
+    is_cluster: bool = False  # true if its nodes preempt jobs, end them at a time limit, and may be lost
     least_bytes: int = 1  # less is no room for a process here: no reservation and no limit is smaller
 
 

@@ -12,37 +12,17 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.files import refresh
-from memfit.jobs._folder import LOCK, next_attempt, other_host, read_order, take_lock, write_order, write_outcome
+from memfit.jobs._folder import LOCK, child_env, other_host, read_order, take_lock, write_order, write_outcome
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
-from memfit.jobs._fork import is_alive, start_interpreter, thread_env
+from memfit.jobs._fork import is_alive, start_interpreter
 from memfit.jobs._job import Job, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._warm import Parent
 from memfit.memory import JobGroup, Walls, is_locked
-from memfit.rundir import JOB_ID_VARIABLE, OUTCOME, RUN_DIR_VARIABLE, STATUS, JobStatus, RunDir, read_record
+from memfit.rundir import OUTCOME, STATUS, JobStatus, RunDir, read_record
 from memfit.units import MIB, format_bytes
 
-#: Has glibc give freed memory back to the kernel at once.
-_TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
-_PROCESSES = "LOKY_MAX_CPU_COUNT"  # how many processes joblib takes for n_jobs=-1; the user's own number counts
 _LEAST = 16 * MIB  # below it an exec or a fork fails
-#: torch 2.13 reads the first that is set; later versions perhaps the second alone.
-_CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
-def start_env(*, tight_malloc: bool, cuda_allocator: str | None) -> dict[str, str]:
-    """Return the variables that a process must have from its start on."""
-    env = dict(_TIGHT_MALLOC) if tight_malloc else {}
-    return env | (dict.fromkeys(_CUDA_ALLOCATOR, cuda_allocator) if cuda_allocator is not None else {})
-
-
-def child_env(job: Job, run: RunDir) -> dict[str, str]:
-    """Return the variables that a job's process gets on top of this one's."""
-    env = thread_env(job.threads) | start_env(tight_malloc=job.tight_malloc, cuda_allocator=job.cuda_allocator)
-    env[_PROCESSES] = os.environ.get(_PROCESSES) or str(max(1, job.threads // max(1, job.ranks)))
-    if job.command:
-        env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
-    return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)
 
 
 @dataclass
@@ -71,20 +51,16 @@ class LocalBackend(FollowingBackend[_Followed]):
         parent: Parent | None = None,
     ) -> None:
         super().__init__(run, grace_seconds)
-        self.walls, self.parent = walls, parent
-        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0, least_bytes=_LEAST)
-        self._granted: dict[str, JobGroup] = {}
+        self.enforcer, self.parent = walls, parent
+        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, least_bytes=_LEAST)
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_locked(folder / LOCK) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):
                 self._adopt(folder)
             elif (folder / STATUS).exists() and not (folder / OUTCOME).exists():
                 _settle(folder)
-
-    @property
-    def enforcer(self) -> LocalBackend | None:
-        """This object, where there are walls."""
-        return self if self.walls is not None else None
+                if walls is not None:
+                    walls.forget(folder.name)
 
     def _adopt(self, folder: Path) -> None:
         job_id, order, host = folder.name, read_order(folder), other_host(folder)
@@ -107,17 +83,15 @@ class LocalBackend(FollowingBackend[_Followed]):
         try:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
-            attempt, group = next_attempt(folder), self._granted.pop(job.id, None)
-            has_limit = group is None and not job.num_devices
-            more = {
-                "attempt": attempt,
-                "host": socket.gethostname(),
-                "env": child_env(job, self.run),
-                "grace_seconds": self.grace_seconds,
-                "group": str(group.path) if group else None,
-                "data_limit_bytes": limit_bytes if has_limit else None,
-            }
-            write_order(folder, job, more)
+            group = self.enforcer.find(job.id) if self.enforcer else None
+            attempt = write_order(
+                self.run,
+                job,
+                host=socket.gethostname(),
+                grace_seconds=self.grace_seconds,
+                group=str(group.path) if group else None,
+                data_limit_bytes=limit_bytes if group is None and not job.num_devices else None,
+            )
             shim = self._fork_shim(job, folder, lock)
             followed = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group=group, shim=shim)
             if shim is None:
@@ -162,27 +136,6 @@ class LocalBackend(FollowingBackend[_Followed]):
             Path(log).write_text(f"no watcher for {job_id}: {error}\n")
             return None
 
-    def grant(self, job_id: str, wall_bytes: int) -> None:
-        """Make the group of a job that is to start, or move the limit of one that runs."""
-        followed = self._live.get(job_id)
-        if self.walls is None or (followed is not None and followed.group is None):
-            return
-        with contextlib.suppress(OSError):  # gone with its job, or refused: then RLIMIT_DATA holds instead
-            if followed is None:
-                self._granted[job_id] = self.walls.make(job_id, wall_bytes)
-            else:
-                self.walls.resize(job_id, wall_bytes)
-
-    def cap(self, total_bytes: int) -> None:
-        """Move the limit of all jobs together."""
-        if self.walls is not None:
-            with contextlib.suppress(OSError):
-                self.walls.set_capacity(total_bytes)
-
-    def left_bytes(self) -> int:
-        """Return what jobs that ended left charged to the run."""
-        return self.walls.left_bytes() if self.walls is not None else 0
-
     def _watcher(self, followed: _Followed) -> int | None:
         return None if followed.host else followed.shim or followed.status.watcher_pid
 
@@ -203,8 +156,8 @@ class LocalBackend(FollowingBackend[_Followed]):
                     os.killpg(followed.status.pid, signal.SIGKILL)
             status = _settle(followed.folder)
         self._end(job_id, status)
-        if self.walls is not None:
-            self.walls.forget(job_id)
+        if self.enforcer is not None:
+            self.enforcer.forget(job_id)
 
 
 def _has_shim(followed: _Followed) -> bool:

@@ -158,17 +158,16 @@ def _has_children() -> bool:
     return False
 
 
-def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/dev/shm")) -> list[str]:
-    """Remove what dead processes left in /dev/shm under names that hold their numbers; return the names.
+def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/dev/shm")) -> None:
+    """Remove what dead processes left in /dev/shm under names that hold their numbers.
 
     What is older than ``since`` (Unix seconds) belongs to an earlier process of the same number.
     """
-    removed: list[str] = []
     ours = {str(pid) for pid in pids}
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except OSError:
-        return removed
+        return
     for name in names:
         found = _SEGMENT.match(name)
         if not found or found[1] not in ours or Path(f"/proc/{found[1]}").exists():
@@ -182,5 +181,3 @@ def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/
                 shutil.rmtree(path)
             else:
                 path.unlink()
-            removed.append(name)
-    return removed

@@ -18,6 +18,11 @@ from memfit.units import format_bytes, format_count
 Restart = Literal["retry", "outside", "aside"]
 #: A job had all that there is from this share of it on; others hold a part of it below that share.
 _ALL, WHOLE = 0.99, 0.97
+_MORE = 1.5  # what a job that ran out of memory gets next, as a multiple of what it had or took
+#: Ends that are no fault of a job, and how many in a row another start follows. On a cluster a checkpoint begins
+#: a new row.
+_OUTSIDE, _MOST_OUTSIDE = frozenset({"preempted"}), 1
+_OUTSIDE_OF_CLUSTER, _MOST_OF_CLUSTER = _OUTSIDE | {"timeout", "node_fail"}, 3
 _CLIMB = 1.25  # a job that gave way at its limit needs this multiple of its peak at its next start
 _RETRIED = "it was restarted {} already (retries)"
 _NO_DEVICE = (
@@ -62,7 +67,7 @@ class End:
     @property
     def is_forgiven(self) -> bool:
         """It wrote a checkpoint in this attempt, so that ends from outside before it count no more."""
-        return self.traits.saving_forgives and _has_saved(self.status)
+        return self.traits.is_cluster and _has_saved(self.status)
 
 
 _KILLED = (-9, 137)  # how a process that was killed by SIGKILL has ended, by itself and below a shell
@@ -74,8 +79,8 @@ def what_follows(end: End) -> Retry | str:
     No rule that ends a job for good reads a size that nobody knows, or what others hold.
     """
     status, traits, state, num_retries = end.status, end.traits, end.status.state, end.restarts["retry"]
-    is_outside = state in traits.outside
-    outside_left = traits.most_outside - (0 if end.is_forgiven else end.restarts["outside"])
+    outside, most = (_OUTSIDE_OF_CLUSTER, _MOST_OF_CLUSTER) if traits.is_cluster else (_OUTSIDE, _MOST_OUTSIDE)
+    is_outside, outside_left = state in outside, most - (0 if end.is_forgiven else end.restarts["outside"])
     is_short = state == "out_of_memory" or (state == "failed" and status.wants_more)
     if state == "completed":
         return "it completed"
@@ -110,7 +115,7 @@ def _with_more(end: End) -> Retry | str:
         kind, peak = DEVICE, status.footprint.bytes_per_device if status.footprint else 0
     most, now, met = end.alone.get(kind, 0), end.now.get(kind, 0), end.had.get(kind)
     took = max(peak, min(met or 0, most))
-    more = min(round(max(took, end.traits.least_bytes) * end.traits.more), most)
+    more = min(round(max(took, end.traits.least_bytes) * _MORE), most)
     if kind == DEVICE and not most:
         return _NO_DEVICE
     if took >= _ALL * most:
@@ -124,7 +129,7 @@ def _with_more(end: End) -> Retry | str:
         return Retry(f"it ran out of {out_of}: {end.held.words or 'others held a part'}", needed, "aside")
     if end.retries <= num_retries:
         return _RETRIED.format(format_count(num_retries, "time"))
-    gets_all = end.traits.last_gets_all and num_retries + 1 >= end.retries
+    gets_all = not end.traits.is_cluster and num_retries + 1 >= end.retries
     if gets_all:
         needed = {kind: more}
     what = f"{'all that is free' if gets_all else format_bytes(more)}{' on each GPU' * (kind == DEVICE)}"

@@ -106,7 +106,7 @@ class Scheduler:
             self._start(entry, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
         if taken:  # what they use was read before they were known
             self._poll()
-            self.admission.budget.read(self.admission.in_use())
+            self.admission.budget.read()
 
     def _num_free(self) -> int:
         """How many more jobs could start now; where memory decides, one at a time."""
@@ -143,7 +143,7 @@ class Scheduler:
     def _end_of(self, entry: Entry) -> End:
         """Return how an attempt ended, with all that decides what follows."""
         progress, budget, num = entry.progress, self.admission.budget, entry.job.num_devices
-        budget.read(self.admission.in_use())  # what it had may be another's already
+        budget.read()  # what it had may be another's already
         guess = self.admission.forecast.guess(entry.job)
         return End(
             entry.status,
@@ -254,7 +254,7 @@ class Scheduler:
         others = " before starting the others" if self._waiting and not self.admission.is_shared else ""
         how = f" with {format_bytes(size)} reserved" if size else f". Measuring its memory{others}"
         note = f", {admitted.note}" if admitted.note else ""
-        free = format_bytes(max(0, self.admission.read_budget().headroom_bytes))
+        free = format_bytes(max(0, self.admission.budget.fresh().headroom_bytes))
         running = f"{num} running, " if size else ""
         after = f" ({running}{free} free)" if self.admission.is_shared else ""
         self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note}{after}")

@@ -27,10 +27,9 @@ from memfit.amounts import Amount
 from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
 from memfit.files import read_json, refresh, write_atomic, write_json
-from memfit.jobs._folder import STOP_REQUESTED, next_attempt, read_order, write_order
+from memfit.jobs._folder import STOP_REQUESTED, read_order, write_order
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._job import Job, Submission, Traits, Verdict
-from memfit.jobs._local import child_env
 from memfit.rundir import ENDED, OUTCOME, EndedBy, JobStatus, RunDir, State, read_record
 from memfit.units import MIB, format_count
 
@@ -159,15 +158,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
     """Runs jobs as elements of Slurm arrays. All state lies in the run directory, which nodes share, and in Slurm."""
 
     enforcer = None
-    traits = Traits(
-        queues_jobs=True,
-        enforces_memory=True,
-        patience_seconds=_LATEST_SECONDS,
-        outside=("preempted", "timeout", "node_fail"),
-        most_outside=3,
-        saving_forgives=True,
-        last_gets_all=False,
-    )
+    traits = Traits(queues_jobs=True, enforces_memory=True, is_cluster=True)
     look_seconds = 0.2
 
     def __init__(
@@ -231,10 +222,8 @@ class SlurmBackend(FollowingBackend[_Followed]):
         for job in jobs:
             folder = self.run.job_dir(job.id)
             folder.mkdir(parents=True, exist_ok=True)
-            attempt, index = next_attempt(folder), len(array.jobs)
-            more = {"attempt": attempt, "env": child_env(job, self.run), "grace_seconds": self.grace_seconds}
-            more |= {"group": None, "data_limit_bytes": None, "step": request.to_step()}
-            write_order(folder, job, more | {"num_nodes": request.options.nodes})
+            own = {"grace_seconds": self.grace_seconds, "step": request.to_step(), "num_nodes": request.options.nodes}
+            attempt, index = write_order(self.run, job, **own), len(array.jobs)
             array.jobs.append((job.id, attempt))
             status = JobStatus(job.id, "pending", attempt=attempt)
             self._begin(job.id, _Followed(folder, status, array=array, index=index))

@@ -59,11 +59,11 @@ def stop(
     if job_id is not None and waits and asked and not is_locked(run.job_dir(job_id) / LOCK):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
     left = asked
-    while left or (supervisor is not None and liveness(run).supervisor == supervisor):
+    while left or (supervisor is not None and live.supervisor == supervisor):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
-        # The supervisor may have been about to start a job.
-        left = [one for one in liveness(run).jobs if job_id in (None, one)]
+        live = liveness(run)
+        left = [one for one in live.jobs if job_id in (None, one)]  # the supervisor may have been about to start one
         for one in left:
             folder = run.job_dir(one)
             if one in asked and not (folder / STOP_REQUESTED).exists() and not (folder / OUTCOME).exists():

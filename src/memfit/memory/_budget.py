@@ -205,7 +205,7 @@ def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str
     if placement and job:
         for group in placement.groups:
             if group.path.rpartition("/")[2] == f"job_{job}":
-                return _cgroup.group_used(placement, group), "", _cgroup.group_id(group.directory)
+                return _cgroup.group_used(group.directory, placement.version), "", _cgroup.group_id(group.directory)
     return fields.get("RssAnon", 0) + fields.get("RssShmem", 0), "used counts this process only", ""
 
 

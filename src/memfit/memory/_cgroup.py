@@ -198,16 +198,15 @@ def is_below(directory: Path, group: str) -> bool:
     return any(number >= _MOST_GROUPS_SEARCHED or group_id(Path(one[0])) == group for number, one in found)
 
 
-def group_used(placement: Placement, group: Group) -> int:
-    """Return the non-reclaimable bytes of a group; its whole usage where it has no memory.stat."""
-    stat = parse_pairs(read_text(group.directory / "memory.stat"))
-    usage = read_text(group.directory / ("memory.current" if placement.version == 2 else "memory.usage_in_bytes"))
-    usage_bytes = int(usage) if usage else 0
+def group_used(directory: Path, version: int, stat: Mapping[str, int] | None = None) -> int:
+    """Return the non-reclaimable bytes of a group, its whole usage where it has no memory.stat; 0 when it is gone."""
+    stat = parse_pairs(read_text(f"{directory}/memory.stat")) if stat is None else stat
     if not stat:
-        return usage_bytes
-    if placement.version == 2:
+        usage = read_text(directory / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        return int(usage) if usage else 0
+    if version == 2:
         return non_reclaimable_v2(stat)
-    kernel = read_text(group.directory / "memory.kmem.usage_in_bytes")
+    kernel = read_text(f"{directory}/memory.kmem.usage_in_bytes")
     return non_reclaimable_v1(stat, int(kernel) if kernel else 0)
 
 
@@ -226,7 +225,7 @@ def read_group_limits(placement: Placement) -> Iterator[Limit]:
         for name, note in (("memory.max", ""), ("memory.high", throttle)):
             value = parse_limit(read_text(group.directory / name))
             if value is not None:
-                used, id = group_used(placement, group), group_id(group.directory)
+                used, id = group_used(group.directory, 2), group_id(group.directory)
                 yield limit(name, _source(placement, group), value, used, "group", note=note, id=id)
 
 
@@ -239,7 +238,7 @@ def _limits_v1(placement: Placement) -> Iterator[Limit]:
     )
     for name, hierarchical, note in kinds:
         swapped = [stat.get("total_swap", 0) if note else 0 for stat in stats]
-        used = [group_used(placement, group) + more for group, more in zip(groups, swapped, strict=True)]
+        used = [group_used(group.directory, 1) + more for group, more in zip(groups, swapped, strict=True)]
         visible = _UNLIMITED
         for group, taken in zip(groups, used, strict=True):
             value = parse_limit(read_text(group.directory / name))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from memfit.memory._cgroup import non_reclaimable_v1, non_reclaimable_v2, parse_limit
+from memfit.memory._cgroup import group_used, parse_limit
 from memfit.memory._host import parse_pairs, read_text
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ class GroupState:
 
     ``used_bytes`` is non-reclaimable (anonymous, shared, kernel), ``charged_bytes`` has page cache too. ``stalled``: a
     process waits for memory at its own limit or that of the group above. ``met_wall`` counts charges that met the
-    limit, for page cache too. ``oom_kills`` on v2 may be more than the kills."""
+    limit, for page cache too."""
 
     used_bytes: int
     charged_bytes: int
@@ -36,7 +36,6 @@ class GroupState:
     wall_bytes: int
     stalled: bool
     met_wall: int
-    oom_kills: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class JobGroup:
         if text is None:
             return None
         stat, pids = parse_pairs(text), self.pids()
-        used, charged, wall = self._used(stat), self.charged_bytes(), self.wall_bytes()
+        used, charged, wall = group_used(self.path, self.version, stat), self.charged_bytes(), self.wall_bytes()
         if self.version == 1:
             events, met_wall = parse_pairs(self._text("memory.oom_control")), self._number("memory.failcnt")
             stalled = events.get("under_oom", 0) > 0
@@ -91,17 +90,11 @@ class JobGroup:
             wall_bytes=wall,
             stalled=stalled,
             met_wall=met_wall,
-            oom_kills=events.get("oom_kill", 0),
         )
 
     def used_bytes(self) -> int:
         """Return its non-reclaimable bytes now; 0 when it is gone."""
-        return self._used(parse_pairs(self._text("memory.stat")))
-
-    def _used(self, stat: dict[str, int]) -> int:
-        if self.version == 1:
-            return non_reclaimable_v1(stat, self._number("memory.kmem.usage_in_bytes"))
-        return non_reclaimable_v2(stat)
+        return group_used(self.path, self.version)
 
     def _is_full(self) -> bool:
         wall, charged = self.wall_bytes(), self.charged_bytes()

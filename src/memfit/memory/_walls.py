@@ -121,7 +121,8 @@ def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = 
 
 
 class Walls:
-    """The control groups of one run's jobs; ``parent`` is above all of them, with the run's capacity as its limit."""
+    """The control groups of one run's jobs, an ``Enforcer`` of theirs; ``parent`` is above all of them, with the run's
+    capacity as its limit."""
 
     parent: JobGroup
     permission: Literal["cgroup v1", "cgroup v2"]
@@ -158,9 +159,20 @@ class Walls:
             return None
         return cls(parent, base)
 
-    def make(self, job_id: str, wall_bytes: int) -> JobGroup:
-        """Return the group of a job with this limit: made now or, for one that runs, as it is."""
-        group = self._group(job_id)
+    def grant(self, job_id: str, wall_bytes: int) -> None:
+        """Make the group of a job that is to start, or move the limit of one that runs."""
+        with contextlib.suppress(OSError):  # gone with its job, or refused: then RLIMIT_DATA holds instead
+            group = self._live.get(job_id) or self._make(job_id)
+            group.set_wall(wall_bytes)
+            self._live[job_id] = group
+
+    def find(self, job_id: str) -> JobGroup | None:
+        """Return the group of a job that was granted a limit and has not ended."""
+        return self._live.get(job_id)
+
+    def _make(self, job_id: str) -> JobGroup:
+        """Return the group of a job, made now or, for one that runs, as it is."""
+        group = JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
         try:
             group.path.mkdir()
         except FileExistsError:
@@ -169,20 +181,13 @@ class Walls:
         if group.version == 2:
             with contextlib.suppress(FileNotFoundError):  # Linux 4.19
                 put(group.path / "memory.oom.group", "1")
-        group.set_wall(wall_bytes)
-        self._live[job_id] = group
         return group
 
-    def resize(self, job_id: str, wall_bytes: int) -> None:
-        """Set a job's limit; does nothing for one whose group is gone."""
-        group = self._group(job_id)
-        group.set_wall(wall_bytes)
-        self._live[job_id] = group
-
-    def set_capacity(self, capacity_bytes: int) -> None:
+    def cap(self, total_bytes: int) -> None:
         """Set the limit of all jobs together. What ended jobs left behind (files in /dev/shm) stays charged to the
         parent group and counts in the budget as in use: the limit is higher by that, or it would count twice."""
-        self.parent.set_wall(capacity_bytes + self.left_bytes())
+        with contextlib.suppress(OSError):
+            self.parent.set_wall(total_bytes + self.left_bytes())
 
     def left_bytes(self) -> int:
         """Return what ended jobs left charged to the run, such as files in /dev/shm; a few pages are lag."""
@@ -197,9 +202,6 @@ class Walls:
         """Remove all groups that hold no process; on v2, go back to the group that this process came from."""
         if self.parent.remove():
             _restore(self._base, _leaf(self.parent))
-
-    def _group(self, job_id: str) -> JobGroup:
-        return JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
 
 
 def _leaf(parent: JobGroup) -> Path:

@@ -56,11 +56,11 @@ def test_a_job_completes_in_its_own_group_and_its_peak_is_told(backend):
     status = wait_for_end(backend, "good")
     assert (status.state, status.exit_code, status.cause) == ("completed", 0, "")
     assert 64 * MIB < status.peak_bytes < 100 * MIB
-    assert status.evidence["group"] == f"{backend.walls.parent.name}/job-good"
+    assert status.evidence["group"] == f"{backend.enforcer.parent.name}/job-good"
     assert status.evidence["wall_bytes"] == 200 * MIB
     assert status.evidence["charged_peak_bytes"] >= 64 * MIB
     assert (status.evidence["met_wall"], status.wants_more) == (0, False)
-    assert not (backend.walls.parent.path / "job-good").exists()
+    assert not (backend.enforcer.parent.path / "job-good").exists()
 
 
 def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets_more(backend):
@@ -68,8 +68,8 @@ def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets
     wait_until(lambda: backend.poll()["held"].stalled)
     held = backend.poll()["held"]
     assert (held.state, held.wants_more) == ("running", True)
-    wait_until(lambda: events(JobGroup.at(backend.walls.parent.path / "job-held").path)["high"] > 0)
-    backend.grant("held", 128 * MIB)
+    wait_until(lambda: events(JobGroup.at(backend.enforcer.parent.path / "job-held").path)["high"] > 0)
+    backend.enforcer.grant("held", 128 * MIB)
     status = wait_for_end(backend, "held")
     assert (status.state, status.cause, status.stalled) == ("completed", "", False)
     assert status.evidence["met_wall"] > 0
@@ -79,7 +79,7 @@ def test_a_kill_at_memory_max_is_proven_by_the_groups_own_counter_and_takes_the_
     job = Job("killed", command=(sys.executable, "-c", GROWS), cwd=str(tmp_path), keeps_group=True)
     submit(backend, job, 500 * MIB)
     wait_until((tmp_path / "pids").exists)
-    group = JobGroup.at(backend.walls.parent.path / "job-killed")
+    group = JobGroup.at(backend.enforcer.parent.path / "job-killed")
     (group.path / "memory.max").write_text(str(64 * MIB))
     (tmp_path / "more").touch()
     status = wait_for_end(backend, "killed")

@@ -21,14 +21,15 @@ def hold_a_job():
     walls = Walls.build("held", 512 * MIB)
     assert walls is not None, why_no_walls()
     during = own_group()
-    group = walls.make("a", 32 * MIB)
+    walls.grant("a", 32 * MIB)
+    group = walls.find("a")
     with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter) as job:
         wait_until(lambda: group.state().stalled and group.state().met_wall > 0)
         held = group.state()
         assert job.poll() is None
-        walls.resize("a", 128 * MIB)
+        walls.grant("a", 128 * MIB)
         assert job.wait(60) == 0
-    kills = group.state().oom_kills
+    kills = events(group.path)["oom_kill"]
     walls.close()
     return {
         "before": before,
@@ -124,7 +125,8 @@ def test_an_ordinary_user_gets_no_walls_in_a_group_that_is_not_delegated_and_hea
 def test_an_ordinary_users_supervisor_that_dies_leaves_what_the_next_one_takes_over():
     def die():
         walls = Walls.build("again", 256 * MIB)
-        group = walls.make("a", 32 * MIB)
+        walls.grant("a", 32 * MIB)
+        group = walls.find("a")
         subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter, start_new_session=True)
         wait_until(lambda: group.state().stalled)
 
@@ -133,9 +135,9 @@ def test_an_ordinary_users_supervisor_that_dies_leaves_what_the_next_one_takes_o
         assert walls is not None, why_no_walls()
         group = JobGroup.at(walls.parent.path / "job-a")
         assert group.state().stalled
-        walls.resize("a", 128 * MIB)
+        walls.grant("a", 128 * MIB)
         wait_until(lambda: not group.pids())
-        found = walls.parent.path, group.state().oom_kills
+        found = walls.parent.path, events(group.path)["oom_kill"]
         walls.close()
         return found
 
@@ -150,7 +152,8 @@ def test_an_ordinary_users_supervisor_that_dies_leaves_what_the_next_one_takes_o
 def test_a_job_that_is_held_shows_in_the_kernels_pressure():
     def hold():
         walls = Walls.build("pressed", 256 * MIB)
-        group = walls.make("a", 32 * MIB)
+        walls.grant("a", 32 * MIB)
+        group = walls.find("a")
         with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter):
             wait_until(lambda: _stalled_us(group.path) > 200_000)
             assert group.kill() == 1
@@ -176,7 +179,8 @@ def test_without_the_kernels_own_kill_all_processes_of_a_group_are_ended():
 
     def end():
         walls = Walls.build("frozen", 256 * MIB)
-        group = walls.make("a", 128 * MIB)
+        walls.grant("a", 128 * MIB)
+        group = walls.find("a")
         with subprocess.Popen([sys.executable, "-c", fork_away], preexec_fn=group.enter):
             wait_until(lambda: len(group.pids()) > 3)
             _jobgroup.put = before_linux_5_14
