@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-again test-long test-long-again test-vm test-ends times mutants check check-code check-docs check-docs-long docs format lines bench bench-conformance clean
+.PHONY: help install demo test test-fast test-again test-long test-vm test-ends times mutants check check-code check-docs check-docs-long docs format lines bench bench-conformance clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -53,7 +53,7 @@ test: install ## run all fast tests and one proof of each promise, in three minu
 test-long: install ## run what make test leaves out: real processes, kills, frameworks, the workloads, a real Slurm
 	@$(PYTEST) -n $(or $(PROCESSES),6) -m "(slow or long) and not core" --junitxml=build/test-long.xml $(or $(ARGS),tests systems/tests)
 
-test-again test-long-again: install
+test-again: install
 	@$(PYTEST) --last-failed --last-failed-no-failures=none --junitxml=build/again.xml tests systems/tests $(ARGS)
 
 test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not

@@ -366,7 +366,7 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "answer"), [((), 75), (("--nproc", "2"), 75), ((), 0), (("--nproc", "2"), 0)])
+@pytest.mark.parametrize(("ranks", "answer"), [((), 75), (("--nproc", "2"), 0)])
 def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks, answer):
     (tmp_path / "rank.py").write_text(
         JOB.replace("exit(75)", f"exit({answer})")
