@@ -314,9 +314,7 @@ def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, layers
     with torch._inductor.config.patch(compile_threads=1):
         found = bert.child(tmp_path / "whole", **options)
         assert found[0] == 0, found[1]
-        for step, send, code in ((5, "KILL", -9), (9, "TERM", 75)):
-            ended, said = bert.child(tmp_path / "own", at=step, send=send, **options)
-            assert ended == code, said
+        assert bert.child(tmp_path / "own", at=9, **options)[0] == 75
         assert bert.child(tmp_path / "own", **options) == found
 
 

@@ -72,10 +72,10 @@ def with_restarts(name: str, kinds: Sequence[tuple[str, str, int]], loop: str = 
         if place in _STARTS:
             faults.append(Fault(number, place, what, (rank,), generation=number))
             continue
-        epoch += 2
+        epoch += 1
         at = (epoch + 1) * STEPS_PER_EPOCH if place in _ENDS else epoch * STEPS_PER_EPOCH + 2
         faults.append(Fault(number, place, what, (rank,), at))
-    return Launch(name, tuple(faults), epoch + 3, hang_seconds, loop)
+    return Launch(name, tuple(faults), epoch + 2, hang_seconds, loop)
 
 
 #: The places in an order in which two starts never follow each other.

@@ -212,12 +212,12 @@ def test_ranks_begin_again_while_a_sealed_step_grows_and_never_without_end(ends,
 
 @pytest.mark.long
 def test_torchrun_begins_again_with_what_is_asked_of_it(tmp_path):
-    words = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=1", "-m", "jobs.group"]
-    faults = json.dumps([fault("kill", "microbatch", 2, step=3)])
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "jobs.group"]
+    faults = json.dumps([fault("kill", "microbatch", step=3)])
     own = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     env = os.environ | own | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run([sys.executable, *words, str(tmp_path), faults], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"{{'weight': {WEIGHT}}}") == RANKS
+    assert done.stdout.count(f"{{'weight': {WEIGHT / 2}}}") == 2  # of 1 + 2, where three ranks have 1 + 2 + 3
     assert "failed (exitcode: " in done.stderr
     assert "it lacks" not in done.stderr

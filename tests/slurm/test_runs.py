@@ -308,13 +308,13 @@ def test_a_group_whose_node_dies_is_submitted_again_and_goes_on(cluster, start, 
 @pytest.mark.long
 def test_a_rank_that_runs_out_of_memory_has_its_group_submitted_again_with_more(start, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
-    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "500MiB", "--nproc", "4", "--name", "more")
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "500MiB", "--nproc", "2", "--name", "more")
     code, out = finish(start("run", *options, "--", sys.executable, "ranks.py", "memory"))
     assert code == 0, out
-    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(2)] == ["from 10 to 19: 1.0"] * 2
     assert len([*tmp_path.glob("begin_*_0")]) == 1  # the second attempt is a group of its own, from generation 0
     first = read_json(run_of(tmp_path, "more").job_dir("cmd_0001") / "outcome_1.json")
-    assert first["state"] == "out_of_memory" and "n1: rank 3 was ended by SIGKILL" in first["cause"]
+    assert first["state"] == "out_of_memory" and "n1: rank 1 was ended by SIGKILL" in first["cause"]
 
 
 @pytest.mark.long
@@ -323,13 +323,13 @@ def test_ranks_that_srun_alone_starts_leave_together_and_go_on_when_started_agai
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    step = f"srun --ntasks=4 {sys.executable} ranks.py once; echo step $?"
+    step = f"srun --ntasks=2 {sys.executable} ranks.py once; echo step $?"
     script = f"cd {tmp_path}; export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} MEMFIT_GENERATION=0\n{step}\n"
-    number = cluster.submit(f"{script}MEMFIT_GENERATION=1 {step}", "-N2", "--ntasks-per-node=2", "--mem=700M")
+    number = cluster.submit(f"{script}MEMFIT_GENERATION=1 {step}", "-N2", "--ntasks-per-node=1", "--mem=700M")
     assert cluster.wait(number, seconds=120) == ["COMPLETED"]
     said = cluster.log_of(number).read_text()
     assert "Exited with exit code 79" in said and said.splitlines()[-1] == "step 0", said
-    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(4)] == ["from 10 to 19: 6.0"] * 4
+    assert [(tmp_path / f"end_{rank}").read_text() for rank in range(2)] == ["from 10 to 19: 1.0"] * 2
 
 
 @pytest.mark.long
@@ -366,7 +366,7 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "answer"), [((), 75), (("--nproc", "2"), 75), ((), 0), (("--nproc", "2"), 0)])
+@pytest.mark.parametrize(("ranks", "answer"), [((), 75), (("--nproc", "2"), 0)])
 def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path, ranks, answer):
     (tmp_path / "rank.py").write_text(
         JOB.replace("exit(75)", f"exit({answer})")

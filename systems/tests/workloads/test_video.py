@@ -225,6 +225,7 @@ def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_f
     whole, tmp_path, monkeypatch
 ):
     collections = []
+    torch.multiprocessing.set_forkserver_preload([training.__name__])  # else each worker of each loader imports torch
     monkeypatch.setattr(training, "clean_up", lambda: collections.append(1))
     changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
     here = run_here(tmp_path, 1, cleanup={"after_fold": True}, **changed)
