@@ -126,7 +126,7 @@ def agent(run_dir):
 
     def run(lines, own=None, **more):
         job = {"id": "j", "command": ["sh", "-c", lines], "target": None, "ranks": 2, "env": own or {}, "group": None}
-        write_json(folder / "job.json", job | {"attempt": 3, "threads": 6})
+        write_json(folder / "job.json", job | {"attempt": 3, "threads": 6, "node": 0})
         words = [sys.executable, "-m", "memfit.jobs", "ranks", str(folder)]
         done = subprocess.run(words, env=env | job["env"], capture_output=True, text=True, timeout=60, **more)
         return done, read_json(folder / "ranks/end.json")
@@ -188,7 +188,7 @@ def test_of_several_nodes_only_the_one_names_a_rank_whose_rank_was_lost(agent, r
     (beats := run_dir.path / "ranks/3_0").mkdir(parents=True)
     (beats / "rank_1").write_bytes(Beat(1, 7, "other", "", elsewhere, step=5, count=9).to_line())
     (run_dir.path / "own").write_bytes(Beat(0, 8, "here", "", place, step=5, count=9).to_line())
-    nodes = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "other:20001", "SLURM_NODEID": "0"}
+    nodes = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "other:20001"}
     done, lost = agent("cp own $MEMFIT_RANKS/rank_0; exit 79", nodes, cwd=run_dir.path)
     assert (done.returncode, lost["text"]) == (79, text)
 

@@ -117,9 +117,8 @@ class LocalAdmission:
 
     def learn(self) -> list[dict[str, Any]]:
         """Learn what the running jobs took so far, and revise the reservations of similar ones."""
-        for entry in self.running.values():
-            if self.is_shared:
-                entry.hold_devices(self.measured(entry.job), self.policy.slack)
+        for entry in self._sharing():
+            entry.hold_devices(self.measured(entry.job), self.policy.slack)
         found = [self._learn(entry) for entry in self.running.values()]
         standing = {job.id: job.used for job in self.held() if job.still >= STILL_SECONDS}
         self.forecast.see({job_id: (self.running[job_id].job, used) for job_id, used in standing.items()})
@@ -199,15 +198,19 @@ class LocalAdmission:
             rooms[HOST] = keep_cache(self.budget.now, rooms[HOST], mapped)
         needs, note = self._needs(entry, rooms)
         is_unknown = needs[HOST] is None
-        if is_unknown and not self.is_shared and not alone:
-            return Wait("measuring", "its size is unknown, so it runs alone first")
+        if is_unknown and not self.is_shared:  # it has a node to itself, whatever it takes
+            if not alone:
+                return Wait("measuring", "its size is unknown, so it runs alone first")
+            return Admitted(Counter(), rooms[HOST].explain(), note, is_measured=False)
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
         devices = choose(rooms, self._num_devices(job), held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
-        size = self._on_host(entry, needs[HOST], rooms[HOST].bytes)
+        jobs, asides, walls = [] if alone else self.held(), entry.progress.restarts["aside"], self.forecast.has_walls
+        known, capacity = (needs[HOST], self.forecast.guess(job)), self.capacity_bytes()
+        size = start(*known, jobs, rooms[HOST].bytes, capacity, asides=asides, has_walls=walls)
         if isinstance(size, str):
             return Wait("measuring" if is_unknown else "memory", size)
         reserved = Counter({HOST: max(self.least_bytes, size)})
@@ -218,22 +221,12 @@ class LocalAdmission:
         for place, size in reserved.items():
             if size > rooms[place].bytes:
                 return _lack(entry, place, size, rooms[place])
-        if is_unknown and not self.is_shared:
-            del reserved[HOST]
         why = "; ".join(rooms[place].explain() for place in (HOST, *devices))
         return Admitted(reserved, why, note, not is_unknown)
 
     def _num_devices(self, job: Job) -> int:
         """Return how many devices are chosen for a job here; in Slurm, Slurm chooses them."""
         return job.num_devices if self.is_shared else 0
-
-    def _on_host(self, entry: Entry, need: Need | None, room: int) -> int | str:
-        """Return what a job is to hold on the host, whether that is there or not; or why it must not start."""
-        if not self.is_shared:
-            return room if need is None else min(need.wanted, max(need.least, room))
-        guess, asides = self.forecast.guess(entry.job), entry.progress.restarts["aside"]
-        jobs, capacity = [] if self.is_alone else self.held(), self.capacity_bytes()
-        return start(need, guess, jobs, room, capacity, asides=asides, has_walls=self.forecast.has_walls)
 
     def _needs(self, entry: Entry, rooms: Mapping[str, Lendable]) -> tuple[dict[str, Need | None], str]:
         """Return what a job needs on the host and on each device, and what the log must say about that."""

@@ -13,7 +13,6 @@ from memfit.errors import DamagedError
 from memfit.files import read_masked, write_atomic, write_masked
 from memfit.jobs._fork import thread_env
 from memfit.jobs._job import Job
-from memfit.memory import lock_file
 from memfit.rundir import JOB_ID_VARIABLE, OUTCOME, RUN_DIR_VARIABLE, STATUS, JobStatus, RunDir, read_record
 
 LOCK, JOB = "lock", "job.json"
@@ -26,11 +25,6 @@ _PROCESSES = "LOKY_MAX_CPU_COUNT"  # how many processes joblib takes for n_jobs=
 #: torch 2.13 reads the first that is set; later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(None))}
-
-
-def take_lock(folder: Path) -> int | None:
-    """Take a job's lock; return the descriptor that holds it, or None when a shim has it."""
-    return lock_file(folder / LOCK)
 
 
 def write_outcome(folder: Path, status: JobStatus) -> None:

@@ -36,6 +36,7 @@ class Forecast:
         self._largest: dict[_Key, Footprint] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
         self._ended: defaultdict[str, deque[tuple[Params, Ended]]] = defaultdict(lambda: deque(maxlen=_MOST_ENDED))
+        self._guesses: dict[str, Guess | None] = {}
         self._found: dict[tuple[str, Params], Guess | None] = {}
         self._ended_pairs: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
         self._spreads: dict[str, float | None] = {}
@@ -72,6 +73,22 @@ class Forecast:
 
     def guess(self, job: Job) -> Guess | None:
         """Return what the policy is to think of a job, a slack on top of what was measured, if anything is known."""
+        if job.id not in self._guesses:
+            self._guesses[job.id] = self._guess(job)
+        return self._guesses[job.id]
+
+    def see(self, running: Mapping[str, tuple[Job, int]]) -> None:
+        """Learn what the jobs use that run and stand still, by id."""
+        if running != self._standing:
+            self._standing = dict(running)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._guesses.clear()
+        self._found.clear()
+        self._spreads.clear()
+
+    def _guess(self, job: Job) -> Guess | None:
         expected = self.predict(job)
         if expected is None:
             return None
@@ -84,16 +101,6 @@ class Forecast:
         if _keys(job)[0] in self._largest:
             return replace(found, size=size, most=size, spread=0)
         return found
-
-    def see(self, running: Mapping[str, tuple[Job, int]]) -> None:
-        """Learn what the jobs use that run and stand still, by id."""
-        if running != self._standing:
-            self._standing = dict(running)
-            self._forget()
-
-    def _forget(self) -> None:
-        self._found.clear()
-        self._spreads.clear()
 
     def _found_of(self, job: Job) -> Guess | None:
         """Return what the jobs of its stage say that share the most parameters with it."""

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from memfit.errors import DamagedError
 from memfit.files import refresh
-from memfit.jobs._folder import LOCK, child_env, other_host, read_order, take_lock, write_order, write_outcome
+from memfit.jobs._folder import LOCK, child_env, other_host, read_order, write_order, write_outcome
 from memfit.jobs._follow import CACHED_SECONDS, Followed, FollowingBackend, runs_already
 from memfit.jobs._fork import is_alive, start_interpreter
 from memfit.jobs._job import Job, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._warm import Parent
-from memfit.memory import JobGroup, Walls, is_locked
+from memfit.memory import JobGroup, Walls, is_locked, lock_file
 from memfit.rundir import OUTCOME, STATUS, JobStatus, RunDir, read_record
 from memfit.units import MIB, format_bytes
 
@@ -77,7 +77,7 @@ class LocalBackend(FollowingBackend[_Followed]):
     def _submit(self, job: Job, limit_bytes: int | None) -> None:
         folder = self.run.job_dir(job.id)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(folder)
+        lock = lock_file(folder / LOCK)  # held by the shim of a job that runs
         if lock is None:
             raise runs_already(job.id)
         try:
@@ -92,11 +92,9 @@ class LocalBackend(FollowingBackend[_Followed]):
                 group=str(group.path) if group else None,
                 data_limit_bytes=limit_bytes if group is None and not job.num_devices else None,
             )
-            shim = self._fork_shim(job, folder, lock)
-            followed = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group=group, shim=shim)
-            if shim is None:
-                followed.shim = self._start_shim(job.id, folder, lock)
-                followed.is_child = followed.shim is not None
+            status, forked = JobStatus(job.id, "pending", attempt=attempt), self._fork_shim(job, folder, lock)
+            shim = forked or self._start_shim(job.id, folder, lock)
+            followed = _Followed(folder, status, group=group, shim=shim, is_child=shim != forked)
         finally:
             os.close(lock)
         self._begin(job.id, followed)

@@ -22,7 +22,7 @@ from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._folder import JOB, ask_to_stop
 from memfit.jobs._monitor import Monitor
 from memfit.jobs._processes import spawn
-from memfit.jobs._ranks import ELSEWHERE, FINAL, LEAVING_SECONDS, RANKS, Headway, free_port
+from memfit.jobs._ranks import ELSEWHERE, LEAVING_SECONDS, RANKS, Headway, free_port
 from memfit.jobs._watch import Shim, Stop
 from memfit.memory import Footprint
 from memfit.rundir import CANARY_VARIABLE, OUTCOME, STATUS, EventWriter, JobStatus, read_beats, read_record
@@ -32,7 +32,7 @@ _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cance
 _PORTS = range(20000, 40000)  # a port for torchrun's rendezvous, by the job's number
 
 
-def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int = 0) -> Path:
+def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int) -> Path:
     """Write the orders of the nodes' shims; return their folder, a new one for each generation of ranks."""
     folder = job_dir / (f"nodes_{order['attempt']}" + f"_{generation}" * bool(generation))
     (folder / "events").mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int = 0) -> 
     for index in range(num_nodes):
         path = folder / "jobs" / f"node_{index}"
         path.mkdir(parents=True, exist_ok=True)
-        own = {"id": path.name, "num_nodes": 1, "num_devices": order["num_devices"] // num_nodes}
+        own = {"id": path.name, "node": index, "num_nodes": 1, "num_devices": order["num_devices"] // num_nodes}
         if ranks > 1:
             own["threads"] = max(1, order["threads"] // num_nodes)
         write_masked(path / JOB, {**order, **own, "env": rendezvous | order["env"]}, durable=False)
@@ -63,13 +63,14 @@ class NodesShim(Shim):
     """
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
-        self.order, self.generation, self.headway = job, 0, Headway()
-        self._look_at, self._lost_at, self._was_lost = 0.0, math.inf, False
-        self.folder = make_nodes(job_dir, job)
-        super().__init__(self._make_step(), job_dir, stop)
+        self.order, self.generation, self.headway = job, 0, Headway(CANARY_VARIABLE in job["env"])
+        self._was_lost = False
+        super().__init__(self._make_step(job_dir), job_dir, stop)
 
-    def _make_step(self) -> dict[str, Any]:
+    def _make_step(self, job_dir: Path) -> dict[str, Any]:
         """Return the job that starts the shims of this generation."""
+        self._look_at, self._lost_at = 0.0, math.inf
+        self.folder = make_nodes(job_dir, self.order, self.generation)
         # Ranks leave by themselves once one is lost, and say what they saw.
         ends = ("--kill-on-bad-exit=0", "--wait=0") if self.has_ranks else ("--kill-on-bad-exit=1", "--wait=60")
         shim = (sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.folder), "--node")
@@ -96,18 +97,16 @@ class NodesShim(Shim):
         cause = f"{end.node or worst}: {end.cause}"
         return replace(status, state=end.state, cause=cause, ended_by=end.ended_by, evidence=end.evidence)
 
-    def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
+    def follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
         """Follow one generation after another."""
         while True:
-            returncode, stopped_by = super()._follow(pid, monitor)
+            returncode, stopped_by = super().follow(pid, monitor)
             self._take_logs()
             if self.stop.since is not None or not self._begins_again():
                 self._was_lost |= self.has_ranks and stopped_by is None  # all ended before a stop was passed on
                 return returncode, stopped_by
             self.generation += 1
-            self._look_at, self._lost_at = 0.0, math.inf
-            self.folder = make_nodes(self.job_dir, self.order, self.generation)
-            self.job = self._make_step()
+            self.job = self._make_step(self.job_dir)
             pid = spawn(self.job, self.job_dir, self.group).pid
             monitor.note(pid=pid)
 
@@ -118,9 +117,7 @@ class NodesShim(Shim):
             return False
         end = ends[_worst(ends)]
         beats = read_beats(self.folder / RANKS / f"{self.attempt}_{self.generation}").values()
-        begins_again = self.headway.begins_again(beats)
-        is_final = end.state != "failed" or end.exit_code in FINAL or CANARY_VARIABLE in self.order["env"]
-        if is_final or not begins_again:
+        if end.state != "failed" or not self.headway.begins_again(beats, end.exit_code):
             return False
         text = (
             f"{end.node}: {end.cause}. All {self.order['ranks']} ranks begin again from the last checkpoint "
@@ -173,11 +170,11 @@ class NodesShim(Shim):
             node=f"{self.order['num_nodes']} nodes",
         )
 
-    def _write(self, status: JobStatus) -> None:
+    def write(self, status: JobStatus) -> None:
         with contextlib.suppress(OSError):
-            super()._write(self._merged(status))
+            super().write(self._merged(status))
 
-    def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
+    def pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Ask the nodes' shims to stop, and end ``srun`` only after them."""
         if self.stop.since is None:
             self._end_late()

@@ -31,12 +31,12 @@ from memfit.jobs._folder import JOB
 from memfit.jobs._fork import begin_anew, end_descriptors, fork_job, fork_program, stop_targets, thread_env
 from memfit.memory import JobGroup
 from memfit.rundir import (
+    CANARY_VARIABLE,
     LOST,
     RANKS_VARIABLE,
     START_PATIENCE,
     WAITING,
     Beat,
-    is_canary,
     is_further,
     launch_of,
     open_beats,
@@ -53,8 +53,8 @@ _BEGINS = frozenset({"begin", "load"})  # where a rank has nothing to save yet, 
 _START = "start"  # where a rank has given no beat of its own yet; a later generation is one of a script that beats
 _LEFT, _STOPPED = PeerFailedError.exit_code, StoppedError.exit_code
 #: Ends that another start would repeat, or that somebody asked for. 10 and 11 are a gate's.
-FINAL = {UsageError.exit_code, DoesNotFitError.exit_code, 10, 11, InterruptedRunError.exit_code}
-FINAL |= {-signal.SIGINT, -signal.SIGTERM}
+_FINAL = {UsageError.exit_code, DoesNotFitError.exit_code, 10, 11, InterruptedRunError.exit_code}
+_FINAL |= {-signal.SIGINT, -signal.SIGTERM}
 _MOST_WITHOUT = 2  # so many generations in a row may end without a new checkpoint
 #: Below those that the kernel gives to clients by itself: nobody takes it before rank 0 does.
 _PORTS = range(20000, 32000)
@@ -65,12 +65,15 @@ _TAIL_BYTES, _TICK_SECONDS = 4096, 0.2
 class Headway:
     """How far the ranks of a job came, generation after generation: whether another one is worth a try."""
 
+    is_canary: bool = False
     num_without: int = 0
     _best: dict[str, int] = field(default_factory=dict)
     _has_beaten: bool = False
 
-    def begins_again(self, beats: Collection[Beat]) -> bool:
+    def begins_again(self, beats: Collection[Beat], code: int | None = None) -> bool:
         """Take in how a generation ended; return whether its script has checkpoints, and new ones still come."""
+        if code in _FINAL or self.is_canary:
+            return False
         self._has_beaten = self._has_beaten or any(one.count for one in beats)
         self.num_without += 1
         for one in beats:
@@ -158,7 +161,7 @@ class Agent:
         """Run generations until one is the last; return the exit code, negative for a signal."""
         generation = int(os.environ.get("MEMFIT_GENERATION", "0")) if self.num_nodes > 1 else 0
         (self.job_dir / RANKS / END).unlink(missing_ok=True)
-        headway = Headway()
+        headway = Headway(CANARY_VARIABLE in self.job["env"])
         while True:
             counters = Counters.read(self.group)
             folder = self.shared_dir / RANKS / f"{self.job['attempt']}_{generation}"
@@ -173,8 +176,8 @@ class Agent:
                 return code
             cause = self._cause(ended, beats)
             told = self._tell(cause, ended, generation, beats)
-            begins_again = headway.begins_again(beats.values())
-            may_go_on = not (self.is_stopping or code in FINAL or self.num_nodes > 1 or is_canary())
+            begins_again = headway.begins_again(beats.values(), code)
+            may_go_on = not (self.is_stopping or self.num_nodes > 1)
             now = Counters.read(self.group)
             oom = now.rise_since(counters) if now.is_own or code == -signal.SIGKILL else ""
             if not (may_go_on and begins_again and not oom):
@@ -187,9 +190,8 @@ class Agent:
             record("ranks_again", generation=generation, text=text)
 
     def _start(self, generation: int, folder: Path) -> list[_Rank]:
-        here, node, address, port = self.size // self.num_nodes, 0, "127.0.0.1", free_port()
+        here, node, address, port = self.size // self.num_nodes, self.job.get("node", 0), "127.0.0.1", free_port()
         if self.num_nodes > 1:
-            node = int(os.environ["SLURM_NODEID"])
             address, _, text = self.job["env"]["PET_RDZV_ENDPOINT"].rpartition(":")
             port = int(text)
         common = {

@@ -249,14 +249,13 @@ class Scheduler:
         entry.progress.told_bytes = size or 0
         found: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
         found["devices"] = {place: entry.reserved[place] for place in entry.devices}
-        started = "started" if self.admission.is_shared else "submitted"
-        verb = "taken over" if is_adopted else f"re{started}" if was_started else started
-        others = " before starting the others" if self._waiting and not self.admission.is_shared else ""
+        verb, others, after = "submitted", " before starting the others" if self._waiting else "", ""
+        if self.admission.is_shared:
+            free = format_bytes(max(0, self.admission.budget.fresh().headroom_bytes))
+            verb, others, after = "started", "", f" ({f'{num} running, ' if size else ''}{free} free)"
+        verb = "taken over" if is_adopted else f"re{verb}" if was_started else verb
         how = f" with {format_bytes(size)} reserved" if size else f". Measuring its memory{others}"
         note = f", {admitted.note}" if admitted.note else ""
-        free = format_bytes(max(0, self.admission.budget.fresh().headroom_bytes))
-        running = f"{num} running, " if size else ""
-        after = f" ({running}{free} free)" if self.admission.is_shared else ""
         self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note}{after}")
 
     def _limit_of(self, entry: Entry) -> int | None:

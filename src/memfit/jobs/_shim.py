@@ -13,10 +13,11 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.files import read_json, read_whole, refresh
-from memfit.jobs._folder import JOB, take_lock, write_outcome
+from memfit.jobs._folder import JOB, LOCK, write_outcome
 from memfit.jobs._nodes import NodesShim
 from memfit.jobs._processes import become_subreaper
 from memfit.jobs._watch import Shim, Stop
+from memfit.memory import lock_file
 from memfit.rundir import OUTCOME, JobStatus, read_record
 
 
@@ -26,7 +27,7 @@ def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
     Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0).
     ``lock`` is the descriptor of the job's lock. With ``forks`` the job is forked from this process.
     """
-    if lock is None and (lock := take_lock(job_dir)) is None:
+    if lock is None and (lock := lock_file(job_dir / LOCK)) is None:
         return 0
     os.set_inheritable(lock, False)  # or the lock would live as long as any process of the job
     status = read_record(job_dir / OUTCOME) or _run(job_dir, forks)

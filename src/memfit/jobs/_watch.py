@@ -67,7 +67,7 @@ class Stop:
 
 
 class Shim:
-    """One job from its start to its outcome."""
+    """One job from its start to its outcome. A job on several nodes follows, writes and stops in its own way."""
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
         self.job, self.job_dir, self.stop, self.forks = job, job_dir, stop, forks
@@ -82,7 +82,7 @@ class Shim:
 
     def run(self) -> JobStatus:
         """Start the job, watch it to its end, and explain that end."""
-        self._write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
+        self.write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
         started, before = time.time(), Counters.read(self.group)
         first = self.group.state() if self.group else None
         older = frozenset(self.run_dir.events_dir.glob("*.jsonl"))
@@ -111,7 +111,7 @@ class Shim:
                 inherited_bytes=held.held if held is not None and self.is_forked else 0,
             )
             monitor.open_series()
-            returncode, stopped_by = self._follow(process.pid, monitor)
+            returncode, stopped_by = self.follow(process.pid, monitor)
             is_asked = stopped_by is not None or self.stop.since is not None
             if is_asked or not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
                 return self._close(monitor, before, returncode, stopped_by)
@@ -125,11 +125,11 @@ class Shim:
         status = JobStatus(self.job_dir.name, "pending", attempt=self.attempt, asked=self.stop.is_asked)
         return status.ended_as(state, cause, ended_by)
 
-    def _write(self, status: JobStatus) -> None:
+    def write(self, status: JobStatus) -> None:
         with contextlib.suppress(OSError):
             write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
 
-    def _follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
+    def follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
         stopped_by, next_tick = None, 0.0
         while True:
@@ -138,17 +138,17 @@ class Shim:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
-                self._write(monitor.status())
+                self.write(monitor.status())
             with until_next_look():
                 self._end_starved(monitor, now)
             if self.stop.since is not None and stopped_by is None and (code := end_of(pid, 0)) is not None:
                 return code, None  # by itself, before it was asked
-            stopped_by = self._pass_on_stop(pid, stopped_by)
+            stopped_by = self.pass_on_stop(pid, stopped_by)
             monitor.note(asked=self.stop.is_asked)
             if (returncode := end_of(pid, _SAMPLE_SECONDS)) is not None:
                 return returncode, stopped_by
 
-    def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
+    def pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Pass a request to stop on; return the strongest signal that was sent so far."""
         stop = self.stop
         if stop.since is None:
@@ -176,7 +176,7 @@ class Shim:
 
     def _close(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> JobStatus:
         """End what is left, gather the evidence, and say why the job ended."""
-        self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
+        self.write(replace(monitor.status(), pid=None))  # its number may be another's soon
         resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KIB
         if stopped_by == "SIGTERM":  # those whom a shell ran, and who were asked too, use what is left of the grace
             codes = wait_for(self.asked - {monitor.known.pid or 0}, lambda: self.stop.is_over(self.grace_seconds))

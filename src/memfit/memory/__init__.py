@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memfit.memory._heap import read_heap as read_heap
     from memfit.memory._host import Limit as Limit
     from memfit.memory._host import SharedMemory as SharedMemory
-    from memfit.memory._host import parse_cpu_list as parse_cpu_list
     from memfit.memory._host import parse_limits as parse_limits
     from memfit.memory._host import parse_mountinfo as parse_mountinfo
     from memfit.memory._host_runs import Claims as Claims

@@ -22,8 +22,7 @@ def hold_a_job():
     assert walls is not None, why_no_walls()
     during = own_group()
     walls.grant("a", 32 * MIB)
-    group = walls.find("a")
-    with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter) as job:
+    with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=(group := walls.find("a")).enter) as job:
         wait_until(lambda: group.state().stalled and group.state().met_wall > 0)
         held = group.state()
         assert job.poll() is None
@@ -126,8 +125,9 @@ def test_an_ordinary_users_supervisor_that_dies_leaves_what_the_next_one_takes_o
     def die():
         walls = Walls.build("again", 256 * MIB)
         walls.grant("a", 32 * MIB)
-        group = walls.find("a")
-        subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter, start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TAKE, "64"], preexec_fn=(group := walls.find("a")).enter, start_new_session=True
+        )
         wait_until(lambda: group.state().stalled)
 
     def take_over():
@@ -153,8 +153,7 @@ def test_a_job_that_is_held_shows_in_the_kernels_pressure():
     def hold():
         walls = Walls.build("pressed", 256 * MIB)
         walls.grant("a", 32 * MIB)
-        group = walls.find("a")
-        with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter):
+        with subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=(group := walls.find("a")).enter):
             wait_until(lambda: _stalled_us(group.path) > 200_000)
             assert group.kill() == 1
         counted = events(group.path)
@@ -180,8 +179,7 @@ def test_without_the_kernels_own_kill_all_processes_of_a_group_are_ended():
     def end():
         walls = Walls.build("frozen", 256 * MIB)
         walls.grant("a", 128 * MIB)
-        group = walls.find("a")
-        with subprocess.Popen([sys.executable, "-c", fork_away], preexec_fn=group.enter):
+        with subprocess.Popen([sys.executable, "-c", fork_away], preexec_fn=(group := walls.find("a")).enter):
             wait_until(lambda: len(group.pids()) > 3)
             _jobgroup.put = before_linux_5_14
             assert group.kill() > 3
