@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import DamagedError, UsageError
-from memfit.files import read_json, read_masked, read_whole, replacing, write_atomic, write_json, write_masked
+from memfit.files import read_json, read_masked, read_whole, write_atomic, write_json, write_masked
 from memfit.rundir import EventTail, EventWriter, RunDir, phase, read_devices, read_events, record
 
 
@@ -39,19 +39,6 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, mo
     assert caught.value.filename == str(path)
     assert read_json(path) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_a_folder_is_replaced_whole_by_the_last_of_two_and_an_error_leaves_nothing(tmp_path):
-    path = tmp_path / "arrays"
-    with replacing(path) as first:
-        with replacing(path) as second:
-            (second / "b").mkdir(parents=True)
-        (first / "a").mkdir(parents=True)
-        assert [one.name for one in path.iterdir()] == ["b"]
-    with pytest.raises(ValueError, match="no"), replacing(path) as third:
-        (third / "c").mkdir(parents=True)
-        raise ValueError("no")
-    assert [one.name for one in (*tmp_path.iterdir(), *path.iterdir())] == ["arrays", "a"]
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
