@@ -12,6 +12,7 @@ from pyarrow import feather
 
 import memfit
 from memfit.errors import ConfigError, UsageError
+from memfit.files import replacing
 from memfit.pipeline import Choice, Context, fingerprint_files, plan_run
 from memfit.rundir import RunDir
 from stages_here import runs_here
@@ -383,6 +384,19 @@ def test_a_file_saved_under_another_name_is_found_again_and_none_is_written_over
     for name in ("", ".hidden", "../up"):
         with pytest.raises(UsageError, match=f"'{re.escape(name)}' cannot name an output"):
             context.save(name, [1])
+
+
+def test_a_folder_is_replaced_whole_by_the_last_of_two_and_an_error_leaves_nothing(tmp_path):
+    path = tmp_path / "arrays"
+    with replacing(path) as first:
+        with replacing(path) as second:
+            (second / "b").mkdir(parents=True)
+        (first / "a").mkdir(parents=True)
+        assert [one.name for one in path.iterdir()] == ["b"]
+    with pytest.raises(ValueError, match="no"), replacing(path) as third:
+        (third / "c").mkdir(parents=True)
+        raise ValueError("no")
+    assert [one.name for one in (*tmp_path.iterdir(), *path.iterdir())] == ["arrays", "a"]
 
 
 def test_a_large_raw_file_counts_by_size_time_and_sixteen_pieces_of_it(tmp_path):

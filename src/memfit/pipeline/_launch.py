@@ -236,24 +236,24 @@ def _run_words(
 
 def _rank_words(order: Order) -> list[str]:
     """Return the command of one rank, which each node starts; refuse a config that is more than one command."""
-    stage = order.stages[0]
+    stage, *others = order.stages
     words = list(stage.command or ())
-    unfit = "has several stages" if len(order.stages) > 1 else "has units" if stage.each or stage.units else ""
-    if not unfit and stage.command is None:
-        unfit = "has a target"
-    if not unfit and stage.shell:
-        unfit = "has a line that only a shell reads" if _SHELL.search(words[0]) else ""
-        words = words if unfit else shlex.split(words[0])
     names = {name for word in words for name in PLACEHOLDER.findall(word)}
-    if not unfit and names & {"dir", "unit"}:
-        unfit = "names a folder of the run"
-    if unfit:
+    reasons = {
+        "has several stages": others,
+        "has units": stage.each or stage.units,
+        "has a target": stage.command is None,
+        "has a line that only a shell reads": stage.shell and _SHELL.search(words[0]),
+        "names a folder of the run": names & {"dir", "unit"},
+    }
+    if unfit := next((why for why, found in reasons.items() if found), ""):
         raise ConfigError(
             f"the config {unfit}, and its ranks are to be started by {order.settings.launch.start_with}.",
             rule="over several nodes, or with srun, a batch script starts one command as it is, on each of them.",
             remedy="submit its jobs instead: memfit run CONFIG --backend slurm (docs/slurm.md); or give one stage with "
             "a list of words: run: [python, train.py]",
         )
+    words = shlex.split(words[0]) if stage.shell else words
     own = {f"params.{name}": str(value) for name, value in stage.settings.items()}
     return list(fill(words, own | {"seed": str(order.settings.seed)}))
 

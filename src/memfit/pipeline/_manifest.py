@@ -19,13 +19,13 @@ from memfit.errors import DamagedError, UsageError
 from memfit.files import damaged, read_json, replacing, write_atomic
 from memfit.masking import mask
 
-_SAMPLED_BYTES = 64 << 20  # a larger file is hashed whole when it is made, and checked by a sample when it is opened
+_SAMPLED_BYTES = 64 << 20  # of larger raw data a sample is read
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
 #: How the files of each kind of output end.
 ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
 _ONLY = "value"  # the name of an array that is saved alone
-_OUTPUT = {"name": str, "kind": str, "path": str, "bytes": int, "sha256": str, "sample": str}
+_OUTPUT = {"name": str, "kind": str, "path": str, "bytes": int, "sha256": str}
 _SHAPE = {
     "schema_version": int,
     "stage": str,
@@ -227,7 +227,7 @@ def find_output(folder: Path, name: str) -> Path | None:
 
 
 def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) -> Any:
-    """Load an output that a manifest names, after a check of its hash."""
+    """Load an output that a manifest names, if it is what was saved."""
     found = next((one for one in facts["outputs"] if one["name"] == name), None)
     if found is None or kind not in (found["kind"], "path"):
         known = ", ".join(f"{one['name']} ({one['kind']})" for one in facts["outputs"]) or "none"
@@ -237,10 +237,11 @@ def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) 
             remedy=f'save it there: context.save("{name}", ...)',
         )
     path = manifest.with_suffix("") / found["path"]
-    if not is_as_saved(path, found):
+    # What was not touched since it was hashed is not read again.
+    if not path.exists() or (identity_of(path) != found.get("identity") and hash_output(path) != found["sha256"]):
         raise DamagedError(
             f"{path} is not what stage {facts['stage']} saved.",
-            rule="an output is checked against the hash in its manifest when it is opened.",
+            rule="an output that was touched since is compared with the hash in its manifest when it is opened.",
             remedy="give the same command with --check-files: it finds what is damaged, and makes that again",
         )
     return path if kind == "path" else load_path(path)
@@ -289,15 +290,8 @@ def describe_outputs(folder: Path, saved: Mapping[str, Path]) -> list[dict[str, 
     for name, path in saved.items():
         size, relative = _size_of(path), str(path.relative_to(folder))
         facts = {"name": name, "kind": kind_of(path), "path": relative, "bytes": size, "identity": identity_of(path)}
-        found.append(facts | {"sha256": hash_output(path), "sample": _sample(path) if size > _SAMPLED_BYTES else ""})
+        found.append(facts | {"sha256": hash_output(path)})
     return found
-
-
-def is_as_saved(path: Path, output: Mapping[str, Any]) -> bool:
-    """Return whether a file or folder still is what its manifest says; a large one is checked by a sample."""
-    if not path.exists():
-        return False
-    return bool(_sample(path) == output["sample"] if output["sample"] else hash_output(path) == output["sha256"])
 
 
 def hash_output(path: Path, count: Callable[[int], None] | None = None) -> str:
@@ -331,17 +325,14 @@ def identity_of(path: Path) -> str:
     return fingerprint([[name, stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
-def _sample(path: Path) -> str:
-    """Return a digest of sizes and of evenly spaced pieces: at most 16 MiB of each file."""
-    found = []
-    for one in files_in(path) if path.is_dir() else [path]:
-        size, sha = one.stat().st_size, hashlib.sha256()
-        with open(one, "rb") as file:
-            for piece in range(_NUM_PIECES if size > _NUM_PIECES * _PIECE_BYTES else 1):
-                file.seek(piece * (size - _PIECE_BYTES) // (_NUM_PIECES - 1) if piece else 0)
-                sha.update(file.read(_PIECE_BYTES if size > _NUM_PIECES * _PIECE_BYTES else size))
-        found.append([one.name, size, sha.hexdigest()])
-    return fingerprint(found)
+def _sample(path: Path, size: int) -> str:
+    """Return a digest of evenly spaced pieces of a large file: 16 MiB."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        for piece in range(_NUM_PIECES):
+            file.seek(piece * (size - _PIECE_BYTES) // (_NUM_PIECES - 1))
+            sha.update(file.read(_PIECE_BYTES))
+    return sha.hexdigest()
 
 
 def _size_of(path: Path) -> int:
@@ -390,5 +381,5 @@ def fingerprint_files(*paths: Path | str) -> str:
             if stat.st_size <= _SAMPLED_BYTES:
                 found.append([name, hash_file(path)])
             else:
-                found.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns, _sample(path)])
+                found.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns, _sample(path, stat.st_size)])
     return fingerprint(found)

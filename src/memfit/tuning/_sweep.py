@@ -273,15 +273,6 @@ class Sweep:
             active.num_checked = place + 1
         return None
 
-    def _seconds(self, active: Active) -> float:
-        """Return how long the longest job of the objective's stage has run."""
-        found = [0.0]
-        for unit in active.source.graph.units.get(self.settings.stage, ()):
-            status = read_status(self.run, unit.job_id)
-            if status.started is not None:
-                found.append((status.ended or time.time()) - status.started)
-        return max(found)
-
     def _conclude(self, active: Active) -> None:
         """Write how a trial ended; one whose jobs were stopped goes on at a later start."""
         trial, units = active.trial, active.source.graph.all_units
@@ -357,7 +348,7 @@ class Sweep:
         peaks: dict[str, int] = defaultdict(int)
         devices: dict[str, int] = defaultdict(int)
         effective: dict[str, Any] = {}
-        measured: dict[str, Any] = {"seconds": round(self._seconds(active), 3), "ended": time.time()}
+        measured: dict[str, Any] = {"seconds": 0.0, "ended": time.time()}
         for unit in active.source.graph.all_units:
             status = read_status(self.run, unit.job_id)
             # One that went on after a kill may have taken less than its first attempt.
@@ -369,6 +360,9 @@ class Sweep:
             devices[unit.stage.name] = max(devices[unit.stage.name], on_device)
             if status.started is not None:
                 measured["started"] = min(status.started, measured.get("started", math.inf))
+                if unit.stage.name == self.settings.stage:
+                    took_seconds = round((status.ended or time.time()) - status.started, 3)
+                    measured["seconds"] = max(measured["seconds"], took_seconds)
             if (said := self._reports.trainers.get(unit.job_id)) is not None:
                 effective[unit.job_id] = {
                     name: one for name, one in said.items() if name not in ("time", "job", "kind")
