@@ -391,9 +391,9 @@ def _measure(
 
 
 def look_through(data: Any) -> tuple[dict[str, int], dict[Any, int]]:
-    """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers; and
-    those of mapped arrays by file and place in it, of panels and packed objects by folder: what two data sets map is
-    there once. What other libraries hold outside of arrays is not in it."""
+    """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers,
+    and those of mapped arrays by file and place in it, of panels and packed objects by folder: what two data sets map
+    is there once. What other libraries hold outside of arrays is not in it."""
     sizes, mapped = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0), dict[Any, int]()
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)
