@@ -16,9 +16,9 @@ from memfit.data import (
     Panel,
     SequenceLoader,
     _loader_footprint,
-    data_size,
     host_footprint,
     loader_footprint,
+    look_through,
     pack,
 )
 from memfit.errors import JobFailedError, UsageError
@@ -26,6 +26,10 @@ from memfit.memory import ProcReader
 
 CHILD, VALIDATION = (Path(__file__).with_name(name) for name in ("footprint_child.py", "validation_child.py"))
 MIB = 1 << 20
+
+
+def data_size(data):
+    return look_through(data)[0]
 
 
 def rows(number):

@@ -200,10 +200,7 @@ class DateBatches(_Batches):
     alone. Pickles as the panel's path and the list of dates.
 
     Args:
-        panel: The panel.
-        date_indices: The dates to take, indices into ``panel.dates``, each once.
-        lookback: Dates per window, the batch's own date included.
-        target: The target's name, or None to score without one.
+        panel, date_indices, lookback, target: As for `Loader`.
         shuffle_seed: None keeps the dates' order. A seed draws order and chunks anew for every (seed, epoch).
         min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
         max_assets: A date with more eligible assets is cut into chunks of nearly equal size, none larger than this.

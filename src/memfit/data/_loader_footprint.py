@@ -225,11 +225,11 @@ def _data_of(loader: Any) -> Any:
 def _look_at(loader: Any, use: LoaderUse) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
-        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, _look_through(loader.panel)[1])
+        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, look_through(loader.panel)[1])
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
         batches = (loader.num_workers + 2) * batch_bytes(loader.longest())
-        size, mapped = _look_through(loader.examples)
+        size, mapped = look_through(loader.examples)
         return _Loader({"batches": batches, "data": _held(size)}, mapped)
     torch, data = sys.modules.get("torch"), getattr(loader, "dataset", None)
     is_known = torch is not None and isinstance(loader, torch.utils.data.DataLoader) and hasattr(data, "__getitem__")
@@ -243,7 +243,7 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
 
 
 def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
-    (size, mapped), workers = _look_through(loader.dataset), int(loader.num_workers)
+    (size, mapped), workers = look_through(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
@@ -390,15 +390,10 @@ def _measure(
     return EmptyTraining(process, files, worker, once, 4 * items * numbers)
 
 
-def data_size(data: Any) -> dict[str, int]:
-    """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers.
-    Panels and packed objects count as nothing, and so does what other libraries hold outside of arrays."""
-    return _look_through(data)[0]
-
-
-def _look_through(data: Any) -> tuple[dict[str, int], dict[Any, int]]:
-    """Return what `data_size` does, and the bytes of mapped arrays by file and place in it, of panels and packed
-    objects by folder: what two data sets map is there once."""
+def look_through(data: Any) -> tuple[dict[str, int], dict[Any, int]]:
+    """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers,
+    and those of mapped arrays by file and place in it, of panels and packed objects by folder: what two data sets map
+    is there once. What other libraries hold outside of arrays is not in it."""
     sizes, mapped = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0), dict[Any, int]()
     for one, weight in _weighed(data):
         kind, nbytes = _numbers(one)

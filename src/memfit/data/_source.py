@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -108,19 +107,18 @@ class Source:
 
 def _chunk_digests(file: Path) -> Iterator[str]:
     """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file, by up to four threads."""
-    offsets = range(0, file.stat().st_size, _CHUNK_BYTES)
+
+    def digest_at(offset: int) -> str:
+        digest, left = blake2b(digest_size=16), _CHUNK_BYTES
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(offset)
+            while left and (piece := opened.read(min(left, _PIECE_BYTES))):
+                digest.update(piece)
+                left -= len(piece)
+        return digest.hexdigest()
+
     with ThreadPoolExecutor(max_workers=min(4, len(os.sched_getaffinity(0)))) as pool:
-        yield from pool.map(partial(_digest_chunk, file), offsets)
-
-
-def _digest_chunk(file: Path, offset: int) -> str:
-    digest, left = blake2b(digest_size=16), _CHUNK_BYTES
-    with open(file, "rb", buffering=0) as opened:
-        opened.seek(offset)
-        while left and (piece := opened.read(min(left, _PIECE_BYTES))):
-            digest.update(piece)
-            left -= len(piece)
-    return digest.hexdigest()
+        yield from pool.map(digest_at, range(0, file.stat().st_size, _CHUNK_BYTES))
 
 
 def _expand(path: Path) -> list[Path]:

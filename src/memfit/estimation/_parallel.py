@@ -29,9 +29,9 @@ _GATHERING, _REDUCING = 1, 2
 
 def shard(program: Program, setup: Setup) -> Program:
     """Return the program of one rank under ``ddp`` or ``fsdp``; model and optimizer are changed in place."""
-    if setup.world_size == 1 or setup.strategy == "none":
-        return program
-    return _shard_ddp(program) if setup.strategy == "ddp" else shard_fully(program, setup)
+    if setup.is_sharded:
+        return shard_fully(program, setup)
+    return _shard_ddp(program) if setup.strategy == "ddp" else program
 
 
 def _shard_ddp(program: Program) -> Program:
