@@ -24,15 +24,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
-from memfit.training._identity import environment, refuse_changed
+from memfit.training._identity import check_environment, environment, refuse_changed
 from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
 from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
-from memfit.training._sealed import Sealed, SealedFolder, loading
+from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._stream import KeyedStream, deaf_workers, stream_identity
 
 
@@ -118,12 +119,21 @@ class Session:
         """Take off what was put on, and decide what an error means: that a rank is lost, which ends this one with exit
         code 79; or, before the training has begun, that it cannot load its checkpoint."""
         self.at_end.close()
-        if isinstance(error, Exception) and self.ranks is not None and peers_lost(error):
+        is_foreign = isinstance(error, Exception) and not isinstance(error, MemfitError)
+        if error is not None and is_foreign and self.ranks is not None and peers_lost(error):
             leave(lost_peers(error))
         self.beat("end")  # what follows is the script's own
-        if error is not None and self.resumed is not None and not self.resumed.is_loaded:
-            with loading(self.resumed.sealed):
-                raise error
+        resumed = self.resumed
+        if error is None or not is_foreign or resumed is None or resumed.sealed is None or resumed.is_loaded:
+            return
+        if self.ranks is not None:  # of one rank alone: its group begins again, and no more often than it comes further
+            error.add_note(f"while {resumed.path} was loaded")
+            return
+        raise UsageError(
+            f"{resumed.path} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split()):.300}",
+            rule="a resume gives each part the state that it had; this one is built, or has become, of another shape.",
+            remedy="build model and optimizer as they were, or start over in another folder",
+        ) from error
 
     # --- the way to the first step
 
@@ -185,7 +195,7 @@ class Session:
                 self.parts.load(resumed.path)
                 self.parts.take({name: self.identity[name] for name in resumed.changed if name in self.identity})
                 if self.stream is not None:
-                    resumed.sealed.check_environment()
+                    check_environment(resumed.path, self.facts["environment"])
             resumed.is_loaded = True
             self.journal.resume(resumed.path, (at.epoch, at.epoch_step))
         self.saved = replace(at)
