@@ -337,5 +337,5 @@ class Loop:
             session.save(session.parts.save, losses=self._losses)
             session.journal.phase("train")
         if due is Due.STOP:
-            session.at_end.close()  # nobody closes a generator
+            session.__exit__(None, None, None)  # nobody closes a generator
             session.stop()
