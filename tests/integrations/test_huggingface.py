@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
 from memfit.errors import DamagedError, UsageError  # noqa: E402
-from memfit.integrations.huggingface import MemfitCallback, _Guard, exact, stoppable  # noqa: E402
+from memfit.integrations.huggingface import MemfitCallback, _choose, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning, SealedFolder  # noqa: E402
 
@@ -428,11 +427,11 @@ def test_a_stream_goes_on_where_it_says_or_it_is_told_what_is_seen_again(tmp_pat
 
 
 @pytest.mark.core
-def test_a_stream_without_a_length_begins_its_second_pass_again_which_is_told(tmp_path, capfd):
+def test_a_stream_without_a_length_is_run_forward_in_its_second_pass_too_which_is_told(tmp_path, capfd):
     options = {"mode": "stoppable", "max_steps": 20, "collator": first_word, "gradient_accumulation_steps": 3}
     assert bert.child(tmp_path, data=Stream(), at=5, **options)[0] == 75  # with the gradients of the first pass's end
     assert bert.child(tmp_path, data=Stream(), **options)[0] == 0
-    assert "not exact: 6 samples are seen again: no state_dict of them" in capfd.readouterr().err
+    assert "not exact: 6 samples are run forward: no state_dict of them" in capfd.readouterr().err
 
 
 @pytest.mark.core
@@ -461,19 +460,19 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
 
 @pytest.mark.core
 def test_the_newest_checkpoint_is_taken_and_one_without_a_seal_only_when_it_is_named(tmp_path):
-    choose = functools.partial(_Guard._choose, SimpleNamespace(folder=SealedFolder(tmp_path)))
+    choose = functools.partial(_choose, path=tmp_path)
     old, middle, new = (tmp_path / f"checkpoint-{step}" for step in (2, 4, 10))
     assert choose(None) == choose(False) == (None, None)
     old.mkdir()
-    assert choose(True) == choose(str(old)) == (str(old), None)
+    assert choose(True) == choose(str(old)) == (old, None)
     sealed = SealedFolder(tmp_path, "checkpoint-")
     (sealed.begin(4) / "optimizer.pt").touch()
     sealed.seal(4, {"a": 1})
     for named in (None, True, middle):
         path, found = choose(named)
-        assert (path, found.step, found.facts) == (str(middle), 4, {"a": 1})
+        assert (path, found.step, found.facts) == (middle, 4, {"a": 1})
     new.mkdir()
-    assert choose(True) == (str(new), None)
+    assert choose(True) == (new, None)
     with pytest.raises(UsageError, match="checkpoint-10 is newer than what memfit has sealed"):
         choose(None)
     (middle / "optimizer.pt").unlink()

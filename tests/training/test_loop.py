@@ -151,7 +151,7 @@ def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
     options = {"seed": None, "collate": plain, "data": loops.Stream()}
     in_child(train, folder, ("batch", 1, 2), **options)
     assert in_child(train, folder, **options)[1][1][0] == [1, 2, 3, 4]
-    assert "8 samples of epoch 2 are seen again" in said(folder)
+    assert "8 samples are seen again" in said(folder)
 
 
 class Numbered:

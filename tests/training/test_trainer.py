@@ -291,7 +291,7 @@ def test_a_resume_with_other_threads_warns_that_it_is_not_bit_exact(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.warns(CheckpointWarning, match="not bit-exact"):
+        with pytest.warns(CheckpointWarning, match="not be bit-exact"):
             make(tmp_path).fit(Shuffled(), num_epochs=2)
     finally:
         torch.set_num_threads(threads)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.trainer_callback import ExportableState
 
@@ -21,7 +19,7 @@ from memfit.integrations._accelerated import refused_ranks
 from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations._huggingface_recovery import not_recoverable
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
-from memfit.training import Journal, length_of
+from memfit.training import Due, LoopParts, Session, length_of, order_of
 
 PREFIX = "checkpoint-"
 #: What a callback steers by: one that does, and counts for itself, must export its state.
@@ -41,8 +39,9 @@ class MemfitCallback(transformers.TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.journal = Journal()
-        self._num_steps, self._is_training, self._epoch = 1, False, -1
+        self.session = Session(LoopParts({}))
+        self.num_steps, self.is_begun = 1, False
+        self._is_training, self._epoch = False, -1
         self._loss: float | None = None
         self._losses, self._logged_step = [0.0, 0.0], 0
         self._numbers: dict[str, float] = {}
@@ -50,45 +49,64 @@ class MemfitCallback(transformers.TrainerCallback):
         self._canary_step = 0
         self._has_saved, self._num_validated = False, 0
 
-    def _position(self, state: Any) -> tuple[int, int]:
-        """Return the whole epochs, and the steps of the next one."""
-        epoch, step = divmod(state.global_step, self._num_steps)
-        return epoch, step
+    def move(self, step: int) -> None:
+        """Note the steps that transformers has counted."""
+        at = self.session.position
+        (at.epoch, at.epoch_step), at.step = divmod(step, self.num_steps), step
 
     def _phase(self, name: str) -> None:
         if self._is_training:
-            self.journal.phase(name)
+            self.session.journal.phase(name)
         self._mark = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        self._num_steps = steps_of(train_dataloader, args) or state.max_steps
-        self.journal.num_epochs = math.ceil(state.max_steps / self._num_steps)
+        session, self.num_steps = self.session, steps_of(train_dataloader, args) or state.max_steps
+        session.journal.num_epochs = math.ceil(state.max_steps / self.num_steps)
         self._is_training, self._epoch, self._logged_step = True, -1, state.global_step
         args.output_dir = str(canary_folder(str(args.output_dir)))
         self._canary_step = min(state.global_step + CANARY_STEPS, state.max_steps)
-        if state.global_step:
-            self.journal.resume(Path(args.output_dir) / f"{PREFIX}{state.global_step}", self._position(state))
+        self.move(state.global_step)
+        if session.keeper is not None:
+            parts: Any = session.parts
+            parts.begin()
+            self.stop_if_saved(state)
+        elif state.global_step:
+            path, at = Path(args.output_dir) / f"{PREFIX}{state.global_step}", session.position
+            session.journal.resume(path, (at.epoch, at.epoch_step))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._say_loaders(args, **kwargs)
         self._close_epoch()
-        self._epoch = self._position(state)[0]
+        at = self.session.position
+        self._epoch, at.batch, self.is_begun = at.epoch, 0 if self.is_begun else at.batch, True
+        if (order := order_of(kwargs.get("train_dataloader"))) is not None:
+            order.set_epoch(at.epoch)  # Accelerate does not reach it where ranks skip batches
         self._phase("train")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._wait = time.perf_counter() - self._mark
+        self.stop_if_saved(state)
+        self.session.begin_step()
+        self.session.is_open = True
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.session.beat("microbatch")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        size = args.train_batch_size * args.gradient_accumulation_steps
-        self.journal.took(time.perf_counter() - self._mark, self._wait, size)
-        where = {"epoch": self._epoch + 1, "step": state.global_step - self._epoch * self._num_steps}
-        self.journal.step({**where, "num_steps": self._num_steps}, self._loss, args.device)
+        session, size = self.session, args.train_batch_size * args.gradient_accumulation_steps
+        session.journal.took(time.perf_counter() - self._mark, self._wait, size)
+        due = session.stepped(self._loss, self.num_steps, args.device)
+        self.move(state.global_step)
+        is_between = control.should_epoch_stop or not session.position.epoch_step  # then after the epoch's end
+        control.should_save |= due is Due.STOP and not is_between and not control.should_training_stop
         self._steer(args, state, control)
         if control.should_evaluate or control.should_save:
             self._phase("validate" if control.should_evaluate else "checkpoint")
         self._mark = time.perf_counter()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # transformers carries the gradients of a stream's last batches over to its next pass
+        control.should_save |= self.session.due() is Due.STOP and not control.should_training_stop
         self._steer(args, state, control)
         if not control.should_evaluate:
             self._phase("checkpoint" if control.should_save else "train")
@@ -106,9 +124,10 @@ class MemfitCallback(transformers.TrainerCallback):
         self._has_saved |= is_due
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.session.beat("validate")
         if is_canary() and self._has_saved:
             if not self._num_validated:
-                self.journal.phase("validate")
+                self.session.journal.phase("validate")
             self._num_validated += 1
             if self._num_validated == CANARY_BATCHES:
                 raise canary_over()
@@ -129,11 +148,21 @@ class MemfitCallback(transformers.TrainerCallback):
         self._phase("checkpoint" if control.should_save else "train")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        path = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
-        size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
-        epoch, step = self._position(state)
-        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size)
+        if self.session.keeper is None:  # else the seal was recorded
+            path, at = Path(args.output_dir) / f"{PREFIX}{state.global_step}", self.session.position
+            size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+            record("checkpoint", path=str(path), epoch=at.epoch, step=at.epoch_step, bytes=size)
         self._phase("train")
+        if not control.should_training_stop and state.global_step < state.max_steps:
+            self.stop_if_saved(state)
+
+    def stop_if_saved(self, state: Any) -> None:
+        """End here if a signal asked for it and nothing was trained since the last checkpoint."""
+        session = self.session
+        if session.due() is Due.STOP and session.saved.step == state.global_step:
+            if self._epoch >= 0 and not session.position.epoch_step:
+                self._close_epoch()
+            session.stop(f"after step {state.global_step} of {state.max_steps}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._say_loaders(args, **kwargs)
@@ -144,55 +173,13 @@ class MemfitCallback(transformers.TrainerCallback):
         """Record the loaders, after an epoch: transformers makes that of the evaluation when it evaluates."""
         if self._epoch >= 0:
             loaders = loader_settings(train_dataloader) | loader_settings(eval_dataloader, "validation")
-            self.journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
+            self.session.journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
 
     def _close_epoch(self) -> None:
         """Record the epoch that is over, with its evaluation."""
         if self._epoch >= 0:
-            self.journal.epoch(self._epoch + 1, self._numbers, self.journal.pace())
+            self.session.journal.epoch(self._epoch + 1, self._numbers, self.session.journal.pace())
         self._numbers, self._losses, self._epoch = {}, [0.0, 0.0], -1
-
-
-class Positioned(torch.utils.data.IterableDataset[Any]):
-    """A stream that keeps its positions behind the batches that were fetched and not yet trained. ``data`` has
-    ``state_dict`` and ``load_state_dict``, and is read in this process; ``size`` is the samples of a batch."""
-
-    def __init__(self, data: Any, size: int, drop_last: bool) -> None:
-        self.data, self.size, self.drop_last = data, size, drop_last
-        #: The batches of this pass that the Trainer has taken.
-        self.num_taken = 0
-        self._num_fetched = self._epoch = self._first_epoch = 0
-        self._states: dict[int, Any] = {}
-        self._is_over = False
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = self._first_epoch + epoch
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(self._epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.num_taken = self._num_fetched = number = 0
-        self._states, self._is_over = {}, False
-        for number, item in enumerate(self.data, 1):
-            if number % self.size == 0:
-                self._num_fetched += 1
-                self._states = {key: one for key, one in self._states.items() if key >= self.num_taken}
-                self._states[self._num_fetched] = copy.deepcopy(self.data.state_dict())
-            yield item
-        self._num_fetched += number % self.size > 0 and not self.drop_last
-        self._is_over = True
-
-    def position(self) -> dict[str, Any]:
-        """Return where the stream was behind the batches that were taken."""
-        if self._is_over and self.num_taken == self._num_fetched:
-            return {"epoch": self._epoch + 1, "state": None}
-        return {"epoch": self._epoch, "state": self._states[self.num_taken]}
-
-    def go_on(self, position: Mapping[str, Any]) -> None:
-        """Let the next iteration begin where ``position`` said."""
-        self._first_epoch = position["epoch"]
-        if position["state"] is not None:
-            self.data.load_state_dict(position["state"])
 
 
 def steps_of(loader: Any, args: Any) -> int | None:
@@ -217,7 +204,7 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         ),
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
         ("adalora", "AdaLoraConfig(" in str(getattr(trainer.model, "peft_config", "")), "take LoRA: no rank is pruned"),
-        ("stoppable", "train" in vars(trainer), "call stoppable or exact once"),
+        ("stoppable", hasattr(trainer, "memfit"), "call stoppable or exact once"),
     ]
     found += not_recoverable(trainer) if recover else []
     if is_exact:

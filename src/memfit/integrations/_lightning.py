@@ -15,12 +15,11 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 
 from memfit.integrations._callbacks import steers_by_count
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
-from memfit.training import GOES_ON, Journal, LoopParts, Unheard, length_of, samples_in
+from memfit.training import Course, LoopParts, Session, Unheard, length_of, samples_in
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
 _STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}  # or by weights, of which it keeps a mean
@@ -40,18 +39,18 @@ class MemfitCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self.journal = Journal()
+        self.session = Session(LoopParts({}))
         self._began = self._ended = 0.0
         self._phase = ""
 
     def _enter(self, phase: str) -> None:
         if phase != self._phase:
             self._phase = phase
-            self.journal.phase(phase)
+            self.session.journal.phase(phase)
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         if not trainer.is_global_zero:
-            self.journal = Unheard()
+            self.session.journal = Unheard()
         if is_canary() and stage == "fit":
             trainer.limit_train_batches = CANARY_STEPS * trainer.accumulate_grad_batches
             trainer.limit_val_batches = CANARY_BATCHES if trainer.limit_val_batches else 0
@@ -67,10 +66,10 @@ class MemfitCallback(Callback):
             raise canary_over()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
+        self.session.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.journal.begin_epoch()
+        self.session.journal.begin_epoch()
         self._phase = ""
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -82,7 +81,7 @@ class MemfitCallback(Callback):
     ) -> None:
         now = time.perf_counter()
         waited = self._began - self._ended if self._ended else 0.0
-        self.journal.took(now - self._began + waited, waited, samples_in(batch))
+        self.session.journal.took(now - self._began + waited, waited, samples_in(batch))
         self._ended = now
         if is_between_steps(trainer, batch_idx + 1):
             every, num = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -90,7 +89,7 @@ class MemfitCallback(Callback):
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             num_steps = step if num == float("inf") else -(-int(num) // every)
             where = {"epoch": trainer.current_epoch + 1, "step": step, "num_steps": num_steps}
-            self.journal.step(where, loss, pl_module.device)
+            self.session.journal.step(where, loss, pl_module.device)
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -104,9 +103,9 @@ class MemfitCallback(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._end_canary(trainer)
         loaders = loader_settings(trainer.train_dataloader) | loader_settings(trainer.val_dataloaders, "validation")
-        self.journal.loaders(loaders | {"accumulation": trainer.accumulate_grad_batches})
+        self.session.journal.loaders(loaders | {"accumulation": trainer.accumulate_grad_batches})
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        self.journal.epoch(trainer.current_epoch + 1, numbers, self.journal.pace())
+        self.session.journal.epoch(trainer.current_epoch + 1, numbers, self.session.journal.pace())
         self._ended = 0.0
 
 
@@ -117,75 +116,13 @@ def is_between_steps(trainer: Any, num_batches: int) -> bool:
     return bool(is_last or num_batches % trainer.accumulate_grad_batches == 0)
 
 
-class Replayed:
-    """A training loader as it is, whose next iteration may begin within an epoch, in the order that this has had. It
-    begins when its first batch is asked for: Lightning makes iterators before it knows the epoch."""
+class Batches(Course):
+    """A training loader as it is, of which Lightning knows no more than that it gives batches. It begins when its first
+    batch is asked for: Lightning makes iterators before it knows the epoch, and trains as many batches as it has."""
 
     def __init__(self, loader: Any) -> None:
         _auto_add_worker_init_fn(loader, 0)
-        self.loader = loader
-        self.source = LoopParts({}).source(loader)
-        self._begin: tuple[int, dict[str, Any]] | None = None
-        self._draws: dict[str, Any] = {}
-        self._states: dict[int, Any] = {}
-        self._first_state: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "state_dict", "load_state_dict"):  # Lightning would keep a position of its own
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def position(self, num_batches: int) -> dict[str, Any]:
-        """Return what begins this epoch again behind so many batches."""
-        return {**self._draws, "source": self._states.get(num_batches)}
-
-    def begin(self, num_batches: int, position: dict[str, Any]) -> str:
-        """Let the next iteration begin there; return why it is not exact."""
-        self._begin = (num_batches, position)
-        if position["source"] is not None:
-            return GOES_ON
-        if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
-            how = "run forward" if self._is_sized() else "seen again"
-            return f"{num_batches * (self.loader.batch_size or 1)} samples are {how}: no state_dict of them"
-        return LoopParts.order_again(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        (count, position), self._begin, loader = self._begin or (0, None), None, self.loader
-        if position is None:
-            if self._first_state is not None:
-                self.source.load_state_dict(self._first_state)
-                self._first_state = None
-            self._draws = LoopParts.draws(loader)
-        else:
-            self._draws = {name: position[name] for name in ("start", "generators")}
-            LoopParts.draw_again(loader, position)
-            if position["source"] is not None:
-                if self.source is not loader:  # a data set may begin each pass at what it was given last
-                    self._first_state = copy.deepcopy(self.source.state_dict())
-                self.source.load_state_dict(position["source"])
-        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and not self._is_sized()
-        goes_on = self.source is not None or is_stream
-        batches = iter(LoopParts({}).skip(loader, count) if count and not goes_on else loader)
-        self._states = {}
-        while True:
-            if self.source is not None:
-                self._states = {key: one for key, one in self._states.items() if key > count - 3}  # Lightning fetches 2
-                self._states[count] = copy.deepcopy(self.source.state_dict())
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            count += 1
-            if self.source is loader and self._is_sized() and count == len(loader):
-                next(batches, None)  # Lightning asks for no more, and a loader may end its pass only then
-            yield batch
-
-    def _is_sized(self) -> bool:
-        """Return whether the loader has a length: Lightning trains so many batches of an epoch, and no more."""
-        return length_of(self.loader) is not None
+        super().__init__(loader, LoopParts({}), runs_forward=length_of(loader) is not None)
 
 
 def keeps_state(callback: Callback) -> bool:

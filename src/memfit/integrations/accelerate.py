@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.integrations._accelerated import refused_ranks
-from memfit.training import Loop, LoopParts, Ranks, Unheard, deaf_workers, order_of
+from memfit.training import Loop, LoopParts, Ranks, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
@@ -32,11 +32,8 @@ class _Adapted(Loop):
 
     def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str | None = None, **settings: Any) -> None:
         super().__init__(folder, **settings)
-        self.parts = _Prepared(accelerator)
-        if not accelerator.is_main_process:
-            self.journal = Unheard()
-        if (ranks := Ranks.current()) is not None:
-            self._join(ranks)
+        self.session.parts = _Prepared(accelerator)
+        self.session.join(Ranks.current())
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch that are left.

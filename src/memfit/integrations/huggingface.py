@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +20,34 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "huggingface", __name__) from error
 
 from memfit.errors import StoppedError, UsageError
-from memfit.integrations._huggingface import PREFIX, MemfitCallback, Positioned, refuse, steps_of, under_own_names
+from memfit.integrations._huggingface import PREFIX, MemfitCallback, refuse, steps_of, under_own_names
 from memfit.integrations._huggingface_recovery import Recovery
 from memfit.rundir import canary_folder
 from memfit.training import (
-    GOES_ON,
     WHOLE,
     BySample,
+    Course,
     KeyedStream,
     LoopParts,
+    Position,
     Ranks,
     Sealed,
     SealedFolder,
-    Stopper,
-    Unheard,
-    among_peers,
-    beat,
-    check_first_forward,
-    check_loader,
+    Session,
     deaf_workers,
-    environment,
-    exports_position,
-    keep_beats,
     length_of,
-    load_checkpoint,
-    loading,
     order_of,
-    order_sums,
-    refuse_changed,
     rehearse,
-    remade,
-    save_checkpoint,
-    stream_identity,
 )
 from memfit.units import list_some
 
 __all__ = ["MemfitCallback", "exact", "stoppable"]
 
-_STREAM = "stream.pt"
 #: Arguments that must not change between a checkpoint and its resume.
-_FIXED = [
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "bf16",
-    "fp16",
-]
+_FIXED = ["gradient_accumulation_steps", "max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha"]
+_FIXED += ["bf16", "fp16", "world_size"]
+#: By what transformers counts epochs.
+_COUNTED = {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last", "world_size"}
 
 
 def stoppable(trainer: transformers.Trainer, *, recover: bool = False, allow: Collection[str] = ()) -> None:
@@ -78,14 +58,14 @@ def stoppable(trainer: transformers.Trainer, *, recover: bool = False, allow: Co
     ``DistributedDataParallel`` all stop after the same step, and rank 0 seals what they saved.
 
     Args:
-        trainer: Before its ``train``.
+        trainer: Before its ``train``; its class becomes one that inherits from what it was.
         recover: Split a batch smaller that runs out of memory, and repeat its step; the batch size stays.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
     Raises:
         UsageError: What cannot be resumed, by name; also in ``train``, for a checkpoint of another training.
     """
-    _Guard(trainer, allow, None, recover)
+    _adapt(trainer, allow, None, recover)
 
 
 def exact(
@@ -109,203 +89,142 @@ def exact(
     args = trainer.args
     if seed is None:
         seed = args.seed if args.data_seed is None else args.data_seed
-    guard = _Guard(trainer, allow, KeyedStream(seed, trainer.args.process_index), recover)
-    guard.get_train_dataloader()  # it checks the data
-    guard.is_checked = True
+    _adapt(trainer, allow, KeyedStream(seed), recover)
+    trainer.get_train_dataloader()  # it checks the data
 
 
-class _Guard(MemfitCallback):
-    """Stands in for some methods of one Trainer, and hears its events."""
+def _adapt(trainer: Any, allow: Collection[str], stream: KeyedStream | None, recover: bool) -> None:
+    refuse(trainer, allow, is_exact=stream is not None, recover=recover)
+    trainer.args.output_dir = str(canary_folder(str(trainer.args.output_dir)))
+    memfit = MemfitCallback()
+    keeper = SealedFolder(trainer.args.output_dir, PREFIX)
+    memfit.session = Session(_Parts(trainer), keeper, stream=stream, allow=allow)
+    trainer.pop_callback(MemfitCallback)  # this one watches too
+    trainer.add_callback(memfit)
+    kind, own = type(trainer), vars(trainer)
+    # what was put over a method of the instance is what super() reaches
+    replaced = {name: staticmethod(own.pop(name)) for name in vars(_Adapted).keys() & own.keys()}
+    named = {"__module__": kind.__module__, "memfit": memfit, "recovery": Recovery(trainer) if recover else None}
+    trainer.__class__ = type(kind.__name__, (_Adapted, type(kind.__name__, (kind,), replaced)), named)
 
-    def __init__(
-        self, trainer: transformers.Trainer, allow: Collection[str], stream: KeyedStream | None, recover: bool
-    ) -> None:
-        super().__init__()
-        refuse(trainer, allow, is_exact=stream is not None, recover=recover)
-        self.trainer: Any = trainer
-        self.allow, self.stream, self.is_checked = frozenset(allow), stream, False
-        trainer.args.output_dir = str(canary_folder(str(trainer.args.output_dir)))
-        self.folder, self.stopper = SealedFolder(trainer.args.output_dir, PREFIX), Stopper()
-        self.ranks = self.folder.ranks = Ranks.current()
-        if self.ranks is not None:
-            self.stopper.join(self.ranks)
-            keep_beats(self.folder.path)
-            self.journal = Unheard() if self.ranks.rank else self.journal
-        self.found: Sealed | None = None
-        self.loader: Any = None
-        self.source: Positioned | None = None
-        #: Whole passes over the data, and the batches of the next one; at first what the checkpoint says.
-        self.at = [0, 0]
-        self.is_open = self.is_begun = False
-        self.identity: dict[str, Any] = {}
-        self.saved_step, self.began, self.seconds = 0, 0.0, 0.0
-        self.trainer.pop_callback(MemfitCallback)  # this one watches too
-        self.trainer.add_callback(self)
-        seams = [self.train, self.get_train_dataloader, self.get_eval_dataloader, self._load_optimizer_and_scheduler]
-        seams += [self.get_batch_samples, self._save_checkpoint, self._finalize_training]
-        seams += [self._issue_warnings_after_load, self._load_from_checkpoint]
-        self.own = {one.__name__: getattr(trainer, one.__name__) for one in seams}
-        for name in self.own:
-            setattr(trainer, name, getattr(self, name))
-        self.recovery = Recovery(trainer) if recover else None
 
-    # --- in place of the Trainer's own methods
+_Trainer: Any = object
+
+
+class _Adapted(_Trainer):  # type: ignore[misc]
+    """What a Trainer's class inherits from first, so that its loop calls a session."""
+
+    memfit: MemfitCallback
+    recovery: Recovery | None
+    accelerator: Any
+    is_checked = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            beat("load")
-            if self.ranks is not None:
-                stack.enter_context(among_peers())
-            stack.enter_context(self.folder.held())
-            stack.callback(setattr, self.trainer.args, "ignore_data_skip", self.trainer.args.ignore_data_skip)
-            self.stopper.listen()
-            stack.callback(self.stopper.close)
-            self.trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # the last to hear of a save
-            self.seconds, self.identity = 0.0, {}
-            path, self.found = self.folder.lead(lambda: self._choose(resume_from_checkpoint))
-            self.at, self.is_begun = [0, 0] if self.found is None else [*self.found.facts["pass"]], False
-            if self.stream is not None:
-                stack.callback(check_first_forward(self.trainer.model, allow=self.allow).remove)
-            self.began = time.time()
+        memfit, session, options = self.memfit, self.memfit.session, self.args
+        keeper: Any = session.keeper
+        with session:
+            session.at_end.callback(setattr, options, "ignore_data_skip", options.ignore_data_skip)
+            session.join(Ranks.current())
+            self._move_last()
+            session.position, session.course, session.is_open = Position(), None, False
+            memfit.is_begun, self.began = False, time.time()
+            path = session.open(lambda: keeper.lead(lambda: _choose(resume_from_checkpoint, keeper.path)))
             try:
-                return self.own["train"](path, *args, **kwargs)
+                return super().train(None if path is None else str(path), *args, **kwargs)
             except StoppedError as error:
                 traceback.clear_frames(error.__traceback__)  # with them goes what iterates, and its workers
-                for loader in self.trainer.accelerator._dataloaders:
+                for loader in self.accelerator._dataloaders:
                     if (lasting := getattr(loader, "_iterator", None)) is not None:
                         lasting._shutdown_workers()
                 raise
 
-    def _choose(self, named: Any) -> tuple[str | None, Sealed | None]:
-        """Return the checkpoint to go on from, and its seal: the one that is named, or the newest whole one."""
-        if named is False:
-            return None, None
-        newest = SealedFolder(self.folder.path, PREFIX)
-        path = Path(named) if isinstance(named, str | Path) else None
-        is_there = path is not None and path.is_dir()
-        found, foreign = newest.newest(), newest.foreign()
-        if path is not None and is_there == path.is_dir():  # else it was torn, and is removed now
-            folder, number = SealedFolder(path.parent, PREFIX), path.name.removeprefix(PREFIX)
-            is_sealed = is_there and number.isdigit() and path not in folder.foreign()
-            return str(path), folder.read(int(number)) if is_sealed else None
-        if foreign and (found is None or int(foreign[0].name.removeprefix(PREFIX)) > found.step):
-            if named is True:
-                return str(foreign[0]), None
-            raise UsageError(
-                f"{foreign[0]} is newer than what memfit has sealed there.",
-                rule="a checkpoint without a seal may be torn, so it is taken only when it is named.",
-                remedy=f'trainer.train(resume_from_checkpoint="{foreign[0]}"), or take another output_dir',
-            )
-        return str(found.path) if found else None, found
+    def _move_last(self) -> None:
+        """Let the session be the last to hear: others may ask for a save."""
+        self.callback_handler.callbacks.sort(key=lambda one: one is self.memfit)
+
+    # --- data
 
     def get_train_dataloader(self) -> Any:
-        loader = self._prepared(self.own["get_train_dataloader"], self._change)
-        if self.stream is not None and not hasattr(loader, "base_dataloader"):
-            loader = self.trainer.accelerator.prepare(loader)  # a plain one would not be told the epoch
-        if self.stream is not None and order_of(loader) is None:
+        session, own = self.memfit.session, self.accelerator
+        self.accelerator = plain = _WrapsNothing(own)
+        try:
+            made = super().get_train_dataloader()
+        finally:
+            self.accelerator = own
+        streams, is_plain = isinstance(made.dataset, IterableDataset), not hasattr(made, "base_dataloader")
+        if is_plain:
+            # transformers wraps the collator in one that drops columns
+            inner = {name.replace("collator.", "collator.data_collator.", 1) for name in session.allow}
+            made, self.is_checked = session.loader(made, inner, checks=not self.is_checked), True
+        session.compare_data(made)
+        if is_plain and (plain.was_asked or streams or session.stream is not None):
+            made = own.prepare(made)  # a plain one would not be told the epoch
+        if session.stream is not None and order_of(made) is None:
             raise UsageError(
-                f"{type(self.trainer).__name__}.get_train_dataloader gives a loader that was prepared before.",
+                f"{type(self).__name__}.get_train_dataloader gives a loader that was prepared before.",
                 rule="exact: order and draws are bound to seed and position before Accelerate wraps a loader.",
                 remedy="let it make the DataLoader in each call, and return it plain or prepare it there",
             )
-        self.loader, self._num_steps = loader, steps_of(loader, self.trainer.args) or 1
-        return loader
+        made = self._stream_of(made) if streams else made
+        self.memfit.num_steps = steps_of(made, self.args) or 1
+        return made
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._prepared(lambda: self.own["get_eval_dataloader"](*args, **kwargs), deaf_workers)
-
-    def _prepared(self, make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-        """Make a loader, and change it before Accelerate wraps it."""
-        accelerator, prepare = self.trainer.accelerator, self.trainer.accelerator.prepare
-        seen: list[Any] = []
-
-        def changed(*parts: Any, **options: Any) -> Any:
-            seen.extend(parts)
-            loaders = [change(one) if isinstance(one, torch.utils.data.DataLoader) else one for one in parts]
-            return prepare(*loaders, **options)
-
-        accelerator.prepare = changed
-        try:
-            made = make()
-        finally:
-            del accelerator.prepare
-        return made if seen or hasattr(made, "base_dataloader") else change(made)
-
-    def _change(self, loader: Any) -> Any:
-        if self.stream is None:
-            return self._position_stream(deaf_workers(loader))
-        if not self.is_checked:
-            # transformers wraps the collator in one that drops columns
-            inner = {name.replace("collator.", "collator.data_collator.", 1) for name in self.allow}
-            check_loader(loader, self.allow | inner)
-        return self.stream.loader(loader)
-
-    def _position_stream(self, loader: Any) -> Any:
-        """Return a loader whose stream begins where the checkpoint says, if the stream can."""
-        self.source = None
-        data = loader.dataset
-        if not isinstance(data, IterableDataset):
-            return loader
-        if self.ranks is not None:
+    def _stream_of(self, loader: Any) -> Any:
+        """Return a stream that goes on by itself."""
+        session, args = self.memfit.session, self.args
+        if session.ranks is not None:
+            kind = type(loader.dataset).__name__
             raise UsageError(
-                f"The training data are a stream ({type(data).__name__}), and there are {self.ranks.size} ranks.",
+                f"The training data are a stream ({kind}), and there are {session.ranks.size} ranks.",
                 rule="the position of a stream is kept in one process alone.",
                 remedy="give the data an index, or train in one process",
             )
-        if loader.num_workers or not exports_position(data):
-            if self.at[0] and length_of(loader) is None:  # transformers runs forward within one pass only
-                self.trainer.args.ignore_data_skip = True
-            return loader
-        self.source = Positioned(data, loader.batch_size or 1, loader.drop_last)
-        if self.found is not None and (self.found.path / _STREAM).exists():
-            self.source.go_on(load_checkpoint(self.found.path / _STREAM))
-            self.trainer.args.ignore_data_skip = True  # nor is it run forward
-        return remade(loader, dataset=self.source, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        session.course = _Passes(loader, session.parts, runs_forward=not args.ignore_data_skip)
+        args.ignore_data_skip |= session.resumed is not None
+        return session.course
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        deaf_workers(getattr(loader, "base_dataloader", loader))
+        return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        beat("data")
-        batches, number = self.own["get_batch_samples"](*args, **kwargs)
-        self.at[1] += len(batches)
-        if self.source is not None:
-            self.source.num_taken += len(batches)
+        session = self.memfit.session
+        session.beat("data")
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        session.position.batch += len(batches)
+        if session.course is not None:
+            session.restore_draws()
         if self.recovery is not None:
+            epoch, step = divmod(self.state.global_step, self.memfit.num_steps)
             self.recovery.begin(batches)
+            self.recovery.step.where = {"epoch": epoch + 1, "step": step + 1, "num_steps": self.memfit.num_steps}
         return batches, number
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer, stream = self.trainer, self.stream
-        trainer.callback_handler.callbacks.sort(key=lambda one: one is self)  # some may have been made anew
-        parts, changed, is_between = self._parts(), {}, not self._position(trainer.state)[1]
-        self.identity = self._identify(parts)
-        if self.found is not None:
-            saved = dict(self.found.facts["identity"])
-            if is_between and saved["stream"] is None:  # between two epochs stoppable may become exact
-                saved |= {name: self.identity[name] for name in stream_identity(None)}
-            allow = self.allow if stream is not None else {*self.allow, "world_size"}
-            changed = refuse_changed(self.found.path, saved, self.identity, allow)
-        elif stream is not None and not is_between:
+    # --- the way to the first step
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Compare the settings: optimizer and schedule are made, and nothing is loaded over them."""
+        made, session = super().create_scheduler(*args, **kwargs), self.memfit.session
+        self._move_last()  # some may have been made anew
+        self.memfit.move(self.state.global_step)
+        resumed, is_within = session.resumed, not session.facts and session.position.epoch_step
+        if session.stream is not None and resumed is not None and is_within:
             raise UsageError(
-                f"{checkpoint} was saved within an epoch, and not by exact.",
+                f"{resumed.path} was saved within an epoch, and not by exact.",
                 rule="exact: an epoch's order and draws are functions of the seed from its first batch on.",
                 remedy="begin exact at an epoch's end; until there, call stoppable(trainer)",
             )
-        with loading(self.found):
-            self.own["_load_optimizer_and_scheduler"](checkpoint)
-        parts.take({name: self.identity[name] for name in changed if name in self.identity})
-        counted = {"num_samples", "batch_size", "gradient_accumulation_steps", "drop_last", "world_size"}
-        if changed.keys() & counted:
-            now = trainer.state.global_step / self._num_steps
-            self.journal.inexact(
-                f"{trainer.state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}"
-            )
-
-    def _load_from_checkpoint(self, checkpoint: str, *args: Any) -> None:
-        with loading(self.found):
-            self.own["_load_from_checkpoint"](checkpoint, *args)
+        session.parts.check(session.allow)
+        shapes = [(name, [*one.shape], one.requires_grad) for name, one in self.model.named_parameters()]
+        weights = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+        settings = {name: getattr(self.args, name, None) for name in _FIXED}
+        session.compare(recover=self.recovery is not None, weights=weights, **settings)
+        return made
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint of which not every weight was taken: transformers only logs that."""
-        weights = self.trainer.model.state_dict(keep_vars=True)
+        weights = self.model.state_dict(keep_vars=True)
         taken = {id(one) for name, one in weights.items() if name not in load_result.missing_keys}
         lost = [name for name in load_result.missing_keys if name in weights and id(weights[name]) not in taken]
         if found := [*lost, *load_result.unexpected_keys]:
@@ -314,162 +233,151 @@ class _Guard(MemfitCallback):
                 rule="a resume takes every weight; what is missing would go on as it was initialised.",
                 remedy="build the model as it was, or take another output_dir",
             )
+        super()._issue_warnings_after_load(load_result)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
-        step, limit = state.global_step, args.save_total_limit
-        self.folder.begin(step)
-        args.save_total_limit = None  # nothing is removed before the seal
-        try:
-            with self.folder.writing():
-                with under_own_names(trainer.model):
-                    self.own["_save_checkpoint"](model, trial)
-                if self.source is not None:
-                    save_checkpoint(self.folder.folder_of(step) / _STREAM, self.source.position())
-        finally:
-            args.save_total_limit = limit
-        running = [float(trainer._tr_loss), float(trainer._total_loss_scalar), trainer._globalstep_last_logged]
-        sums = [running] if self.ranks is None else self.ranks.gather(running)
-        facts = {"identity": self.identity, "environment": environment(), "epochs": state.epoch, "running": sums}
-        if self.recovery is not None:
-            facts["recovery"] = self.recovery.step.state_dict()
-        seconds = self.seconds + time.time() - self.began
-        at = [self.at[0] + 1, 0] if getattr(self.loader, "end_of_dataloader", False) else self.at
-        self.folder.seal(step, {"epoch": self._position(state)[0], "seconds": seconds, "pass": at, **facts})
-        self.saved_step = step
-        if args.should_save:
-            rotate_checkpoints(args.output_dir, limit, state.best_model_checkpoint, use_mtime=True)
-
-    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        return self.own["_finalize_training"](trial, num_train_samples, start_time - self.seconds)
-
-    # --- what must not change
-
-    def _parts(self) -> LoopParts:
-        made, schedule = self.trainer.optimizer, self.trainer.lr_scheduler
-        return LoopParts(
-            {"model": self.trainer.model, "optimizer": getattr(made, "optimizer", made), "schedule": schedule}
-        )
-
-    def _identify(self, parts: LoopParts) -> dict[str, Any]:
-        trainer, args, stream = self.trainer, self.trainer.args, self.stream
-        parts.check(self.allow)
-        shapes = [(name, [*one.shape], one.requires_grad) for name, one in trainer.model.named_parameters()]
-        return {
-            **{name: getattr(args, name, None) for name in _FIXED},
-            "num_samples": length_of(self.loader.dataset),
-            "batch_size": trainer._train_batch_size,
-            "drop_last": args.dataloader_drop_last,
-            "sampler": str(getattr(args, "train_sampling_strategy", None)),
-            "recover": self.recovery is not None,
-            "world_size": args.world_size,
-            "weights": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-            **stream_identity(stream),
-            **parts.identity(),
-        }
-
-    # --- events
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        self.identity = self.identity or self._identify(self._parts())
-        self.saved_step = state.global_step
-        super().on_train_begin(args, state, control, train_dataloader)
-        if self.recovery is not None:
-            saved = None if self.found is None else self.found.facts.get("recovery")
-            self.recovery.open(self._parts().optimizers()[0], saved)
-        if self.found is not None:
-            facts, trainer = self.found.facts, self.trainer
-            rank = args.process_index if args.process_index < len(facts["running"]) else 0
-            loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"][rank]
-            trainer._tr_loss = torch.tensor(loss, device=args.device)
-            trainer._initial_global_step, self.seconds = 0, facts["seconds"]
-            if self.stream is not None:
-                self.found.check_environment()
-        if self.stream is None and self._position(state)[1]:
-            self.journal.inexact(self._inexact(args, state))
-        elif self.found is None and state.global_step:
-            self.journal.inexact("the checkpoint has no seal of memfit")
-        self._end_if_saved(state)
-        if self.ranks is not None and self.stream is not None:
-            order_sums(self.trainer.model_wrapped)
-        is_over = bool(self.found) and state.global_step >= state.max_steps
-        if not ({"rehearsal"} & self.allow or is_over or isinstance(self.loader.dataset, IterableDataset)):
-            self._rehearse()
-
-    def _rehearse(self) -> None:
+    def _rehearse(self, loader: Any) -> None:
         """Say whether the largest batch fits, or refuse it."""
-        trainer = self.trainer
-        model = trainer.model_wrapped if self.ranks is None else trainer.model  # no peer is waited for here
+        model = self.model_wrapped if self.memfit.session.ranks is None else self.model  # no peer is waited for here
 
         def loss(batch: Any) -> torch.Tensor:
-            with trainer.compute_loss_context_manager():
-                found: torch.Tensor = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+            with self.compute_loss_context_manager():
+                found: torch.Tensor = self.compute_loss(model, self._prepare_inputs(batch))
             return found
 
         model.train()
-        split = WHOLE if self.recovery is None else BySample()
-        rehearse(model, self._parts().optimizers()[0], loss, self.loader, split)
+        optimizer = self.memfit.session.parts.optimizers()[0]
+        rehearse(model, optimizer, loss, loader, WHOLE if self.recovery is None else BySample())
 
-    def _inexact(self, args: Any, state: Any) -> str:
-        if not isinstance(self.loader.dataset, IterableDataset):
-            return LoopParts.order_again(self.loader, draws_again=False)
-        if self.found is not None and (self.found.path / _STREAM).exists():
-            return GOES_ON
-        batches = state.global_step * args.gradient_accumulation_steps if self.found is None else self.at[1]
-        number = batches * args.train_batch_size
-        return f"{number} samples are {'seen again' if args.ignore_data_skip else 'run forward'}: no state_dict of them"
+    # --- checkpoints
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_begun:
-            self.at = [self.at[0] + 1, 0]
-        elif args.ignore_data_skip and self.source is None:
-            self.at[1] = 0
-        self.is_begun = True
-        if (order := order_of(self.loader)) is not None:  # Accelerate does not reach it where ranks skip batches
-            order.set_epoch(self._position(state)[0])
-        super().on_epoch_begin(args, state, control, **kwargs)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_begin(args, state, control, **kwargs)
-        self._end_if_saved(state)
-        beat("microbatch", state.global_step)
-        if self.stream is not None:
-            self.stream.step(state.global_step)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        args, session, write = self.args, self.memfit.session, super()._save_checkpoint
+        limit, args.save_total_limit = args.save_total_limit, None  # nothing is removed before the seal
+        running = [float(self._tr_loss), float(self._total_loss_scalar), self._globalstep_last_logged]
+        facts: dict[str, Any] = {"running": [running] if session.ranks is None else session.ranks.gather(running)}
+        facts["seconds"] = session.facts.get("seconds", 0.0) + time.time() - self.began
         if self.recovery is not None:
-            epoch, step = self._position(state)
-            self.recovery.step.where = {"epoch": epoch + 1, "step": step + 1, "num_steps": self._num_steps}
+            facts["recovery"] = self.recovery.step.state_dict()
+        if is_over := bool(getattr(self.callback_handler.train_dataloader, "end_of_dataloader", False)):
+            session.position.batch = 0
+        if session.course is not None:
+            facts["pass"] = session.course.passes + is_over
+        try:
+            with under_own_names(self.model):
+                session.save(lambda _: write(model, trial), **facts)
+        finally:
+            args.save_total_limit = limit
+        if args.should_save:
+            rotate_checkpoints(args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.is_open = True
-        beat("microbatch", state.global_step)
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        seconds = self.memfit.session.facts.get("seconds", 0.0)
+        return super()._finalize_training(trial, num_train_samples, start_time - seconds)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        beat("validate")
-        super().on_prediction_step(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.is_open = False
-        self.stopper.vote(state.global_step)
-        is_between = control.should_epoch_stop or not self._position(state)[1]  # then after what the epoch's end brings
-        control.should_save |= bool(self.stopper.noted) and not is_between and not control.should_training_stop
-        super().on_step_end(args, state, control, **kwargs)
+class _Passes(Course):
+    """The passes of a stream, which transformers counts from 0 in each start."""
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # transformers carries the gradients of a stream's last batches over to its next pass
-        control.should_save |= bool(self.stopper.noted) and not (self.is_open or control.should_training_stop)
-        super().on_epoch_end(args, state, control, **kwargs)
+    first = passes = 0
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase("train")  # the seal was recorded
-        if not control.should_training_stop and state.global_step < state.max_steps:
-            self._end_if_saved(state)
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = self.first + epoch
+        self.loader.set_epoch(self.passes)
 
-    def _end_if_saved(self, state: Any) -> None:
-        """End here if a signal asked for it and nothing was trained since the last checkpoint."""
-        if not self.stopper.noted or state.global_step != self.saved_step:
-            return
-        epoch, step = self._position(state)
-        if self._epoch >= 0 and not step:
-            self._close_epoch()
-        where, kept = f"after step {state.global_step} of {state.max_steps}", self.folder.holds(state.global_step)
-        raise self.stopper.end(where, kept, epoch=epoch, step=step)
+
+class _WrapsNothing:
+    """An Accelerator that leaves loaders as they are: keys come first."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.was_asked = own, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def prepare(self, *parts: Any, **options: Any) -> Any:
+        self.was_asked = True
+        return parts[0] if len(parts) == 1 else parts
+
+
+class _Parts(LoopParts):
+    """What a Trainer has; it saves and loads them itself."""
+
+    look_ahead = 1  # Accelerate fetches a batch before it gives one
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__({})
+        self.trainer = trainer
+
+    def models(self) -> dict[str, torch.nn.Module]:
+        return {"model": self.trainer.model}
+
+    def wrappers(self) -> list[Any]:
+        return [self.trainer.model_wrapped]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)]
+
+    def schedules(self) -> list[Any]:
+        return [self.trainer.lr_scheduler]
+
+    def load(self, path: Path) -> None:
+        """Nothing is left to do."""
+
+    def is_over(self, loader: Any) -> bool:
+        return bool(loader.end_of_dataloader)
+
+    def source(self, loader: Any) -> Any:
+        return super().source(getattr(loader, "base_dataloader", loader))
+
+    def begin(self) -> None:
+        """Begin the session, when transformers has loaded all."""
+        trainer, session, state = self.trainer, self.trainer.memfit.session, self.trainer.state
+        args, facts, at, why = trainer.args, session.facts, session.position, ""
+        loader, num_steps = trainer.callback_handler.train_dataloader, trainer.memfit.num_steps
+        session.begin()
+        if trainer.recovery is not None:
+            trainer.recovery.open(self.optimizers()[0], facts.get("recovery"))
+        if facts:
+            rank = args.process_index if args.process_index < len(facts["running"]) else 0
+            loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = facts["running"][rank]
+            trainer._tr_loss, trainer._initial_global_step = torch.tensor(loss, device=args.device), 0
+            if session.resumed.changed.keys() & _COUNTED:
+                now = state.global_step / num_steps
+                session.journal.inexact(f"{state.epoch:.2f} epochs were trained, and transformers goes on at {now:.2f}")
+        if session.course is not None and session.resumed is not None:
+            if not facts:
+                at.batch = at.epoch_step * args.gradient_accumulation_steps
+            session.course.first = 0 if length_of(loader) else facts.get("pass", 0)
+            why = session.course.go_on(at.batch, session.resumed.drawn if at.batch else {})
+        elif session.stream is None:
+            why = LoopParts.order_again(loader, draws_again=False)
+        if at.epoch_step and why:
+            session.journal.inexact(why)
+        elif not facts and state.global_step:
+            session.journal.inexact("the checkpoint has no seal of memfit")
+        is_over = bool(facts) and state.global_step >= state.max_steps
+        if not ({"rehearsal"} & session.allow or is_over or isinstance(loader.dataset, IterableDataset)):
+            trainer._rehearse(loader)
+
+
+def _choose(named: Any, path: Path) -> tuple[Path | None, Sealed | None]:
+    """Return the checkpoint to go on from, and its seal: the one that is named, or the newest whole one."""
+    if named is False:
+        return None, None
+    newest = SealedFolder(path, PREFIX)
+    given = Path(named) if isinstance(named, str | Path) else None
+    is_there = given is not None and given.is_dir()
+    found, foreign = newest.newest(), newest.foreign()
+    if given is not None and is_there == given.is_dir():  # else it was torn, and is removed now
+        folder, number = SealedFolder(given.parent, PREFIX), given.name.removeprefix(PREFIX)
+        is_sealed = is_there and number.isdigit() and given not in folder.foreign()
+        return given, folder.read(int(number)) if is_sealed else None
+    if foreign and (found is None or int(foreign[0].name.removeprefix(PREFIX)) > found.step):
+        if named is True:
+            return foreign[0], None
+        raise UsageError(
+            f"{foreign[0]} is newer than what memfit has sealed there.",
+            rule="a checkpoint without a seal may be torn, so it is taken only when it is named.",
+            remedy=f'trainer.train(resume_from_checkpoint="{foreign[0]}"), or take another output_dir',
+        )
+    return None if found is None else found.path, found

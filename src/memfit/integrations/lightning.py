@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ try:
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
 from memfit.errors import StoppedError, UsageError
 from memfit.integrations._lightning import (
+    Batches,
     MemfitCallback,
-    Replayed,
     is_between_steps,
     keeps_state,
     metric_numbers,
@@ -37,40 +36,29 @@ from memfit.integrations._lightning import (
     silent,
 )
 from memfit.training import (
+    Due,
     KeyedStream,
     LoopParts,
+    Position,
     Ranks,
-    Sealed,
     SealedFolder,
-    Stopper,
-    Unheard,
-    among_peers,
+    Session,
     beat,
     check_compiled,
-    check_loader,
     check_model,
-    data_identity,
     deaf_workers,
-    environment,
     find_longest,
+    is_stream,
     keep_beats,
-    load_checkpoint,
-    loading,
     order_of,
-    order_sums,
-    refuse_changed,
     rehearse,
-    rng_state,
-    save_checkpoint,
     say,
-    set_rng_state,
-    stream_identity,
     tried,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
-_FILE, _DRAWS, _MEANS = "lightning.ckpt", "draws-{}.pt", "means-{}.pt"  # the first is rank 0's
+_FILE, _MEANS = "lightning.ckpt", "means-{}.pt"
 
 
 class Stop(MemfitCallback):
@@ -91,24 +79,14 @@ class Stop(MemfitCallback):
         StoppedError: In ``fit``: a signal asked for it; everything up to here is saved.
     """
 
-    stream: KeyedStream | None = None
-
     def __init__(self, folder: Path | str, *, every: int, keep: int = 2, allow: Collection[str] = ()) -> None:
         super().__init__()
-        self.folder, self.every, self.keep, self.allow = SealedFolder(folder), every, keep, frozenset(allow)
-        self._stopper = Stopper()
-        self._ranks: Ranks | None = None
-        self._found: Sealed | None = None
+        self.session = Session(LoopParts({}), SealedFolder(folder), every=every, keep=keep, allow=allow)
         self._loader: Any = None
-        self._data: dict[str, Any] = {}
-        self._identity: dict[str, Any] = {}
-        self._changed: Mapping[str, Any] = {}
-        self._resumed: dict[str, Any] = {}  # what is put back at the first batch
-        self._saved = 0
+        self._means: Any = None  # what is put back at the first batch
         self._is_asked = self._is_in_epoch = False
         self._stepped: set[torch.optim.Optimizer] = set()
         self._num_open = 0  # batches since each optimizer has stepped
-        self._at_end = ExitStack()  # takes off at the end of a fit what it put on
 
     def fit(
         self, trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, **options: Any
@@ -124,16 +102,19 @@ class Stop(MemfitCallback):
         """
         self._refuse(trainer, model)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
-        with self._at_end as stack:
-            self._join(trainer, stack)
-            stack.enter_context(self.folder.held())
-            self._stopper.listen()
-            stack.callback(self._stopper.close)
-            self._found, self._is_asked = None if trainer.fast_dev_run else self.folder.newest(), True
-            if self._found is not None:
-                self._resumed = {"means": None} | self._drawn(self._found.path)
-                options["ckpt_path"] = self._found.path / _FILE
-                stack.enter_context(warnings.catch_warnings())  # Lightning knows of no position but its loaders'
+        session, self._means, self._is_asked = self.session, None, True
+        with session:
+            self._join(trainer)
+            session.position = Position()
+            path = session.open((lambda: (None, None)) if trainer.fast_dev_run else None)
+            if path is not None:
+                at, then = session.position, session.facts["identity"]["world_size"]
+                if then != trainer.world_size:  # the last batch before which all was trained
+                    at.batch = at.batch * then // trainer.world_size
+                    at.batch -= at.batch % trainer.accumulate_grad_batches
+                    at.epoch_step = at.batch // trainer.accumulate_grad_batches
+                options["ckpt_path"] = path / _FILE
+                session.at_end.enter_context(warnings.catch_warnings())  # Lightning knows no position but its loaders'
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
             prepare = partial(self._prepare, trainer)
             train = train_dataloaders
@@ -143,51 +124,29 @@ class Stop(MemfitCallback):
                     if is_overridden(name, holder):
                         make = getattr(holder, name)
                         setattr(holder, name, lambda make=make, change=change: change(make()))
-                        stack.callback(vars(holder).pop, name)
+                        session.at_end.callback(vars(holder).pop, name)
             else:
                 train = prepare(train)
-            try:
-                trainer.fit(model, train, _deaf(val_dataloaders), **options | {"weights_only": False})
-            except Exception:
-                with loading(self._found if self._resumed else None):
-                    raise
+            trainer.fit(model, train, _deaf(val_dataloaders), **options | {"weights_only": False})
 
-    def _join(self, trainer: Any, stack: ExitStack) -> None:
-        signals = trainer._signal_connector
+    def _join(self, trainer: Any) -> None:
+        session, signals, data = self.session, trainer._signal_connector, trainer._data_connector
         # it ends a training without a save, and calls a collective alone
         signals._sigterm_notifier_fn = lambda *_: None
-        stack.callback(vars(signals).pop, "_sigterm_notifier_fn")
+        session.at_end.callback(vars(signals).pop, "_sigterm_notifier_fn")
         if trainer.world_size == 1:
             return
-        keep_beats(self.folder.path)
+        assert session.keeper is not None
+        keep_beats(session.keeper.path)
         beat("begin")
-        stack.enter_context(among_peers())
         trainer.strategy.setup_environment()
-        ranks = self._ranks = self.folder.ranks = Ranks.current()
-        assert ranks is not None
-        self._stopper.join(ranks)
-        if ranks.rank:
-            self.journal = Unheard()
-        if self.stream is not None:
-            self.stream.rank = ranks.rank
-        data, deals = trainer._data_connector, trainer._data_connector._requires_distributed_sampler
+        session.join(Ranks.current())
+        deals = data._requires_distributed_sampler
         data._requires_distributed_sampler = lambda one: one is not self._loader and deals(one)
-        stack.callback(vars(data).pop, "_requires_distributed_sampler")
-        beat("load")
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._ranks is None else self._ranks.rank
-
-    def _drawn(self, path: Path) -> dict[str, Any]:
-        """Return what this rank had drawn; one that was not there began its epoch as rank 0 did."""
-        own, first = (path / _DRAWS.format(rank) for rank in (self._rank, 0))
-        if own.exists() or not first.exists():
-            return load_checkpoint(own) if own.exists() else {}
-        return {"position": load_checkpoint(first)["position"]}
+        session.at_end.callback(vars(data).pop, "_requires_distributed_sampler")
 
     def _refuse(self, trainer: Any, model: LightningModule) -> None:
-        kind = type(trainer)
+        kind, allow, is_exact = type(trainer), self.session.allow, self.session.stream is not None
         self._refuse_any(
             {f"the Trainer is that of {kind.__module__}, not of lightning": not isinstance(trainer, Trainer)}
         )
@@ -196,25 +155,26 @@ class Stop(MemfitCallback):
             cluster.auto_requeue = False
             say("Lightning's own requeueing is off: a stop ends with exit code 75, on which memfit's script requeues")
         faults = {
-            **refused_ranks(trainer, model, self.stream is not None),
+            **refused_ranks(trainer, model, is_exact),
             "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
             "overfit_batches is set": trainer.overfit_batches > 0,
-            "val_check_interval is a time": self.stream is not None and trainer._val_check_time_interval is not None,
+            "val_check_interval is a time": is_exact and trainer._val_check_time_interval is not None,
         }
         for one in trainer.callbacks:
             name = f"callbacks.{type(one).__name__}"
             moves = isinstance(one, BaseFinetuning | BatchSizeFinder | LearningRateFinder)
-            keeps = self.stream is not None and keeps_state(one)
-            faults[f"{name} moves step or optimizer when a fit begins"] = moves and name not in self.allow
-            faults[f"{name} steers by what no checkpoint holds"] = keeps and name not in self.allow
+            keeps = is_exact and keeps_state(one)
+            faults[f"{name} moves step or optimizer when a fit begins"] = moves and name not in allow
+            faults[f"{name} steers by what no checkpoint holds"] = keeps and name not in allow
         self._refuse_any(faults)
-        if self.stream is not None:
-            check_compiled(model, self.allow)
+        if is_exact:
+            check_compiled(model, allow)
 
     def _refuse_any(self, faults: Mapping[str, bool]) -> None:
+        how = " exactly" * (self.session.stream is not None)
         if found := [name for name, is_there in faults.items() if is_there]:
             raise UsageError(
-                f"This training cannot be stopped and resumed{' exactly' * bool(self.stream)}: {'; '.join(found)}.",
+                f"This training cannot be stopped and resumed{how}: {'; '.join(found)}.",
                 rule="it has one process or DDP's ranks, one loader, optimizers that step, and callbacks with a state.",
                 remedy="change that (a callback has state_dict and load_state_dict, or is allowed by its name), or "
                 "watch it alone: callbacks=[MemfitCallback()]",
@@ -224,65 +184,53 @@ class Stop(MemfitCallback):
 
     def _prepare(self, trainer: Any, train: Any) -> Any:
         """Return the loader to train on, at the place where the checkpoint was."""
+        session, at, ranks = self.session, self.session.position, self.session.ranks
         several = isinstance(train, list | tuple | dict | CombinedLoader)
         self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
         deals = trainer._data_connector._requires_distributed_sampler
-        is_dealt = self._ranks is not None and isinstance(train, DataLoader) and deals(train)
-        self._loader = self._bind(trainer, _deaf(train), is_dealt)
-        self._data = data_identity(self._loader)
-        if self._found is not None:
-            changed = self._compare(self._found.facts["data"], self._data)
-            epoch, batch = self._found.facts["epoch"], self._batch(trainer)
-            self._enter_epoch(epoch, batch)
-            if changed and batch:
-                self.journal.inexact(f"the changed data go on at batch {batch + 1} of epoch {epoch + 1}")
+        is_dealt = ranks is not None and isinstance(train, DataLoader) and deals(train)
+        session.course = None
+        if session.stream is None:
+            if is_dealt:
+                options = {"shuffle": True, "mode": RunningStage.TRAINING}
+                train = trainer._data_connector._prepare_dataloader(_deaf(train), **options)
+            self._loader = session.course = Batches(_deaf(train))
+            streams = session.course.source is not None or is_stream(train)
+            self._refuse_any({"the training data of several ranks are a stream": streams and ranks is not None})
+        else:
+            self._loader = session.loader(train)
+        order = order_of(self._loader)
+        if is_dealt and ranks is not None and order is not None:
+            order.deal(ranks.rank, ranks.size)
+        session.compare_data(self._loader)
+        if session.resumed is not None:
+            if order is not None:
+                order.set_epoch(at.epoch)
+                order.skip(at.batch * (self._loader.batch_size or 1))
+            elif session.course is not None and "start" in session.resumed.drawn:
+                why = session.course.go_on(at.batch, session.resumed.drawn)
+                if at.batch:
+                    session.journal.inexact(why)
+            if session.resumed.changed and at.batch:
+                session.journal.inexact(f"the changed data go on at batch {at.batch + 1} of epoch {at.epoch + 1}")
         return self._loader
 
-    def _batch(self, trainer: Any) -> int:
-        """Return the batch of its epoch to go on at: other ranks take the last one before which all was trained."""
-        assert self._found is not None
-        batch: int = self._found.facts["batch"]
-        if self._has_other_ranks(trainer):
-            batch = batch * self._found.facts["identity"]["world_size"] // trainer.world_size
-            batch -= batch % trainer.accumulate_grad_batches
-        return batch
-
     def _has_other_ranks(self, trainer: Any) -> bool:
-        return self._found is not None and self._found.facts["identity"]["world_size"] != trainer.world_size
-
-    def _bind(self, trainer: Any, train: Any, is_dealt: bool) -> Any:
-        if is_dealt:
-            train = trainer._data_connector._prepare_dataloader(train, shuffle=True, mode=RunningStage.TRAINING)
-        made = Replayed(train)
-        is_stream = made.source is not None or isinstance(getattr(train, "dataset", None), IterableDataset)
-        self._refuse_any({"the training data of several ranks are a stream": is_stream and self._ranks is not None})
-        return made
-
-    def _enter_epoch(self, epoch: int, batch: int) -> None:
-        if "position" in self._resumed:
-            why = self._loader.begin(batch, self._resumed["position"])
-            if batch:
-                self.journal.inexact(why)
-
-    def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._found is not None
-        allow = {*self.allow, *["world_size"] * (self.stream is None)}
-        if saved.get("seed", 0) is None and not self._found.facts["batch"]:
-            allow |= stream_identity(None).keys()  # between two epochs Stop may become Exact
-        return refuse_changed(self._found.path, saved, now, allow)
+        then = self.session.facts.get("identity", {}).get("world_size", trainer.world_size)
+        return bool(then != trainer.world_size)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._resumed["means"] = checkpoint.get("memfit")
+        session, ranks, self._means = self.session, self.session.ranks, checkpoint.get("memfit")
         loops = checkpoint["loops"]["fit_loop"]
         if self._has_other_ranks(trainer):
-            self._resumed["means"], counts = None, loops["epoch_loop.batch_progress"]["current"]
-            counts |= dict.fromkeys(counts, self._batch(trainer))
-        elif self._found is not None and self._rank:
-            self._resumed["means"] = torch.load(self._found.path / _MEANS.format(self._rank), weights_only=False)
+            self._means, counts = None, loops["epoch_loop.batch_progress"]["current"]
+            counts |= dict.fromkeys(counts, session.position.batch)
+        elif session.resumed is not None and ranks is not None and ranks.rank:
+            self._means = torch.load(session.resumed.path / _MEANS.format(ranks.rank), weights_only=False)
         at = loops["epoch_progress"]["current"]
-        if self._found is None and self.stream is not None:
+        if session.resumed is None and session.stream is not None:
             self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
-            self.journal.inexact("the checkpoint has no seal of memfit")
+            session.journal.inexact("the checkpoint has no seal of memfit")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Compare the settings with the checkpoint's, before its state is loaded over them."""
@@ -292,51 +240,45 @@ class Stop(MemfitCallback):
                 rule="it chooses the checkpoint before Lightning begins.",
                 remedy="call stop.fit(trainer, module, train_loader, val_loader) in place of trainer.fit(...)",
             )
-        _parts(trainer).check(self.allow)
-        self._identity = {
-            **stream_identity(self.stream),
-            "accumulation": trainer.accumulate_grad_batches,
-            "precision": str(trainer.precision),
-            "gradient_clip": [trainer.gradient_clip_val, trainer.gradient_clip_algorithm],
-            "limit_train_batches": trainer.limit_train_batches,
-            "max_steps": trainer.max_steps,
-            "world_size": trainer.world_size,
-            **_parts(trainer).identity(),
-        }
-        if (found := self._found) is not None:
-            self._changed = self._compare(found.facts["identity"], self._identity)
-            trainer.should_stop = found.facts["is_over"]
-            if self.stream is not None:
-                found.check_environment()
+        session = self.session
+        session.parts = _Parts(trainer)
+        session.parts.check(session.allow)
+        session.compare(
+            accumulation=trainer.accumulate_grad_batches,
+            precision=str(trainer.precision),
+            gradient_clip=[trainer.gradient_clip_val, trainer.gradient_clip_algorithm],
+            limit_train_batches=trainer.limit_train_batches,
+            max_steps=trainer.max_steps,
+            world_size=trainer.world_size,
+        )
+        if session.resumed is not None:
+            trainer.should_stop = session.facts["is_over"]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        session, at = self.session, self.session.position
         for optimizer in trainer.optimizers:
             hook = optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
-            self._at_end.callback(hook.remove)
-        if self._ranks is not None and self.stream is not None:
-            order_sums(trainer.strategy.model)
-        if self._found is None:
-            self._rehearse(trainer, pl_module)
-        else:
-            moved = f"a callback has moved it from step {self._found.step} to {trainer.global_step}"
-            self._refuse_any({moved: trainer.global_step != self._found.step})
+            session.at_end.callback(hook.remove)
+        if session.resumed is not None:
+            moved = f"a callback has moved it from step {at.step} to {trainer.global_step}"
+            self._refuse_any({moved: trainer.global_step != at.step})
             total = trainer.fit_loop.epoch_loop.batch_progress.total
             total.ready = total.completed  # Lightning counts the batch twice in which it was saved
-            _parts(trainer).take({name: self._identity[name] for name in self._changed if name in self._identity})
-            epoch, batch = self._found.facts["epoch"], self._batch(trainer)
-            self.journal.resume(self._found.path, (epoch, batch // trainer.accumulate_grad_batches))
-            if batch and self._has_other_ranks(trainer):
-                self.journal.inexact(f"the changed ranks go on at batch {batch + 1} of epoch {epoch + 1}")
-            self._saved = self._found.step
-        self._stopper.listen()
+        session.begin()
+        if session.resumed is None:
+            self._rehearse(trainer, pl_module)
+        elif at.batch and self._has_other_ranks(trainer):
+            session.journal.inexact(f"the changed ranks go on at batch {at.batch + 1} of epoch {at.epoch + 1}")
+        session.listen()
         loop, self._is_in_epoch = trainer.fit_loop.epoch_loop, False
         loop._on_after_fetch = partial(self._after_fetch, trainer, loop._on_after_fetch)  # before a batch's hooks
-        self._at_end.callback(vars(loop).pop, "_on_after_fetch")
+        session.at_end.callback(vars(loop).pop, "_on_after_fetch")
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
         loop, loader = trainer.fit_loop.epoch_loop, getattr(self._loader, "loader", self._loader)
+        allow = self.session.allow
 
         def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
@@ -350,11 +292,11 @@ class Stop(MemfitCallback):
             say("no verdict whether the largest batch fits, and the module is not tried: it makes its steps itself")
             return
         with silent(pl_module):
-            if self.stream is not None:
-                with tried("the module", "rehearsal", self.allow):
+            if self.session.stream is not None:
+                with tried("the module", "rehearsal", allow):
                     loader = longest = find_longest(loader)
-                    check_model(pl_module, lambda: loss_of(longest.batch), self.allow | metric_numbers(pl_module))
-            if "rehearsal" not in self.allow:
+                    check_model(pl_module, lambda: loss_of(longest.batch), allow | metric_numbers(pl_module))
+            if "rehearsal" not in allow:
                 rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
 
     # --- steps
@@ -400,28 +342,30 @@ class Stop(MemfitCallback):
             if own:
                 names = ", ".join(type(one).__name__ for one, _ in own)
                 say(f"on_train_epoch_start is called again for the rest of the epoch, of {names}")
-        if self.stream is not None and self._is_between_steps(trainer, trainer.fit_loop.epoch_loop.batch_idx + 1):
-            self.stream.step(-1 - trainer.global_step)
+        if self.session.stream is not None and self._is_between_steps(
+            trainer, trainer.fit_loop.epoch_loop.batch_idx + 1
+        ):
+            self.session.stream.step(-1 - trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        resumed, self._resumed = self._resumed, {}
-        if resumed.get("means") and batch_idx:
-            put_means(trainer, pl_module, resumed["means"])
-        if "now" in resumed:
-            set_rng_state(resumed["now"])
-        self._stopper.vote(trainer.global_step)  # all have their batch: nobody waits for long within the step
+        session, means, self._means = self.session, self._means, None
+        if means and batch_idx:
+            put_means(trainer, pl_module, means)
+        session.restore_draws()
+        self._move(trainer, batch_idx)
+        due = session.meet()  # all have their batch: nobody waits for long within the step
         if self._is_between_steps(trainer, batch_idx):
-            step, noted = trainer.global_step, self._stopper.noted
-            is_due = step // self.every > self._saved // self.every or (noted and step != self._saved)
-            if is_due and not trainer.fast_dev_run:
-                self._save(trainer, batch_idx)
-            if noted:
-                where = {"epoch": trainer.current_epoch, "step": batch_idx // trainer.accumulate_grad_batches}
-                raise self._stopper.end(f"after step {step}", self.folder.holds(step), **where)
-            if self.stream is not None:
-                self.stream.step(step)
-        beat("microbatch", trainer.global_step)
+            if due and session.saved.step != trainer.global_step and not trainer.fast_dev_run:
+                self._save(trainer)
+            if due is Due.STOP:
+                session.stop()
+            session.begin_step()
+        session.beat("microbatch")
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def _move(self, trainer: Any, batch: int) -> None:
+        epoch_step, step = batch // trainer.accumulate_grad_batches, trainer.global_step
+        self.session.position = Position(trainer.current_epoch, batch, epoch_step=epoch_step, step=step)
 
     def on_validation_batch_start(self, *batch: Any) -> None:
         beat("validate")
@@ -435,24 +379,22 @@ class Stop(MemfitCallback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the end, so that the same command ends at once."""
-        if trainer.global_step != self._saved and not trainer.fast_dev_run:
-            self._save(trainer, 0, is_over=bool(trainer.should_stop))
+        session = self.session
+        if trainer.global_step != session.saved.step and not trainer.fast_dev_run:
+            self._move(trainer, 0)
+            if session.course is not None:
+                session.course.draws = {}
+            self._save(trainer, is_over=bool(trainer.should_stop))
 
-    def _save(self, trainer: Any, batch_idx: int, *, is_over: bool | None = None) -> None:
-        self._enter("checkpoint")
-        step, epoch = trainer.global_step, trainer.current_epoch
-        path = self.folder.begin(step)
-        with self.folder.writing():
+    def _save(self, trainer: Any, *, is_over: bool = False) -> None:
+        def write(path: Path) -> None:
             trainer.save_checkpoint(path / _FILE)
-            if self.stream is None and is_over is None:
-                own = {"position": self._loader.position(batch_idx), "now": rng_state()}
-                save_checkpoint(path / _DRAWS.format(self._rank), own)
-            if self._rank:
-                torch.save(running_means(trainer, trainer.lightning_module), path / _MEANS.format(self._rank))
-        facts = {"identity": self._identity, "data": self._data, "environment": environment(), "is_over": bool(is_over)}
-        self.folder.seal(step, {"epoch": epoch, "batch": batch_idx, **facts})
-        self.folder.prune(self.keep)
-        self._saved = step
+            if ranks is not None and ranks.rank:
+                torch.save(running_means(trainer, trainer.lightning_module), path / _MEANS.format(ranks.rank))
+
+        self._enter("checkpoint")
+        ranks = self.session.ranks
+        self.session.save(write, is_over=is_over)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the running means, and undo what Lightning adds to its loggers' step at a restart between two steps."""
@@ -468,7 +410,7 @@ class Stop(MemfitCallback):
         if isinstance(exception, StoppedError):
             for logger in trainer.loggers:
                 logger.finalize = lambda status, own=logger.finalize: own("finished")
-                self._at_end.callback(vars(logger).pop, "finalize")
+                self.session.at_end.callback(vars(logger).pop, "finalize")
 
 
 class Exact(Stop):
@@ -491,28 +433,23 @@ class Exact(Stop):
         self, folder: Path | str, *, seed: int, every: int, keep: int = 2, allow: Collection[str] = ()
     ) -> None:
         super().__init__(folder, every=every, keep=keep, allow=allow)
-        self.stream = KeyedStream(seed)
-
-    def _bind(self, trainer: Any, train: Any, is_dealt: bool) -> Any:
-        assert self.stream is not None
-        made = self.stream.loader(train)
-        check_loader(train, self.allow)
-        order = order_of(made)
-        if is_dealt and self._ranks is not None and order is not None:
-            order.deal(self._ranks.rank, self._ranks.size)
-        return made
-
-    def _enter_epoch(self, epoch: int, batch: int) -> None:
-        order = order_of(self._loader)
-        assert order is not None
-        order.set_epoch(epoch)
-        order.skip(batch * (self._loader.batch_size or 1))
+        self.session.stream = KeyedStream(seed)
 
 
-def _parts(trainer: Any) -> LoopParts:
-    made = [one for one in trainer.optimizers if type(one).__name__ != "_MockOptimizer"]
-    named = [*made, *(one.scheduler for one in trainer.lr_scheduler_configs), trainer.lightning_module]
-    return LoopParts({str(number): one for number, one in enumerate(named)})
+class _Parts(LoopParts):
+    """What a Trainer of Lightning has; it saves and loads them itself."""
+
+    def __init__(self, trainer: Any) -> None:
+        made = [one for one in trainer.optimizers if type(one).__name__ != "_MockOptimizer"]
+        named = [*made, *(one.scheduler for one in trainer.lr_scheduler_configs), trainer.lightning_module]
+        super().__init__({str(number): one for number, one in enumerate(named)})
+        self.trainer = trainer
+
+    def wrappers(self) -> list[Any]:
+        return [self.trainer.strategy.model]
+
+    def load(self, path: Path) -> None:
+        """Nothing is left to do."""
 
 
 def _deaf(loaders: Any) -> Any:

@@ -37,10 +37,8 @@ from memfit.training._keyed import TrainingData as TrainingData
 from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loop import Loop as Loop
-from memfit.training._loop_parts import GOES_ON as GOES_ON
 from memfit.training._loop_parts import LoopParts as LoopParts
-from memfit.training._loop_parts import data_identity as data_identity
-from memfit.training._loop_parts import exports_position as exports_position
+from memfit.training._loop_parts import is_stream as is_stream
 from memfit.training._loop_parts import length_of as length_of
 from memfit.training._loop_parts import order_of as order_of
 from memfit.training._oom import OomKind as OomKind
@@ -53,7 +51,6 @@ from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
 from memfit.training._preflight import rehearse as rehearse
 from memfit.training._probes import check_compiled as check_compiled
-from memfit.training._probes import check_first_forward as check_first_forward
 from memfit.training._probes import check_loader as check_loader
 from memfit.training._probes import check_model as check_model
 from memfit.training._probes import tried as tried
@@ -63,8 +60,6 @@ from memfit.training._process import say as say
 from memfit.training._process import seed_everything as seed_everything
 from memfit.training._process import set_rng_state as set_rng_state
 from memfit.training._ranks import Ranks as Ranks
-from memfit.training._ranks import among_peers as among_peers
-from memfit.training._ranks import order_sums as order_sums
 from memfit.training._records import EpochRecord as EpochRecord
 from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy
@@ -72,7 +67,10 @@ from memfit.training._records import StepOutcome as StepOutcome
 from memfit.training._recovery import StepRecovery as StepRecovery
 from memfit.training._sealed import Sealed as Sealed
 from memfit.training._sealed import SealedFolder as SealedFolder
-from memfit.training._sealed import loading as loading
+from memfit.training._session import Course as Course
+from memfit.training._session import Due as Due
+from memfit.training._session import Position as Position
+from memfit.training._session import Session as Session
 from memfit.training._sizes import MicrobatchSizes as MicrobatchSizes
 from memfit.training._split import WHOLE as WHOLE
 from memfit.training._split import ByGroup as ByGroup
@@ -85,7 +83,6 @@ from memfit.training._stacks import stacks_of as stacks_of
 from memfit.training._step import SafeStep as SafeStep
 from memfit.training._stream import KeyedStream as KeyedStream
 from memfit.training._stream import deaf_workers as deaf_workers
-from memfit.training._stream import stream_identity as stream_identity
 from memfit.training._trainer import Trainer as Trainer
 
 __all__ = [

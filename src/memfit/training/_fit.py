@@ -27,7 +27,7 @@ from memfit.training._fsdp import ShardedFolder
 from memfit.training._journal import Journal, Unheard
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import StopSignals, check_save_seconds, rng_state, seed_rank
+from memfit.training._process import Stopper, check_save_seconds, rng_state, seed_rank
 from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
 from memfit.training._resume import Progress, Resume
@@ -37,7 +37,7 @@ from memfit.training._validation import Validation, attempt_twice
 
 
 class Fit:
-    def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
+    def __init__(self, setup: Setup, plan: Plan, stop: Stopper) -> None:
         self.setup, self.plan, self.stop = setup, plan, stop
         self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
         self.device = next(self.step.model.parameters()).device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.rundir import record
+from memfit.training._checkpoint import CheckpointWarning
 
 
 def optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
@@ -33,6 +35,13 @@ def environment() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": device,
     }
+
+
+def check_environment(path: Path, saved: Mapping[str, Any]) -> None:
+    """Warn of a checkpoint that was made where the same bytes are not proved: with another torch, or another device."""
+    if saved != environment():
+        text = f"{path} was made with {saved}, this is {environment()}: the resume may not be bit-exact."
+        warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
 def refuse_changed(

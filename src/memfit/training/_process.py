@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -150,56 +150,25 @@ def preserved_rng() -> Iterator[None]:
         write_rng(before)
 
 
-class StopSignals:
-    """Notes the name of a signal that asks a fit to stop."""
-
-    def __init__(self) -> None:
-        self.noted: str | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            if self.noted is not None:
-                raise KeyboardInterrupt
-            os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
-        self.noted = signal.Signals(number).name
-
-    @contextmanager
-    def heard(self, *, interrupt: bool) -> Iterator[StopSignals]:
-        """Note SIGTERM and SIGUSR1 inside, in the main thread only; with ``interrupt`` also the first Ctrl-C."""
-        previous: dict[int, Any] = {}
-        try:
-            if threading.current_thread() is threading.main_thread():
-                # what ignores Ctrl-C, or has a handler of its own, keeps that
-                is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-                for number in [*STOP_SIGNALS, *[signal.SIGINT] * (interrupt and is_default)]:
-                    previous[number] = signal.signal(number, self._note)
-            yield self
-        finally:
-            for number, handler in previous.items():
-                if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
-                    signal.signal(number, handler)
-
-
 class Stopper:
-    """Lets a loop that is not memfit's stop when SIGTERM, SIGUSR1 or Ctrl-C asks for it."""
+    """Notes SIGTERM, SIGUSR1 or Ctrl-C, for a loop that stops between two steps."""
 
     def __init__(self) -> None:
-        self._signals = StopSignals()
-        self._stack = ExitStack()
-        self._heard: dict[int, Any] = {}
+        self._noted: str | None = None
+        self._before: dict[int, Any] = {}
         self._ranks: Any = None
 
     @property
     def noted(self) -> str | None:
         """The name of the signal that asks for a stop, on any rank at the last vote; None if none does."""
         if self._ranks is None:
-            return self._signals.noted
+            return self._noted
         return signal.Signals(self._ranks.request).name if self._ranks.request > 0 else None
 
     def join(self, ranks: Any) -> None:
         """Stop where all ``Ranks`` of a group stop: each tells in its votes what it has noted."""
         self._ranks = ranks
-        ranks.wants = lambda: 0 if self._signals.noted is None else int(signal.Signals[self._signals.noted])
+        ranks.wants = lambda: 0 if self._noted is None else int(signal.Signals[self._noted])
 
     def vote(self, step: int) -> None:
         """Hear, after an optimizer step, what the other ranks have noted; nothing in a process that trains alone."""
@@ -207,18 +176,30 @@ class Stopper:
             self._ranks.step = step
             self._ranks.settle()
 
-    def listen(self) -> None:
-        """Note the signals from now on; again, after a framework has put handlers of its own in their place."""
-        if not self._heard:
-            self._stack.enter_context(self._signals.heard(interrupt=True))
-            own = self._signals._note
-            self._heard = {one: own for one in [*STOP_SIGNALS, signal.SIGINT] if signal.getsignal(one) == own}
-        for number, handler in self._heard.items():
-            signal.signal(number, handler)
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._noted is not None:
+                raise KeyboardInterrupt
+            os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
+        self._noted = signal.Signals(number).name
+
+    def listen(self, *, interrupt: bool = True) -> None:
+        """Note the signals from now on, in the main thread only; with ``interrupt`` also the first Ctrl-C. Again, after
+        a framework has put handlers of its own in their place."""
+        if not self._before and threading.current_thread() is threading.main_thread():
+            # what ignores Ctrl-C, or has a handler of its own, keeps that
+            is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            heard = [*STOP_SIGNALS, *[signal.SIGINT] * (interrupt and is_default)]
+            self._before = {number: signal.getsignal(number) for number in heard}
+        for number in self._before:
+            signal.signal(number, self._note)
 
     def close(self) -> None:
-        self._stack.close()
-        self._heard = {}
+        """Put back the handlers that were there before."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
+                signal.signal(number, handler)
 
     def end(self, where: str, kept: str, **position: int) -> StoppedError:
         """Record the stop, and return what ends the process with exit code 75 when it is raised. ``where`` is how far

@@ -331,19 +331,6 @@ def order_sums(model: Any) -> None:
         one.grad = None
 
 
-@contextmanager
-def among_peers() -> Iterator[None]:
-    """Leave with exit code 79 if an error says that another rank is lost, and watch this rank no longer afterwards."""
-    try:
-        yield
-    except Exception as error:
-        if peers_lost(error):
-            leave(lost_peers(error))
-        raise
-    finally:
-        beat("end")  # what follows is the script's own
-
-
 def leave_uncaught() -> None:
     """Leave with exit code 79 after an error that nobody caught if it says that another rank is lost."""
     before = sys.excepthook

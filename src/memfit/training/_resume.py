@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +15,9 @@ import torch
 from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
 from memfit.training._beat import beat
-from memfit.training._checkpoint import FORMAT, CheckpointWarning, Position, position_of
+from memfit.training._checkpoint import FORMAT, Position, position_of
 from memfit.training._fsdp import ShardedFolder
-from memfit.training._identity import environment, optimizer_identity, refuse_changed
+from memfit.training._identity import check_environment, environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData
 from memfit.training._oom import release
@@ -158,10 +157,7 @@ class Resume:
         _restore_buffers(step.model, state.get("buffers", {}))
         self._restore_rng(state)
         self._data.load_state_dict(state["data"])
-        if state["environment"] != environment():
-            then, now = state["environment"], environment()
-            text = f"{path} was made with {then}, this is {now}: the resume is not bit-exact."
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        check_environment(path, state["environment"])
         history = [EpochRecord(**entry) for entry in state["history"]]
         progress = Progress(fit=state["fit"], history=history, step=state["step"], **state["within_epoch"])
         self._journal.resume(path, progress.position)

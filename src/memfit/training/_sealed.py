@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,21 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from memfit.errors import DamagedError, MemfitError, UsageError
+from memfit.errors import DamagedError, UsageError
 from memfit.files import read_json, refresh, sync_folder
 from memfit.rundir import canary_folder, record
 from memfit.training._beat import beat
-from memfit.training._checkpoint import CheckpointWarning, hold, report_damage, writing
-from memfit.training._identity import environment
+from memfit.training._checkpoint import hold, report_damage, writing
 from memfit.training._process import check_save_seconds
 from memfit.training._ranks import Ranks
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
 #: The layout of a seal.
-FORMAT = 2
+FORMAT = 3
 _SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
 _HASHERS, _SYNCERS = 8, 4
 _PART_BYTES, _READ_BYTES = 16 << 20, 1 << 20
@@ -48,32 +44,6 @@ class Sealed:
     path: Path
     step: int
     facts: Mapping[str, Any]
-
-    def check_environment(self) -> None:
-        """Warn if it was made where the same bytes are not proved: by another torch, or on another device."""
-        if self.facts["environment"] != environment():
-            text = (
-                f"{self.path} was made with {self.facts['environment']}, this is {environment()}: it may not be exact."
-            )
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
-
-
-@contextmanager
-def loading(found: Sealed | None) -> Iterator[None]:
-    """Name the checkpoint that the training cannot load; refusals of memfit pass, and errors without a checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        if found is None or isinstance(error, MemfitError):
-            raise
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            error.add_note(f"while {found.path} was loaded")
-            raise  # of one rank alone: its group begins again, and no more often than it comes further
-        raise UsageError(
-            f"{found.path} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split()):.300}",
-            rule="a resume gives each part the state that it had; this one is built, or has become, of another shape.",
-            remedy="build model and optimizer as they were, or start over in another folder",
-        ) from error
 
 
 class SealedFolder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
@@ -28,7 +29,7 @@ from memfit.training._exactness import Loss
 from memfit.training._fit import Fit
 from memfit.training._fsdp import ShardedFolder
 from memfit.training._keyed import Batches
-from memfit.training._process import StopSignals
+from memfit.training._process import Stopper
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
 from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._split import Split
@@ -224,7 +225,8 @@ class Trainer:
             num_threads=torch.get_num_threads(),
             num_workers=getattr(plan.train, "num_workers", None),
         )
-        with StopSignals().heard(interrupt=self._setup.folder is not None) as stop:
+        with closing(Stopper()) as stop:
+            stop.listen(interrupt=self._setup.folder is not None)
             return Fit(self._setup, plan, stop).run()
 
 

@@ -1,0 +1,397 @@
+"""What every training does, whoever owns its loop: know where it is, keep that whole, and stop when a signal asks.
+
+| call | when |
+|---|---|
+| ``with session`` | around all of it: every error passes its end, which decides what the error means |
+| ``join(ranks)`` | before ``open``, on every rank |
+| ``open(choose)`` | before the framework looks for a checkpoint |
+| ``compare(**settings)`` | optimizers and schedules are made, and nothing is loaded over them |
+| ``begin()`` | all is loaded, and nothing is trained |
+| ``begin_step()`` | before the first draw of an optimizer step |
+| ``stepped(loss)`` | after it, by all ranks; ``meet()`` where a framework counts, and ``position`` was set |
+| ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save |
+| ``save(write)``, ``stop(where)`` | as it is due |
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from memfit.errors import MemfitError, UsageError
+from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
+from memfit.training._checkpoint import load_checkpoint, save_checkpoint
+from memfit.training._identity import check_environment, environment, refuse_changed
+from memfit.training._journal import Journal, Unheard
+from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
+from memfit.training._probes import check_first_forward, check_loader
+from memfit.training._process import Stopper, rng_state, set_rng_state
+from memfit.training._ranks import Ranks, leave_uncaught, order_sums
+from memfit.training._sealed import Sealed, SealedFolder
+from memfit.training._stream import KeyedStream, deaf_workers, stream_identity
+
+
+class Due(enum.IntEnum):
+    """What is to be done between two steps; a stop saves first."""
+
+    NOTHING, SAVE, STOP = range(3)
+
+
+@dataclass
+class Position:
+    """Whole epochs; batches, samples and optimizer steps of the one under way; steps of all epochs."""
+
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    epoch_step: int = 0
+    step: int = 0
+
+
+@dataclass
+class Resumed:
+    """A checkpoint that a training goes on from, until it has begun. ``sealed`` is None of a framework's own one;
+    ``drawn`` is what is to be put back of random state and data; ``changed`` are the settings that may differ."""
+
+    path: Path
+    sealed: Sealed | None
+    drawn: dict[str, Any]
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    is_loaded: bool = False
+
+
+class Session:
+    """One training: its position, its keeper, its parts.
+
+    Args:
+        parts: What is saved and loaded, and whose settings must not change.
+        keeper: Where checkpoints are kept; None: the training is watched alone.
+        stream: Makes its random numbers functions of seed and position; None: they stay as they are.
+        every: A checkpoint after so many optimizer steps; 0: the framework says when.
+        keep: The newest checkpoints that stay; 0: the framework removes them.
+        allow: Names of parts that may move, or of settings that may differ.
+    """
+
+    def __init__(
+        self,
+        parts: LoopParts,
+        keeper: SealedFolder | None = None,
+        *,
+        stream: KeyedStream | None = None,
+        every: int = 0,
+        keep: int = 0,
+        allow: Collection[str] = (),
+    ) -> None:
+        self.parts, self.keeper, self.stream = parts, keeper, stream
+        self.every, self.keep, self.allow = every, keep, frozenset(allow)
+        self.journal = Journal()
+        self.position, self.saved = Position(), Position()
+        #: Whether the step under way has taken a batch: nothing can be saved.
+        self.is_open = False
+        #: The data in their own order, of which a checkpoint holds the place.
+        self.course: Course | None = None
+        self.resumed: Resumed | None = None
+        self.identity: dict[str, Any] = {}
+        self.data: Mapping[str, Any] | None = None
+        self.at_end = ExitStack()
+        self._stopper = Stopper()
+        self._made: tuple[Any, Any] = (None, None)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        return None if self.keeper is None else self.keeper.ranks
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What was sealed with the checkpoint that this training goes on from."""
+        return {} if self.resumed is None or self.resumed.sealed is None else self.resumed.sealed.facts
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Take off what was put on, and decide what an error means: that a rank is lost, which ends this one with exit
+        code 79; or, before the training has begun, that it cannot load its checkpoint."""
+        self.at_end.close()
+        is_foreign = isinstance(error, Exception) and not isinstance(error, MemfitError)
+        if error is not None and is_foreign and self.ranks is not None and peers_lost(error):
+            leave(lost_peers(error))
+        self.beat("end")  # what follows is the script's own
+        resumed = self.resumed
+        if error is None or not is_foreign or resumed is None or resumed.sealed is None or resumed.is_loaded:
+            return
+        if self.ranks is not None:  # of one rank alone: its group begins again, and no more often than it comes further
+            error.add_note(f"while {resumed.path} was loaded")
+            return
+        raise UsageError(
+            f"{resumed.path} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split()):.300}",
+            rule="a resume gives each part the state that it had; this one is built, or has become, of another shape.",
+            remedy="build model and optimizer as they were, or start over in another folder",
+        ) from error
+
+    # --- the way to the first step
+
+    def join(self, ranks: Ranks | None) -> None:
+        """Stop, save and resume together with the other ranks of a group; None in a process that trains alone."""
+        if ranks is None:
+            return
+        if ranks.rank:
+            self.journal = Unheard()
+        if self.stream is not None:
+            self.stream.rank = ranks.rank
+        if self.keeper is not None:
+            self.keeper.ranks = ranks
+            self._stopper.join(ranks)
+            keep_beats(self.keeper.path)
+            leave_uncaught()  # an error in a generator's consumer passes no end
+
+    def open(self, choose: Callable[[], tuple[Path | None, Sealed | None]] | None = None) -> Path | None:
+        """Be the only training that writes here, listen to signals, and return the checkpoint to go on from."""
+        self.resumed = self.data = None
+        if self.keeper is None:
+            return None
+        self.beat("load")
+        self.at_end.enter_context(self.keeper.held())
+        self.listen()
+        self.at_end.callback(self._stopper.close)
+        path, found = (choose or self._newest)()
+        if path is not None:
+            self.resumed = Resumed(path, found, {} if found is None else self._read_draws(path))
+        if found is not None:
+            self.position, self.data = Position(**found.facts["position"]), found.facts["data"]
+        self.saved = replace(self.position)
+        return path
+
+    def _newest(self) -> tuple[Path | None, Sealed | None]:
+        assert self.keeper is not None
+        found = self.keeper.newest()
+        return None if found is None else found.path, found
+
+    def listen(self) -> None:
+        """Hear the signals that stop; again, after a framework has put its own handlers in their place."""
+        self._stopper.listen()
+
+    def compare(self, **settings: Any) -> None:
+        """Refuse the checkpoint of another training; an allowed change is an event."""
+        self.identity = stream_identity(self.stream) | settings | self.parts.identity()
+        if saved := self.facts.get("identity"):
+            allow = {*self.allow, *["world_size"] * (self.stream is None)}
+            if saved["seed"] is None and not self.position.epoch_step:  # between two epochs it may become exact
+                allow |= stream_identity(None).keys()
+            assert self.resumed is not None
+            self.resumed.changed |= refuse_changed(self.resumed.path, saved, self.identity, allow)
+
+    def begin(self) -> None:
+        """Put the parts back, with the settings of now where that is allowed; say where the training goes on."""
+        at, resumed = self.position, self.resumed
+        if resumed is not None:
+            if resumed.sealed is not None:
+                self.parts.load(resumed.path)
+                self.parts.take({name: self.identity[name] for name in resumed.changed if name in self.identity})
+                if self.stream is not None:
+                    check_environment(resumed.path, self.facts["environment"])
+            resumed.is_loaded = True
+            self.journal.resume(resumed.path, (at.epoch, at.epoch_step))
+        self.saved = replace(at)
+        if self.stream is not None:
+            for wrapper in self.parts.wrappers() if self.ranks else ():
+                order_sums(wrapper)
+            for model in self.parts.models().values():
+                handle = check_first_forward(model, lambda: self.is_open, self.allow)
+                self.at_end.callback(handle.remove)
+
+    def _read_draws(self, path: Path) -> dict[str, Any]:
+        """Return what this rank had drawn; one that was not there began its epoch as rank 0 did."""
+        own, first = path / self._draws_file, path / "draws.pt"
+        if self.stream is not None or not first.exists():
+            return {}
+        found = load_checkpoint(own if own.exists() else first)
+        return found if own.exists() else {name: value for name, value in found.items() if name != "now"}
+
+    @property
+    def _draws_file(self) -> str:
+        return f"draws-{self.ranks.rank}.pt" if self.ranks is not None and self.ranks.rank else "draws.pt"
+
+    def restore_draws(self) -> None:
+        """Put the random state back to that of the checkpoint, once."""
+        if self.resumed is not None and "now" in self.resumed.drawn:
+            set_rng_state(self.resumed.drawn.pop("now"))
+
+    # --- data
+
+    def loader(self, loader: Any, allow: Collection[str] = (), *, checks: bool = True) -> Any:
+        """Return a loader under keys, checked; without keys it is the same, its workers out of reach of signals."""
+        if self.stream is None:
+            if self.keeper is not None:
+                deaf_workers(getattr(loader, "base_dataloader", loader))
+            return loader
+        if self._made[0] is not loader:
+            made = self.stream.loader(loader)
+            if checks:
+                check_loader(loader, self.allow | {*allow})
+            self._made = (loader, made)
+        return self._made[1]
+
+    def compare_data(self, loader: Any) -> None:
+        """Refuse other data than those of the checkpoint, or of the epoch before."""
+        before, self.data = self.data, data_identity(loader)
+        if self.keeper is not None and before is not None and before != self.data:
+            changed = refuse_changed((self.resumed or self.keeper).path, before, self.data, self.allow)
+            if self.resumed is not None:
+                self.resumed.changed |= changed
+
+    # --- steps
+
+    def beat(self, place: str) -> None:
+        """Say that this rank lives, and what it begins."""
+        if self.keeper is not None:
+            beat(place, self.position.step)
+
+    def begin_step(self) -> None:
+        """Seed what the model draws in the next step, if none is open."""
+        if self.stream is not None and not self.is_open:
+            self.stream.step(self.position.step)
+        self.beat("microbatch")
+
+    def stepped(self, loss: Any = None, num_steps: int = 0, device: Any = None) -> Due:
+        """Count a step, and hear what all ranks ask for. ``num_steps``: those of the epoch, as far as is known."""
+        at, self.is_open = self.position, False
+        at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
+        where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": max(num_steps, at.epoch_step)}
+        self.journal.step(where, loss, device)
+        return self.meet()
+
+    def meet(self) -> Due:
+        """Hear after a step what all ranks ask for."""
+        step, every = self.position.step, self.every
+        self._stopper.vote(step)
+        return self.due(is_time=every > 0 and step // every > self.saved.step // every)
+
+    def due(self, *, is_time: bool = False) -> Due:
+        """Return what is to be done here: nothing within a step, or where nobody knows how the data go on."""
+        batch, course = self.position.batch, self.course
+        is_lost = course is not None and batch > 0 and course.at(batch).get("source", 0) is None
+        if self.keeper is None or self.is_open or is_lost:
+            return Due.NOTHING
+        if self._stopper.noted:
+            return Due.STOP
+        return Due.SAVE if is_time and self.is_unsaved else Due.NOTHING
+
+    def end_epoch(self, numbers: Mapping[str, float]) -> None:
+        """Record the epoch that is over, and begin the next one."""
+        at = self.position
+        self.journal.epoch(at.epoch + 1, numbers, self.journal.pace())
+        self.position, self.resumed = Position(epoch=at.epoch + 1, step=at.step), None
+        if self.course is not None:
+            self.course.draws = {}
+
+    @property
+    def is_unsaved(self) -> bool:
+        return self.position.step > 0 and self.position != self.saved
+
+    # --- checkpoints and stops
+
+    def save(self, write: Callable[[Path], object], **facts: Any) -> None:
+        """Seal what ``write`` leaves in a folder, with the position and these facts; all ranks together."""
+        assert self.keeper is not None
+        at, keeper = self.position, self.keeper
+        path = keeper.begin(at.step)
+        with keeper.writing():
+            write(path)
+            if self.stream is None:
+                began = {} if self.course is None else self.course.at(at.batch)
+                save_checkpoint(path / self._draws_file, {**began, "now": rng_state()})
+        own = {"identity": self.identity, "data": self.data, "position": asdict(at), "environment": environment()}
+        keeper.seal(at.step, {"epoch": at.epoch, **own, **facts})
+        if self.keep:
+            keeper.prune(self.keep)
+        self.saved = replace(at)
+
+    def stop(self, where: str = "") -> NoReturn:
+        """End with exit code 75: nothing was trained since the newest checkpoint."""
+        assert self.keeper is not None
+        at = self.position
+        kept = self.keeper.holds(at.step)
+        raise self._stopper.end(where or f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
+
+
+class Course:
+    """The batches of a loader in its own order, pass by pass; a pass may begin behind some of them.
+
+    It keeps what began the pass, and where a stream was after each of its last batches: a framework fetches ahead.
+
+    Args:
+        parts: Say where a loader's stream is, and how its first batches are left out.
+        runs_forward: Whether a stream that exports no position is read up to where it was.
+    """
+
+    def __init__(self, loader: Any, parts: LoopParts, *, runs_forward: bool = False) -> None:
+        self.loader, self.parts, self.source, self.runs_forward = loader, parts, parts.source(loader), runs_forward
+        #: What began the pass under way.
+        self.draws: dict[str, Any] = {}
+        self._states: dict[int, Any] = {}
+        self._first_state: Any = None
+        self._next: tuple[int, Mapping[str, Any]] = (0, {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "state_dict", "load_state_dict"):  # a framework would keep a position of its own
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def at(self, count: int) -> dict[str, Any]:
+        """Return what begins the pass under way again behind so many batches: a ``source`` of None is not known."""
+        if not self.draws:
+            return {}
+        is_over = self.parts.is_over(self.loader)
+        source = {} if self.source is None else {"source": {} if is_over else self._states.get(count)}
+        return {**self.draws, **source, "is_over": is_over}
+
+    def go_on(self, count: int, draws: Mapping[str, Any]) -> str:
+        """Let the next pass begin behind so many batches; return why that is not exact."""
+        self._next = (count, draws)
+        if draws.get("source") is not None:
+            return GOES_ON
+        if not is_stream(self.loader):
+            return self.parts.order_again(self.loader, draws_again="start" in draws)
+        number, how = count * (getattr(self.loader, "batch_size", None) or 1), "run forward"
+        return f"{number} samples are {how if self.runs_forward else 'seen again'}: no state_dict of them"
+
+    def __iter__(self) -> Iterator[Any]:
+        (count, draws), self._next = self._next, (0, {})
+        loader, source = self.loader, self.source
+        if draws.get("is_over") or (count and count == length_of(loader)):
+            return
+        if "start" in draws:
+            self.draws = {name: draws[name] for name in ("start", "generators")}
+            self.parts.draw_again(loader, draws)
+        else:
+            self.draws = self.parts.draws(loader)
+        is_known = draws.get("source") is not None
+        if is_known:
+            if source is not loader:  # a data set may begin each pass at what it was given last
+                self._first_state = copy.deepcopy(source.state_dict())
+            source.load_state_dict(draws["source"])
+        elif self._first_state is not None:
+            source.load_state_dict(self._first_state)
+            self._first_state = None
+        skips = count and not is_known and (self.runs_forward or not is_stream(loader))
+        batches = iter(self.parts.skip(loader, count) if skips else loader)
+        ahead, self._states = self.parts.look_ahead, {}
+        if source is not None and not ahead:
+            self._states[count] = copy.deepcopy(source.state_dict())
+        for number, batch in enumerate(batches, count + 1):
+            if source is not None:
+                self._states = {key: one for key, one in self._states.items() if key > number + ahead - 4}
+                self._states[number + ahead] = copy.deepcopy(source.state_dict())
+            if source is loader and number == length_of(loader):
+                next(batches, None)  # a framework that counts asks for no more, and a loader may end its pass only then
+            yield batch
