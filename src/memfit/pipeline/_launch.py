@@ -76,21 +76,23 @@ def plan_launch(
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place])
     told = _read_run(order)
-    layout, is_split = _layout(order), nodes > 1 or own.start_with == "srun"
+    gpus, ranks = max(order.gpus_of(one)[0] for one in order.stages), max(map(order.ranks_of, order.stages))
+    layout = Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
+    is_split = nodes > 1 or own.start_with == "srun"
     planned = _largest(order, layout, source)
     watching = Amount(0, "node") if is_split and own.start_with == "srun" else _WATCHING
     memory, memory_why = _memory(settings, planned, watching)
     grace, grace_why = _grace(settings, told)
     time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
-    gpus, allocator = layout.gpus_per_node or 0, settings.memory.cuda_allocator
+    allocator = settings.memory.cuda_allocator
     own_threads = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}  # else `memfit run` sets them
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
         tuple(_rank_words(order) if is_split else _run_words(source, settings, overrides, grace, form)),
         is_split,
-        replace(layout, cpus_per_task=cpus * planned.jobs, gpus_per_node=gpus * planned.jobs),
+        replace(layout, cpus_per_task=cpus * planned.jobs, gpus_per_node=math.ceil(gpus / nodes) * planned.jobs),
         planned.forecast,
         memory,
         memory_why,
@@ -106,13 +108,6 @@ def plan_launch(
     )
     _refuse_secrets(launch)
     return launch
-
-
-def _layout(order: Order) -> Layout:
-    """Return nodes, ranks and GPUs of a node as the config asks for them, of its largest stage."""
-    nodes, gpus = order.settings.slurm.nodes, max(order.gpus_of(stage)[0] for stage in order.stages)
-    ranks = max(map(order.ranks_of, order.stages))
-    return Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
 
 
 def _read_run(order: Order) -> _Earlier:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -124,14 +125,21 @@ def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
         remove_result(manifest)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / ".key", key)  # never again: a full disk would leave it empty, and all checkpoints go
-    for aside in folder.glob(".*.*-*.tmp"):
-        shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+    _remove_asides(folder)
     return folder
+
+
+def _remove_asides(folder: Path, name: str = ".+") -> None:
+    """Remove what kills left of files and folders that were being written."""
+    for aside in folder.iterdir():
+        if re.fullmatch(rf"\.{name}\.\d+-\d+\.tmp", aside.name):
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
 
 def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     """Take over a result of another run: its files as hard links, or copies across file systems; its manifest last."""
     remove_result(target)
+    _remove_asides(target.parent, re.escape(target.stem))
     if source.with_suffix("").is_dir():
         with replacing(target.with_suffix(""), durable=False) as aside:
             shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
