@@ -88,9 +88,9 @@ def column_sizes(
         for name in schema.names:
             found.setdefault(name, ColumnSize(name, schema.field(name).type))
         for batch in one.batches(schema.names) if schema.names else ():
-            for name, column in zip(schema.names, batch.columns, strict=True):
-                decoded[name] += column.nbytes
-                found[name].add(column)
+            for name in schema.names:
+                decoded[name] += batch.column(name).nbytes
+                found[name].add(batch.column(name))
             num_rows += batch.num_rows
         for name, size in _disk_bytes(path, decoded).items():
             found[name].disk_bytes += size
