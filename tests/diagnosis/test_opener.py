@@ -21,7 +21,6 @@ OTHERS = {
     ("diagnosis/_runs.py", "open"),
     ("jobs/_death.py", "read_text"),
     ("jobs/_fork.py", "read_text"),
-    ("jobs/_stop.py", "read_text"),
     ("jobs/_fork.py", "open"),
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),

@@ -379,9 +379,9 @@ def test_a_fork_that_makes_no_progress_is_a_new_interpreter_then(tmp_path):
 
     order = {"attempt": 1, "command": (), "target": "builtins:dict", "arguments": {"x": 9}, "stdin": None, "ranks": 1}
     order |= {"cwd": str(tmp_path), "env": {}, "data_limit_bytes": None}
-    started = spawn(order, tmp_path, Group(), forks=True, patience_seconds=0.5)
-    assert not started.is_forked and Group.path.exists()
-    assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+    pid, is_forked = spawn(order, tmp_path, Group(), forks=True, patience_seconds=0.5)
+    assert not is_forked and Group.path.exists()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert read_json(tmp_path / "result.json") == {"result": {"x": 9}}
 
 

@@ -173,18 +173,11 @@ def _read_running(followed: _Followed) -> None:
     """Read a running job's status from its file, if that has changed, and from its group."""
     wanted_more = followed.status.wants_more  # its shim may not have seen that
     followed.read_status()
-    known = followed.status
-    if wanted_more and not known.wants_more:
-        known = replace(known, wants_more=True)
-    if followed.group is not None and (state := followed.group.state()) is not None:
-        known = replace(
-            known,
-            used_bytes=state.used_bytes,
-            peak_bytes=max(known.peak_bytes, state.used_bytes),
-            stalled=state.stalled,
-            wants_more=known.wants_more or state.stalled,
-        )
-    followed.status = known
+    known, state = followed.status, followed.group.state() if followed.group is not None else None
+    if state is not None:
+        peak_bytes = max(known.peak_bytes, state.used_bytes)
+        known = replace(known, used_bytes=state.used_bytes, peak_bytes=peak_bytes, stalled=state.stalled)
+    followed.status = replace(known, wants_more=wanted_more or known.wants_more or known.stalled)
 
 
 def _settle(folder: Path) -> JobStatus:

@@ -107,7 +107,7 @@ class NodesShim(Shim):
                 return returncode, stopped_by
             self.generation += 1
             self.job = self._make_step(self.job_dir)
-            pid = spawn(self.job, self.job_dir, self.group).pid
+            pid, _ = spawn(self.job, self.job_dir, self.group)
             monitor.note(pid=pid)
 
     def _begins_again(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from memfit.files import write_masked
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with, main
@@ -36,13 +36,6 @@ def become_subreaper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-class Started(NamedTuple):
-    """The process of a job, and whether it was forked from its watcher to call a function."""
-
-    pid: int
-    is_forked: bool
-
-
 def spawn(
     job: Mapping[str, Any],
     job_dir: Path,
@@ -50,11 +43,11 @@ def spawn(
     *,
     forks: bool = False,
     patience_seconds: float = 30.0,
-) -> Started:
+) -> tuple[int, bool]:
     """Start the process of a job (``job.json``) in its group; its program runs when this returns.
 
     With ``forks`` the process of a function is forked from this one, unless it comes to nothing in
-    ``patience_seconds``; then it gets a new interpreter.
+    ``patience_seconds``; then it gets a new interpreter. Return its number, and True if it was forked.
     """
     if job["attempt"] > 1:
         for name in (RESULT, ERROR):
@@ -81,11 +74,11 @@ def spawn(
         if forks:
             pid, has_begun = fork_job(become_function, call, streams, patience_seconds)
             if has_begun:
-                return Started(pid, is_forked=True)
+                return pid, True
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             print("a fork did not come to its function: starting a new interpreter", file=sys.stderr)
-        return Started(fork_program(partial(enter, 0), command, job["env"], streams), is_forked=False)
+        return fork_program(partial(enter, 0), command, job["env"], streams), False
 
 
 def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:

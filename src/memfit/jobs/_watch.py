@@ -33,11 +33,6 @@ _LEFT_BYTES = MIB  # less may be the kernel's lag in counting
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-def _broke_at_once(returncode: int, phase: str | None) -> bool:
-    """Return True if a process crashed, not from memory or a stop, before it did anything: a fork may not suit it."""
-    return -returncode in _CRASHES and phase in (None, "load")
-
-
 class Stop:
     """Why the job is to end, and how soon. By the file, memfit or its user asks; by a signal alone, the platform."""
 
@@ -96,24 +91,25 @@ class Shim:
         while True:
             held = ProcReader().status(os.getpid()) if self.forks else None
             try:
-                process = spawn(self.job, self.job_dir, self.group, forks=self.forks)
+                pid, self.is_forked = spawn(self.job, self.job_dir, self.group, forks=self.forks)
             except OSError as error:
                 cause = f"could not be started: {error.strerror or error} ({error.filename})"
                 return replace(self._not_started("failed", cause, "job"), started=started)
-            self.is_forked = process.is_forked
             monitor = Monitor(
                 self.run_dir,
                 self.job,
-                replace(known, pid=process.pid),
+                replace(known, pid=pid),
                 self.group,
                 first,
                 older,
                 inherited_bytes=held.held if held is not None and self.is_forked else 0,
             )
             monitor.open_series()
-            returncode, stopped_by = self.follow(process.pid, monitor)
+            returncode, stopped_by = self.follow(pid, monitor)
             is_asked = stopped_by is not None or self.stop.since is not None
-            if is_asked or not (self.is_forked and _broke_at_once(returncode, monitor.known.phase)):
+            # One that crashed, not from memory, before it did anything: a fork may not suit it.
+            has_crashed = -returncode in _CRASHES and monitor.known.phase in (None, "load")
+            if is_asked or not (self.is_forked and has_crashed):
                 return self._close(monitor, before, returncode, stopped_by)
             print(f"signal {-returncode} before its first step: starting a new interpreter", file=sys.stderr)
             end_children()

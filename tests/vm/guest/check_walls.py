@@ -125,9 +125,8 @@ def test_an_ordinary_users_supervisor_that_dies_leaves_what_the_next_one_takes_o
     def die():
         walls = Walls.build("again", 256 * MIB)
         walls.grant("a", 32 * MIB)
-        subprocess.Popen(
-            [sys.executable, "-c", TAKE, "64"], preexec_fn=(group := walls.find("a")).enter, start_new_session=True
-        )
+        group = walls.find("a")
+        subprocess.Popen([sys.executable, "-c", TAKE, "64"], preexec_fn=group.enter, start_new_session=True)
         wait_until(lambda: group.state().stalled)
 
     def take_over():
