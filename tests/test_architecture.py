@@ -34,6 +34,7 @@ PATCHED = {
     "systems/tests/finance/test_report.py": {"memfit_workloads.finance._report"},
     "tests/integrations/test_notify.py": {"memfit.integrations._notify"},
     "tests/integrations/test_track.py": {"memfit.integrations._track"},
+    "tests/jobs/test_local.py": {"memfit.jobs._local"},
     "tests/jobs/test_other_hosts.py": {"memfit.jobs._local", "memfit.memory._locks"},
     "tests/jobs/test_slurm.py": {"memfit.jobs._slurm"},
     "tests/jobs/test_warm.py": {"memfit.jobs._fork"},

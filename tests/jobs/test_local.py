@@ -544,6 +544,20 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     assert "has met its limit" in status.cause
 
 
+def test_watchers_of_commands_beside_others_are_forked_or_begin_in_interpreters(run_dir, monkeypatch):
+    backend = LocalBackend(run_dir)
+    submit(backend, sleeper("first"))
+    with monkeypatch.context() as patch:
+        patch.setattr("memfit.jobs._local.start_interpreter", None)
+        submit(backend, python("second", "import os; print(os.environ.get('JE_ARROW_MALLOC_CONF'))"))
+    assert wait_for_end(backend, "second").state == "completed"
+    assert (run_dir.job_dir("second") / "out.log").read_text() == "None\n"  # that is for forked functions
+    backend.close()
+    submit(backend, Job("third", command=("true",)))
+    backend.cancel("first", now=True)
+    assert (wait_for_end(backend, "third").state, wait_for_end(backend, "first").state) == ("completed", "cancelled")
+
+
 def test_a_wait_is_over_when_a_job_has_ended(run_dir, monkeypatch):
     backend, most = LocalBackend(run_dir), 3600.0  # longer than a test may take
     monkeypatch.setattr(backend, "look_seconds", most)

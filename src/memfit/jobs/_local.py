@@ -52,6 +52,7 @@ class LocalBackend(FollowingBackend[_Followed]):
     ) -> None:
         super().__init__(run, grace_seconds)
         self.enforcer, self.parent = walls, parent
+        self._plain: Parent | None = None  # from which the shims of commands are forked that start beside others
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, least_bytes=_LEAST)
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
@@ -101,8 +102,12 @@ class LocalBackend(FollowingBackend[_Followed]):
 
     def _fork_shim(self, job: Job, folder: Path, lock: int) -> int | None:
         """Fork the shim of a job from a process that has imported what it needs; None where that cannot be."""
+        if job.target is None:
+            with contextlib.suppress(OSError):
+                self._plain = self._plain or (Parent.start("", os.environ) if self._live else None)
+            return self._plain.start_shim(folder, lock) if self._plain is not None else None
         parent = self.parent
-        if parent is not None and job.target is not None and parent.takes(child_env(job, self.run)):
+        if parent is not None and parent.takes(child_env(job, self.run)):
             parent.load(uses=job.uses)
             if not parent.refused:
                 if (shim := parent.start_shim(folder, lock)) is not None:
@@ -123,6 +128,11 @@ class LocalBackend(FollowingBackend[_Followed]):
         self.say(f"jobs start in new interpreters: {parent.refused}")
         self.parent = None
         parent.close()
+
+    def close(self) -> None:
+        """End the process from which shims of commands are forked."""
+        if self._plain is not None:
+            self._plain.close()
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in an interpreter of its own; None when no process can be had."""

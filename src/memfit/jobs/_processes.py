@@ -71,7 +71,7 @@ def spawn(
         for stream in _open_streams(job, job_dir):
             streams.append(stream)
             stack.callback(os.close, stream)
-        if forks:
+        if forks and job["target"] is not None:
             pid, has_begun = fork_job(become_function, call, streams, patience_seconds)
             if has_begun:
                 return pid, True

@@ -65,16 +65,16 @@ class Parent:
 
     @classmethod
     def start(cls, target: str, env: Mapping[str, str]) -> Parent | None:
-        """Start one that imports a target's module, with one thread; None where this system has none."""
+        """Start one that imports a target's module, with one thread, or none; None where this system has none."""
         if not is_alive(os.getpid()):  # before Linux 5.3 a fork cannot be followed
             return None
-        env = {**env, **_ONE_THREAD}
+        env = {**env, **(_ONE_THREAD if target else {})}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_IMPORT_SECONDS)
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(ours.close)
             words = ["warm", str(theirs.fileno()), str(os.getpid())]
-            parent = cls(start_interpreter(words, theirs.fileno(), env=env, safe_path=False), ours, env)
+            parent = cls(start_interpreter(words, theirs.fileno(), env=env, safe_path=not target), ours, env)
             stack.pop_all()
         parent.load(target.partition(":")[0])
         return parent
