@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from integrations import bert  # noqa: E402
 from memfit.errors import DamagedError, UsageError  # noqa: E402
-from memfit.integrations.huggingface import MemfitCallback, _choose, exact, stoppable  # noqa: E402
+from memfit.integrations.huggingface import MemfitCallback, choose, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import CheckpointWarning, SealedFolder  # noqa: E402
 
@@ -460,24 +460,24 @@ def test_the_events_are_those_of_memfits_own_trainer(tmp_path, monkeypatch, mode
 
 @pytest.mark.core
 def test_the_newest_checkpoint_is_taken_and_one_without_a_seal_only_when_it_is_named(tmp_path):
-    choose = functools.partial(_choose, path=tmp_path)
+    chosen = functools.partial(choose, path=tmp_path)
     old, middle, new = (tmp_path / f"checkpoint-{step}" for step in (2, 4, 10))
-    assert choose(None) == choose(False) == (None, None)
+    assert chosen(None) == chosen(False) == (None, None)
     old.mkdir()
-    assert choose(True) == choose(str(old)) == (old, None)
+    assert chosen(True) == chosen(str(old)) == (old, None)
     sealed = SealedFolder(tmp_path, "checkpoint-")
     (sealed.begin(4) / "optimizer.pt").touch()
     sealed.seal(4, {"a": 1})
     for named in (None, True, middle):
-        path, found = choose(named)
+        path, found = chosen(named)
         assert (path, found.step, found.facts) == (middle, 4, {"a": 1})
     new.mkdir()
-    assert choose(True) == (new, None)
+    assert chosen(True) == (new, None)
     with pytest.raises(UsageError, match="checkpoint-10 is newer than what memfit has sealed"):
-        choose(None)
+        chosen(None)
     (middle / "optimizer.pt").unlink()
     with pytest.raises(DamagedError, match=r"optimizer.pt is missing"):
-        choose(None)
+        chosen(None)
 
 
 def test_a_named_checkpoint_that_is_not_there_is_the_frameworks_error(tmp_path):

@@ -128,7 +128,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             self._move_last()
             session.position, session.course, session.is_open = Position(), None, False
             memfit.is_begun, self.began = False, time.time()
-            path = session.open(lambda: keeper.lead(lambda: _choose(resume_from_checkpoint, keeper.path)))
+            path = session.open(lambda: keeper.lead(lambda: choose(resume_from_checkpoint, keeper.path)))
             try:
                 return super().train(None if path is None else str(path), *args, **kwargs)
             except StoppedError as error:
@@ -360,7 +360,7 @@ class _Parts(LoopParts):
             trainer._rehearse(loader)
 
 
-def _choose(named: Any, path: Path) -> tuple[Path | None, Sealed | None]:
+def choose(named: Any, path: Path) -> tuple[Path | None, Sealed | None]:
     """Return the checkpoint to go on from, and its seal: the one that is named, or the newest whole one."""
     if named is False:
         return None, None

@@ -147,9 +147,8 @@ class Stop(MemfitCallback):
 
     def _refuse(self, trainer: Any, model: LightningModule) -> None:
         kind, allow, is_exact = type(trainer), self.session.allow, self.session.stream is not None
-        self._refuse_any(
-            {f"the Trainer is that of {kind.__module__}, not of lightning": not isinstance(trainer, Trainer)}
-        )
+        foreign = {f"the Trainer is that of {kind.__module__}, not of lightning": not isinstance(trainer, Trainer)}
+        self._refuse_any(foreign)
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue:
             cluster.auto_requeue = False
@@ -342,10 +341,9 @@ class Stop(MemfitCallback):
             if own:
                 names = ", ".join(type(one).__name__ for one, _ in own)
                 say(f"on_train_epoch_start is called again for the rest of the epoch, of {names}")
-        if self.session.stream is not None and self._is_between_steps(
-            trainer, trainer.fit_loop.epoch_loop.batch_idx + 1
-        ):
-            self.session.stream.step(-1 - trainer.global_step)
+        stream, num_batches = self.session.stream, trainer.fit_loop.epoch_loop.batch_idx + 1
+        if stream is not None and self._is_between_steps(trainer, num_batches):
+            stream.step(-1 - trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         session, means, self._means = self.session, self._means, None
