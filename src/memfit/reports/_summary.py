@@ -26,7 +26,7 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
-from memfit.reports._study import next_steps, study_of, view_trials
+from memfit.reports._study import next_steps, study_of, summarize_study, view_trials
 from memfit.rundir import JobState, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -105,7 +105,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
     if study is not None:
-        yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.state in BAD]))
+        yield from (Note(""), *view_trials(study))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
         yield from view_results(state, width)
@@ -117,6 +117,12 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         names += ["checkpoints"] if state.kind != "commands" else []
         places += (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
     yield Facts([*totals(state, verbose), *places, *(next_steps(state.run, study) if study else ())])
+
+
+def view_study(state: RunState) -> Iterator[Part]:
+    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
+    study = summarize_study(state)
+    yield from (*view_trials(study), *view_failures(state), Note(""), Facts([*next_steps(state.run, study)]))
 
 
 def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
