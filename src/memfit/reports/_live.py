@@ -24,8 +24,8 @@ from memfit.reports._columns import (
     counter_of,
     epochs_done,
     explain_memory,
-    explain_rank,
     short_names,
+    size_text,
     what_it_does,
 )
 from memfit.reports._numbers import format_number, is_number
@@ -317,8 +317,14 @@ def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
     """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
     ranks, none = job.ranks if job.state == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
-        does, *sizes = explain_rank(rank, job)
-        named = dict(zip(("memory", "peak", "reserved"), sizes, strict=True))
-        yield none | {"job": f"  rank {rank['rank']}", "phase": does[:PHASE_COLUMNS], "state": "rank"} | named
+        step = "" if rank.get("step") is None else f" {rank['step']}"
+        node = f" on {rank['node']}" if rank.get("node") else ""
+        sizes = {"memory": size_text(rank["pss_bytes"]), "peak": size_text(rank["peak_bytes"]), "reserved": "-"}
+        if rank["device_bytes"]:
+            sizes["memory"] += f" + {format_bytes(rank['device_bytes'])}"
+        if job.reserved_bytes:
+            sizes["reserved"] = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %"
+        phase = f"{rank['place']}{step}{node}"[:PHASE_COLUMNS]
+        yield none | {"job": f"  rank {rank['rank']}", "phase": phase, "state": "rank"} | sizes
     if len(ranks) > _MOST_RANKS:
         yield none | {"job": f"  and {len(ranks) - _MOST_RANKS} more"}

@@ -44,9 +44,6 @@ h2{font-size:1.1rem;margin:2.2rem 0 .4rem}
 p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
-table:has(th:nth-child(2):last-child){width:auto;min-width:min(100%,22rem)}
-td:nth-child(2):last-child{max-width:none}
-td:first-child:nth-last-child(2){white-space:nowrap}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
