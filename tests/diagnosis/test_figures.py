@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.diagnosis import Figures, Job, list_remedies
+from memfit.diagnosis import Figures, Job, find_shortage, list_remedies
 from reading import look
 
 IN_USE = "Process {pid} has {size:.2f} GiB memory in use. "
@@ -56,6 +56,7 @@ def test_free_memory_above_the_request_is_no_shortage_that_is_proved():
     assert found.arithmetic[0] == "70.00 GiB of 80.00 GiB were free for 133.1 MiB: these figures show no shortage."
     [only] = list_remedies(found)
     assert "find what refused" in only.title
+    assert find_shortage(text.encode()) == ""
 
 
 def test_a_limit_of_the_process_below_the_free_memory_is_named():

@@ -7,6 +7,7 @@ from memfit._lazy import load_lazily
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import diagnose as diagnose
     from memfit.diagnosis._diagnose import diagnose_logs as diagnose_logs
+    from memfit.diagnosis._diagnose import find_shortage as find_shortage
     from memfit.diagnosis._figures import Figures as Figures
     from memfit.diagnosis._find import find_signs as find_signs
     from memfit.diagnosis._fix import Fix as Fix

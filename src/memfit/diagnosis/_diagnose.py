@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from memfit.diagnosis._remedy_table import find_whom
 from memfit.diagnosis._runs import Checkpoint, find_run, judge_checkpoints, names_of, read_text, streams_of
 from memfit.diagnosis._signatures import FOLLOWED, MARK, MEMORY, Sure
 from memfit.diagnosis._signs import Sign
-from memfit.diagnosis._text import Line, Stream
+from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.masking import mask
@@ -119,6 +120,15 @@ def diagnose(
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
     """Return what logs alone say, without the run directory around them."""
     return _diagnose([stream for path in paths for stream in streams_of(path)], Witnesses(), [])
+
+
+def find_shortage(new: bytes) -> str:
+    """Return the line in the newest part of a log that proves a shortage of memory; empty if none does."""
+    streams = read_streams("log", io.BytesIO(new))
+    if not any(sign.meaning.tier == MEMORY for stream in streams for sign in find_signs(stream)):
+        return ""
+    found = _diagnose(streams, Witnesses(), [])
+    return found.evidence[0].text if found.oom and found.confidence == "proved" and found.evidence else ""
 
 
 def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkpoint]) -> Diagnosis:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from memfit.files import fits
+from memfit.files import fits, open_own
 from memfit.memory import Budget
 from memfit.reports._columns import (
     BAD,
@@ -42,6 +42,7 @@ _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
 _MOST_RANKS = 8  # more ranks of one job are counted
 _REFRESH_SECONDS = 0.5
+_MOST_NEW_BYTES = 1 << 16  # what is read of a log at one look
 #: Where there is no table, a line says what goes on after so long a silence; the next after twice as long, up to this.
 _SILENCE_SECONDS, _MOST_SILENCE_SECONDS = 10.0, 60.0
 _MOST_TOLD = 3  # of more running jobs such a line names the first ones
@@ -65,7 +66,9 @@ class LiveRun:
         self.reader: Reader | None = None
         self._live: Live | None = None
         self._next = 0.0
-        self._epochs_seen: dict[str, float] = {}  # when growth was looked for; infinite once it was said
+        self._read: dict[Path, int] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._epochs_seen: dict[str, int] = {}
         self._waits_for = ""
         self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
@@ -89,7 +92,7 @@ class LiveRun:
         events, state = reader.read(), _with_forecasts(reader.state())
         study = study_of(state)
         self._print_lines(events, state)
-        self._print_growth(state)
+        self._print_warnings(state)
         headline = study.headline() if study else ""
         if self._live is not None:
             room, width = read_room(state, here=self.here), self.console.width
@@ -114,18 +117,39 @@ class LiveRun:
         self._say(f"{_stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
 
-    def _print_growth(self, state: RunState) -> None:
-        """Print once that the memory of a running job grows from epoch to epoch."""
+    def _print_warnings(self, state: RunState) -> None:
+        """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
         limit = state.budget.get("binding", {}).get("limit_bytes", 0)
         for job in state.running:
-            seen = self._epochs_seen.get(job.id, 0)
-            if len(job.epoch_ends) > max(5, 1.1 * seen):
-                self._epochs_seen[job.id] = len(job.epoch_ends)
-                from memfit.diagnosis import explain_growth  # its tables take long to load
+            folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
+            if new := self._new_of(folder / "err.log"):
+                from memfit.diagnosis import find_shortage  # most jobs say nothing, and its table takes long to load
 
-                if grown := explain_growth(state.run.job_dir(job.id), job.epoch_ends, limit):
-                    self._epochs_seen[job.id] = math.inf
+                line = find_shortage(new)
+                if line and (job.id, line) not in self._said:
+                    self._said.add((job.id, line))
+                    self._say(f"{_stamp(time.time())}  {job.name} says: {line}", "red")
+            if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
+                self._epochs_seen[job.id] = len(ends)
+                from memfit.diagnosis import explain_growth
+
+                if grown := explain_growth(folder, ends, limit):
+                    self._said.add((job.id, "grows"))
                     self._say(f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
+
+    def _new_of(self, log: Path) -> bytes:
+        """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
+        try:
+            size = log.stat().st_size
+            seen = self._read.setdefault(log, 0 if self.here else size)
+            self._read[log] = size
+            if size <= seen:
+                return b""
+            with open_own(log) as file:
+                file.seek(max(seen, size - _MOST_NEW_BYTES))
+                return file.read(_MOST_NEW_BYTES)
+        except OSError:
+            return b""
 
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
