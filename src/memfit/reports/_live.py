@@ -182,11 +182,12 @@ class LiveRun:
 
 
 def _with_forecasts(state: RunState) -> RunState:
-    """Return the state with an end for each running job whose log alone says how far its first attempt is."""
+    """Return the state with an end for each running job whose log alone says how far it is, in all its attempts."""
     jobs = dict(state.jobs)
     for job in state.running:
-        if job.eta_seconds is None and job.pid and job.attempt == 1 and (found := counter_of(job, state.run)).share:
-            left = seconds_left((job.started or found.time, 0.0), (found.time, found.share), 1.0, state.now)
+        if job.eta_seconds is None and job.pid and (found := counter_of(job, state.run)).share:
+            began = (job.started or found.time) - job.earlier_seconds
+            left = seconds_left((began, 0.0), (found.time, found.share), 1.0, state.now)
             jobs[job.id] = replace(job, eta_seconds=left)
     return replace(state, jobs=jobs)
 
