@@ -109,7 +109,6 @@ def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfi
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["map", "--param", "a=1", "--", "ls"], "did you mean memfit run --param"),
         (["status"], "did you mean memfit ps?"),
         (["list"], "did you mean memfit ps?"),
         (["logs", "demo"], "did you mean memfit watch?"),
@@ -123,10 +122,7 @@ def test_the_help_fits_a_screen_and_ends_with_settings_that_a_config_takes(memfi
             ["run", "--timeout", "1h", "--", "ls"],
             "did you mean -- timeout 1h python train.py; on Slurm: --set slurm.time=",
         ),
-        (["run", "--param-file", "grid.csv", "--", "ls", "{a}"], "did you mean --param?"),
         (["tune", "-n", "2"], "see memfit tune --help"),
-        (["budget", "--limit", "8GiB"], "did you mean MEMFIT_MEMORY__LIMIT=8GiB before memfit?"),
-        (["doctor", "--threads", "4"], "did you mean MEMFIT_THREADS_PER_JOB=4 before memfit?"),
     ],
 )
 def test_what_people_type_is_answered_with_ours(memfit, words, remedy):

@@ -69,7 +69,7 @@ def test_one_of_many_that_is_larger_than_the_limit_ends_so_and_the_others_comple
     found = json.loads(done.out)
     assert (done.exit_code, found["state"]) == (4, "failed")
     assert [job["state"] for job in found["jobs"]] == ["completed", "out_of_memory", "completed"]
-    assert found["counts"] == {"completed": 2, "out_of_memory": 1}
+    assert (found["kills"]["num_killed"], found["counts"]) == (1, {"completed": 2, "out_of_memory": 1})
     cause = check_all_say_so(memfit, Path(found["run"]), "cmd_0002")
     assert found["jobs"][1]["cause"] == cause and cause in done.err and "another run" not in done.err
 

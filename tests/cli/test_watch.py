@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -76,7 +75,7 @@ def test_interrupting_a_watcher_leaves_the_run_and_without_a_supervisor_its_jobs
 
 
 @pytest.mark.slow
-def test_on_a_terminal_it_shows_jobs_phases_the_budget_bar_and_pressure(tmp_path):
+def test_on_a_terminal_it_shows_jobs_phases_and_the_budget_bar(tmp_path):
     with running(tmp_path, folds="1..3", at_once=2) as (process, run):
         pid, terminal = pty.fork()
         if pid == 0:
@@ -99,8 +98,6 @@ def test_on_a_terminal_it_shows_jobs_phases_the_budget_bar_and_pressure(tmp_path
             return all(text in shown for text in wanted)
 
         wait_until(has_seen_all)
-        if Path("/proc/pressure/memory").exists():
-            assert b"memory pressure" in shown
         os.write(terminal, b"\x03")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
         os.close(terminal)

@@ -25,7 +25,6 @@ OTHERS = {
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),
     ("jobs/_nodes.py", "open"),
-    ("reports/_live.py", "read_text"),
 }
 
 

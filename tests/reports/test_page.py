@@ -184,12 +184,3 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme
     assert bars in seen, "the bars of the jobs"
     assert len(seen) > 50, "texts and charts, not an empty page"
     assert (corner > 128) == (theme == "light")
-
-
-def test_a_trial_that_is_far_off_does_not_flatten_the_bars(study) -> None:
-    run = study.begin(direction="minimize")
-    for number, value in enumerate([0.5, 0.4, 0.45, 1e6]):
-        study.trial(number, value=value)
-    text = write_page(run, study.path / "report.html").read_text()
-    shares = [float(part.partition('"')[0]) for part in text.split('<meter value="')[1:]]
-    assert shares == [pytest.approx(0.333, abs=0.001), 1.0, pytest.approx(0.667, abs=0.001), 0.0]

@@ -106,7 +106,8 @@ def test_a_run_lives_while_a_watcher_holds_a_jobs_lock(host, tmp_path):
         (found,) = list_runs(claims=tmp_path / "claims")
         # The other says that it runs, but its watcher is dead.
         assert [row.id for row in found.running] == ["cmd_0001"]
-        assert (found.supervisor, found.used_bytes, found.reserved_bytes) == (None, 7, 7)
+        told = found.to_dict()
+        assert (found.supervisor, told["used_bytes"], told["reserved_bytes"]) == (None, 7, 7)
         assert (liveness(run).is_live, liveness(run).is_supervised) == (True, False)
     assert list_runs(claims=tmp_path / "claims") == []
     assert not liveness(run).is_live

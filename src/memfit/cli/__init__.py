@@ -56,12 +56,7 @@ _MEANT = {
     **dict.fromkeys(("logs", "log", "tail", "top"), "memfit watch"),
     **dict.fromkeys(("kill", "cancel"), "memfit stop"),
     "help": "memfit --help",
-    "map": "memfit run --param fold=1..5 -- COMMAND",
     **dict.fromkeys(("--jobs", "-j", "-n", "--n-jobs", "--parallel"), "--max-parallel"),
-    **dict.fromkeys(("--param-file", "--grid"), "--param"),
-    "--threads": "MEMFIT_THREADS_PER_JOB=4 before memfit",
-    "--limit": "MEMFIT_MEMORY__LIMIT=8GiB before memfit",
-    "--reserve": "MEMFIT_MEMORY__RESERVE=1GiB before memfit",
     "--timeout": "-- timeout 1h python train.py; on Slurm: --set slurm.time=01:00:00",
 }
 

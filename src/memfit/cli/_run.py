@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -25,7 +26,7 @@ from memfit.files import open_own, write_json
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
-from memfit.reports import LiveRun, summarize, to_text, view_summary
+from memfit.reports import LiveRun, summarize, view_summary
 from memfit.rundir import Reader, RunDir
 
 R = TypeVar("R")
@@ -151,12 +152,10 @@ def show_run(start: Callable[..., RunResult], output: Output, echo: _Echo | None
     reader.read()
     state = reader.state()
     found = summarize(state) if output.as_json else {}
-    parts = () if output.as_json else view_summary(state, log.width, verbose=output.verbose)
+    parts = chain(view_summary(state, log.width, verbose=output.verbose), (result.canary or {}).get("text", ()))
     answer(found | ({"canary": result.canary} if result.canary else {}), output.as_json, parts, log)
-    if not output.as_json:
-        to_text(result.canary["text"] if result.canary else (), log)
-        if result.exit_code == StoppedError.exit_code:
-            log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
+    if result.exit_code == StoppedError.exit_code and not output.as_json:
+        log.say(f"\nstopped; {how_to_go_on(RunDir(result.path), [*result.statuses.values()])}")
     raise typer.Exit(code)
 
 

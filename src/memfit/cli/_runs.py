@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +11,13 @@ from typing import Annotated
 import typer
 
 from memfit.cli._settings import Output, with_flags
-from memfit.cli._terminal import AsJson, RunName, answer, console, how_to_go_on
+from memfit.cli._terminal import AsJson, RunName, answer, console, heartbeat, how_to_go_on
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
 from memfit.reports import LiveRun, find_run, find_target, list_runs, view_runs
 from memfit.rundir import liveness, show_state
-from memfit.units import format_duration
 
-_STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
+_STEP_SECONDS = 0.2
 
 
 def watch(
@@ -103,19 +100,10 @@ def stop(
     """
     found, log = find_target(target), console()
     name = f"{found.run.path}/{found.job_id}" if found.job_id else str(found.run.path)
-    began = told = time.monotonic()
-
-    def on_tick(left: Sequence[str]) -> None:
-        nonlocal told
-        if time.monotonic() - told < _TELL_SECONDS:
-            return
-        told = time.monotonic()
-        jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
-        log.say(f"waiting for {jobs} ({format_duration(told - began)})")
-
     was_live = liveness(found.run).is_live
     try:
-        ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
+        with heartbeat(f"waiting for {name}"):
+            ended = stop_run(found.run, found.job_id, now=now)
     except KeyboardInterrupt:
         log.say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
         raise typer.Exit(InterruptedRunError.exit_code) from None

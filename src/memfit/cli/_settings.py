@@ -45,7 +45,7 @@ class Output:
     """How a run is shown."""
 
     quiet: bool = flag("Print only failures and the summary.", None, "", "--quiet", "-q")
-    verbose: bool = flag("Also show waits, forecasts, epochs.")
+    verbose: bool = flag("Also show waits, forecasts, OOM kills, epochs.")
     as_json: AsJson = False
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memfit.files import fits, open_own
 from memfit.reports._numbers import or_dash
@@ -68,15 +68,6 @@ def cells_of(job: JobState, run: RunDir) -> dict[str, str]:
     phase = what_it_does(job, run)[:PHASE_COLUMNS] if state == "running" else show_state(state)
     time = or_dash(job.seconds, partial(format_duration, short=True))
     return {name: column.text(job) for name, column in COLUMNS.items()} | {"phase": phase, "time": time, "state": state}
-
-
-def explain_rank(rank: Mapping[str, Any], job: JobState) -> list[str]:
-    """Return what a rank does and where, what it holds, its peak, and which part of its job's reservation that is."""
-    held = size_text(rank["pss_bytes"]) + (f" + {format_bytes(rank['device_bytes'])}" if rank["device_bytes"] else "")
-    does = rank["place"] if rank.get("step") is None else f"{rank['place']} {rank['step']}"
-    does += f" on {rank['node']}" if rank.get("node") else ""
-    share = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %" if job.reserved_bytes else "-"
-    return [does, held, size_text(rank["peak_bytes"]), share]
 
 
 def epochs_done(job: JobState) -> str:

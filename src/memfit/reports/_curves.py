@@ -142,19 +142,19 @@ def _read_logs(run: RunDir, job: str) -> dict[str, float]:
 
 def draw_machine(series: Sequence[Sequence[Sample]], start: float, seconds: float, num_points: int) -> Iterator[str]:
     """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
-    over_time = partial(_over_time, series, start, seconds / num_points or 1.0, num_points)
-    devices = sorted({uuid for samples in series for sample in samples for uuid in sample.device_bytes})
-    held = {f"GPU {at}": partial(_held, uuid) for at, uuid in enumerate(devices)}
-    cores, disk = ({"all jobs": partial(_growth, name)} for name in ("cpu_seconds", "disk_bytes"))
-    for title, figures, text, ticks in (
-        ("CPU: cores that the jobs kept busy", cores, "{:.2f}".format, number_ticks),
-        ("Disk: read and written per second", disk, lambda value: f"{_size(value)}/s", byte_ticks),
-        ("GPU: memory that the jobs hold", held, _size, byte_ticks),
+    for title, figure, text, ticks in (
+        ("CPU: cores that the jobs kept busy", partial(_rate, "cpu_seconds"), "{:.2f}".format, number_ticks),
+        (
+            "Disk: read and written per second",
+            partial(_rate, "disk_bytes"),
+            lambda one: f"{_size(one)}/s",
+            byte_ticks,
+        ),
+        ("GPU: memory that the jobs hold", lambda one, _: float(sum(one.device_bytes.values())), _size, byte_ticks),
     ):
-        found = {name: over_time(figure) for name, figure in figures.items()}
-        lines = [Line(name, COLOURS[at % _MOST_COLOURS], own) for at, (name, own) in enumerate(found.items())]
-        if any(value for own in found.values() for _, value in own):
-            yield draw_lines(lines, title, seconds=seconds, y_text=text, ticks=ticks)
+        points = _over_time(series, start, seconds / num_points or 1.0, num_points, figure)
+        if any(value for _, value in points):
+            yield draw_lines([Line("all jobs", COLOURS[0], points)], title, seconds=seconds, y_text=text, ticks=ticks)
 
 
 def _over_time(
@@ -174,12 +174,8 @@ def _over_time(
     return [((at + 0.5) * step, value) for at, value in enumerate(sums)]
 
 
-def _growth(name: str, before: Sample, after: Sample) -> float:
+def _rate(name: str, before: Sample, after: Sample) -> float:
     return float(getattr(after, name) - getattr(before, name)) / max(after.time - before.time, 1e-9)
-
-
-def _held(uuid: str, before: Sample, _: Sample) -> float:
-    return float(before.device_bytes.get(uuid, 0))
 
 
 def _is_sane(value: object) -> bool:

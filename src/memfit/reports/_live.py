@@ -24,8 +24,8 @@ from memfit.reports._columns import (
     counter_of,
     epochs_done,
     explain_memory,
-    explain_rank,
     short_names,
+    size_text,
     what_it_does,
 )
 from memfit.reports._numbers import format_number, is_number
@@ -182,11 +182,12 @@ class LiveRun:
 
 
 def _with_forecasts(state: RunState) -> RunState:
-    """Return the state with an end for each running job whose log alone says how far its first attempt is."""
+    """Return the state with an end for each running job whose log alone says how far it is, in all its attempts."""
     jobs = dict(state.jobs)
     for job in state.running:
-        if job.eta_seconds is None and job.pid and job.attempt == 1 and (found := counter_of(job, state.run)).share:
-            left = seconds_left((job.started or found.time, 0.0), (found.time, found.share), 1.0, state.now)
+        if job.eta_seconds is None and job.pid and (found := counter_of(job, state.run)).share:
+            began = (job.started or found.time) - job.earlier_seconds
+            left = seconds_left((began, 0.0), (found.time, found.share), 1.0, state.now)
             jobs[job.id] = replace(job, eta_seconds=left)
     return replace(state, jobs=jobs)
 
@@ -341,8 +342,14 @@ def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
     """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
     ranks, none = job.ranks if job.shown == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
-        does, *sizes = explain_rank(rank, job)
-        named = dict(zip(("memory", "peak", "reserved"), sizes, strict=True))
-        yield none | {"job": f"  rank {rank['rank']}", "phase": does[:PHASE_COLUMNS], "state": "rank"} | named
+        step = "" if rank.get("step") is None else f" {rank['step']}"
+        node = f" on {rank['node']}" if rank.get("node") else ""
+        sizes = {"memory": size_text(rank["pss_bytes"]), "peak": size_text(rank["peak_bytes"]), "reserved": "-"}
+        if rank["device_bytes"]:
+            sizes["memory"] += f" + {format_bytes(rank['device_bytes'])}"
+        if job.reserved_bytes:
+            sizes["reserved"] = f"{100 * rank['peak_bytes'] / job.reserved_bytes:.0f} %"
+        phase = f"{rank['place']}{step}{node}"[:PHASE_COLUMNS]
+        yield none | {"job": f"  rank {rank['rank']}", "phase": phase, "state": "rank"} | sizes
     if len(ranks) > _MOST_RANKS:
         yield none | {"job": f"  and {len(ranks) - _MOST_RANKS} more"}

@@ -18,7 +18,7 @@ from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
-from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_rank, size_text
+from memfit.reports._columns import BAD, COLUMNS, columns_of, size_text
 from memfit.reports._compare import read_settings
 from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
@@ -44,9 +44,6 @@ h2{font-size:1.1rem;margin:2.2rem 0 .4rem}
 p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
-table:has(th:nth-child(2):last-child){width:auto;min-width:min(100%,22rem)}
-td:nth-child(2):last-child{max-width:none}
-td:first-child:nth-last-child(2){white-space:nowrap}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
@@ -143,7 +140,6 @@ def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     yield "Memory over time", _memory(seen)
     yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
     yield "Jobs", _jobs(seen)
-    yield "Ranks", _ranks(seen)
     yield "What failed", view_failures(state, here=False)
     yield "Settings", _settings(seen)
 
@@ -248,13 +244,3 @@ def _bar(job: JobState, seen: _Seen) -> Bar:
     note += f", attempt {job.attempt}" if job.attempt > 1 else ""
     note += f" after {format_duration(job.earlier_seconds, short=True)}" if job.earlier_seconds else ""
     return Bar(job.name, parts, note, job.shown in BAD)
-
-
-def _ranks(seen: _Seen) -> Iterator[Part]:
-    """Yield a table of the ranks of jobs of several."""
-    rows = list[list[Cell]]()
-    for job in [job for job in seen.state.jobs.values() if job.ranks][:_MOST_TOLD]:
-        rows += [[job.name, str(rank["rank"]), *explain_rank(rank, job)] for rank in job.ranks]
-    if rows:
-        headings = ("job", "rank", "last at", "memory", "peak", "of the reservation")
-        yield Table(headings, rows, headings[:3], "ranks")

@@ -35,16 +35,6 @@ class Overview:
         """Whether it has a supervisor, or jobs that go on without one."""
         return self.supervisor is not None or bool(self.running)
 
-    @property
-    def used_bytes(self) -> int:
-        """What its jobs use now."""
-        return sum(row.used_bytes for row in self.running)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What its jobs have reserved; what one uses beyond that counts too."""
-        return sum(max(row.reserved_bytes or 0, row.used_bytes) for row in self.running)
-
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; every size is in bytes."""
         return {
@@ -52,8 +42,9 @@ class Overview:
             "supervisor": self.supervisor,
             "state": self.state,
             "counts": dict(self.counts),
-            "used_bytes": self.used_bytes,
-            "reserved_bytes": self.reserved_bytes,
+            "used_bytes": sum(row.used_bytes for row in self.running),
+            # What one uses beyond its reservation counts too.
+            "reserved_bytes": sum(max(row.reserved_bytes or 0, row.used_bytes) for row in self.running),
             "problem": self.problem,
             "jobs": [row.to_row() for row in self.running],
         }
@@ -182,8 +173,8 @@ def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
             text = one.problem
         elif one.is_live:
             who = "none (its jobs go on; memfit resume)" if one.supervisor is None else str(one.supervisor)
-            held = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
-            text = f"supervisor {who}; {counts}; {held}"
+            used, reserved = (format_bytes(one.to_dict()[name]) for name in ("used_bytes", "reserved_bytes"))
+            text = f"supervisor {who}; {counts}; {used} used of {reserved} reserved"
         else:
             text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
         headings, lines = columns_of("ps"), [cells_of(row, one.run) for row in one.running]

@@ -6,15 +6,15 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.reports._columns import size_text
 from memfit.reports._numbers import format_number, or_dash, rate_of, short_path
-from memfit.reports._parts import Cell, Facts, Note, Part, Table
+from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.rundir import RunDir, RunState, finite, liveness
-from memfit.units import format_duration, list_some
+from memfit.units import format_duration
 
 if TYPE_CHECKING:
     from memfit.tuning import Trial
@@ -186,24 +186,15 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{first['why']} ({first['trial']})"
 
 
-def view_study(state: RunState) -> Iterator[Part]:
-    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
-    summary = summarize_study(state)
-    yield from (*view_trials(summary), Note(""), Facts([*next_steps(state.run, summary)]))
-
-
-def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:
-    """Yield the summary of a study; the failures of the jobs in ``told`` are left out.
-
-    A page has the ``whole``: all trials with their settings and causes, in place of the best and of each cause once.
-    """
+def view_trials(summary: Mapping[str, Any], *, whole: bool = False) -> Iterator[Part]:
+    """Yield the summary of a study; a page has the ``whole``: all trials with their settings, in place of the best."""
     yield Facts([*_facts(summary)])
     yield from _trials(summary, whole)
-    yield from () if whole else _failures([one for one in summary["failures"] if one["job"] not in told])
     differs = summary["differs"] if whole else summary["differs"][:_MOST_ROWS]
     for at, one in enumerate(differs):
         yield Note(("" if at else "\nA rerun may end otherwise:\n") + f"  {one['trial']}: {one['why']}")
-    yield from _more(0 if whole else len(summary["differs"]))
+    if left := len(summary["differs"]) - len(differs):
+        yield f"and {left} more; --json lists all"
 
 
 def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
@@ -216,43 +207,20 @@ def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
         trials = sorted(done, key=lambda one: sign * one["value"])[:_MOST_ROWS]
     if not trials:
         return
+    has_why = any(one["cause"] for one in trials)
     sizes = {"peak": "peak_bytes", "device peak": "device_peak_bytes"}
     sizes = {name: key for name, key in sizes.items() if any(one[key] for one in trials)}
     names = dict.fromkeys(name for one in trials for name, _ in _explain_params(one["params"])) if whole else {}
-    best = summary["best"]
-    reach = 2 * abs(best["value"] - statistics.median(one["value"] for one in done)) if best and done else 0.0
-    rows = list[list[Cell]]()
+    rows = []
     for one in trials:
-        text, params = or_dash(one["value"], format_number), dict(_explain_params(one["params"]))
-        is_ranked = best is not None and one["value"] is not None  # its bar is whole for the best, half for the median
-        value: Cell = (text, max(0.0, 1 - abs(best["value"] - one["value"]) / (reach or 1.0))) if is_ranked else text
+        value, params = or_dash(one["value"], format_number), dict(_explain_params(one["params"]))
         time, peaks = or_dash(one["seconds"] or None, format_duration), [size_text(one[key]) for key in sizes.values()]
-        more = [*(params.get(name, "-") for name in names), *[one["cause"]] * whole]
+        more = [*(params.get(name, "-") for name in names), *[one["cause"]] * has_why]
         rows.append([one["trial"], one["state"], value, time, *peaks, *more])
-    headings = ("trial", "state", summary["number"], "time", *sizes, *names, *["why"] * whole)
-    yield from (Note(""), Table(headings, rows, ("trial", "state", "why"), "trials"))
+    headings = ("trial", "state", summary["number"], "time", *sizes, *names, *["why"] * has_why)
+    yield from (Note(""), Table(headings, rows, ("trial", "state", "why"), "trials", fold=("why",)))
     if is_cut:
         yield Note(f"the best {len(trials)} of {len(done)} that completed; memfit report shows all")
-
-
-def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
-    """Yield each cause of failure once, with the trials that failed alike."""
-    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for one in failures:
-        alike.setdefault((one["state"], one["cause"]), []).append(one)
-    for (state, cause), (first, *others) in list(alike.items())[:_MOST_ROWS]:
-        kind = f" ({first['kind']})" if first["kind"] not in ("", state) else ""
-        yield Note(f"\n{first['trial']} {state}{kind}: {cause}", "red")
-        if others:
-            yield Note(f"  the same: {list_some([one['trial'] for one in others], 4)}")
-        if first["command"]:
-            yield Note(f"  {first['command']}")
-    yield from _more(len(alike))
-
-
-def _more(num: int) -> Iterator[Part]:
-    if num > _MOST_ROWS:
-        yield Note(f"and {num - _MOST_ROWS} more; --json lists all")
 
 
 def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

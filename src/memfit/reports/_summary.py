@@ -7,10 +7,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from memfit.files import fits
+from memfit.errors import MemfitError
+from memfit.files import fits, read_json
 from memfit.memory import Footprint
 from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_memory, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
@@ -25,11 +27,12 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
-from memfit.reports._study import next_steps, study_of, view_trials
-from memfit.rundir import JobState, RunState, StageState, finite, show_state
+from memfit.reports._study import next_steps, study_of, summarize_study, view_trials
+from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
 _MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
+_MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 _REPEATED = frozenset({"fold", "seed"})  # parameters that repeat a training: a mean over them says something
@@ -63,6 +66,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "waited_seconds": dict(state.waits),
         "host_cpu": dict(state.cpu),
         "jobs": [_job(state, job) | {"reported": reported.get(job.id, {})} for job in jobs],
+        "kills": _count_kills(state.run),
         "forecast_error": _forecast_error(jobs),
     }
     return dict(finite(found)) | ({"study": study.summarize()} if (study := study_of(state)) else {})
@@ -104,7 +108,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
     if study is not None:
-        yield from (Note(""), *view_trials(study, told=[row.id for row in state.jobs.values() if row.shown in BAD]))
+        yield from (Note(""), *view_trials(study))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
         yield from view_results(state, width)
@@ -116,6 +120,12 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         names += ["checkpoints"] if state.kind != "commands" else []
         places += (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
     yield Facts([*totals(state, verbose), *places, *(next_steps(state.run, study) if study else ())])
+
+
+def view_study(state: RunState) -> Iterator[Part]:
+    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
+    study = summarize_study(state)
+    yield from (*view_trials(study), *view_failures(state), Note(""), Facts([*next_steps(state.run, study)]))
 
 
 def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
@@ -259,13 +269,22 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         if warm and state.warm_bytes is not None:
             where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
             yield "start", f"{warm} of {len(rows)} were forked from {where}"
-        if error := _forecast_error([*state.jobs.values()]):
-            share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
-            of = f"(median of {format_count(error['num'], 'job')})"
-            yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
+        yield from _record(state)
     for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):
             yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
+
+
+def _record(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield how exact the forecasts were, and how many jobs ran out of memory, if any did."""
+    if error := _forecast_error([*state.jobs.values()]):
+        share, side = abs(100 * error["median"]), "above" if error["median"] >= 0 else "below"
+        of = f"(median of {format_count(error['num'], 'job')})"
+        yield "forecast", f"{share:.0f} % {side} the peaks {of}; too small: {error['num_under']}"
+    if (kills := _count_kills(state.run))["num_killed"]:
+        runs = format_count(kills["num_runs"], "run of this experiment")
+        of = f"of {format_count(kills['num_jobs'], 'job')} in {runs} ended out of memory"
+        yield "OOM kills", f"{kills['num_killed']} {of}"
 
 
 def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
@@ -283,6 +302,17 @@ def _bounds(state: RunState) -> Iterator[tuple[str, str]]:
         words.append(f"{100 * state.cpu['disk']:.0f} % idle for a disk")
     if words:
         yield "waits", ", ".join([f"{ran / wall:.1f} at once on average", *words])
+
+
+def _count_kills(run: RunDir) -> dict[str, Any]:
+    """Count the jobs that ended out of memory, over the newest runs of this experiment that have ended."""
+    ended: list[list[str]] = []
+    for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
+        with suppress(MemfitError):
+            jobs = (read_json(other.path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
+            ended.append([job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")])
+    states = [state for run_states in ended for state in run_states]
+    return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
 
 
 def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
