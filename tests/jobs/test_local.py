@@ -549,9 +549,8 @@ def test_watchers_of_commands_beside_others_are_forked_or_begin_in_interpreters(
     submit(backend, sleeper("first"))
     with monkeypatch.context() as patch:
         patch.setattr("memfit.jobs._local.start_interpreter", None)
-        submit(backend, python("second", "import os; print(os.environ.get('JE_ARROW_MALLOC_CONF'))"))
+        submit(backend, Job("second", command=("true",)))
     assert wait_for_end(backend, "second").state == "completed"
-    assert (run_dir.job_dir("second") / "out.log").read_text() == "None\n"  # that is for forked functions
     backend.close()
     submit(backend, Job("third", command=("true",)))
     backend.cancel("first", now=True)
