@@ -291,7 +291,7 @@ class SimBackend:
         self.jobs, self.now, self.has_walls, self.ground = jobs, 0.0, has_walls, ground
         ground.backends.append(self)
         self.enforcer: Enforcer | None = self if has_walls else None
-        self.traits = Traits(queues_jobs=False, enforces_memory=not has_walls, least_bytes=LEAST_MIB * MIB)
+        self.traits = Traits(enforces_memory=not has_walls, least_bytes=LEAST_MIB * MIB)
         self.peak_bytes = self.num_early = self.num_restarts = 0
         self.lost_seconds = 0.0
         self._cap: int | None = None

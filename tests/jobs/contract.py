@@ -105,7 +105,7 @@ class FakeBackend:
         'completed'
     """
 
-    traits = Traits(queues_jobs=True, enforces_memory=False)
+    traits = Traits(enforces_memory=False, is_cluster=True)
 
     def __init__(self, scripts: Mapping[str, FakeJob]) -> None:
         self.enforcer = self

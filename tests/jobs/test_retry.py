@@ -22,7 +22,7 @@ ALONE = {HOST: 1000 * MIB, DEVICE: 800 * MIB}
 BESIDE = {"now": {HOST: 50 * MIB, DEVICE: 800 * MIB}, "held": HeldByOthers(700 * MIB, 2, 250 * MIB), "had": {}}
 WHO = "2 other runs of memfit hold 700.0 MiB and processes that are not memfit's hold 250.0 MiB"
 
-HERE = Traits(queues_jobs=False, enforces_memory=False, least_bytes=16 * MIB)
+HERE = Traits(enforces_memory=False, least_bytes=16 * MIB)
 OF_END = {name for name in End.__dataclass_fields__ if name != "status"}
 
 

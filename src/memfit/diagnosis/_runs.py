@@ -282,8 +282,8 @@ def _place_of(job: JobState) -> dict[str, Any]:
 
 
 def _limit_of(evidence: Mapping[str, Any], job: JobState | None, state: RunState | None) -> int | None:
-    """What a job was held to: its cgroup's limit, that of its data, or what Slurm was asked for."""
-    asked = job.reserved_bytes if job and state and state.budget.get("backend") == "slurm" else None
+    """What a job was held to: its cgroup's limit, that of its data, or what its queue was asked for."""
+    asked = job.reserved_bytes if job and state and state.budget.get("backend") else None
     return evidence.get("wall_bytes") or evidence.get("data_limit_bytes") or asked
 
 
@@ -326,8 +326,8 @@ def _judge(record: Mapping[str, Any], evidence: Mapping[str, Any], counts: Seque
         ended = "hang" if code == PeerFailedError.exit_code else "own_exception" if is_own else "exit_status"
         name = "killed" if code == _SIGKILL else ended if state == "failed" else ""
         return _STATES.get(state, name), "memfit" if state in ("cancelled", "timeout") else ""
-    if evidence.get("witness") == "slurm":
-        return "cgroup_kill", "Slurm"
+    if witness := evidence.get("witness"):
+        return "cgroup_kill", str(witness).capitalize()
     if evidence.get("place") == "device":
         return "device_refused", ""
     if any(first is not None and last is not None and last > first for first, last in counts):

@@ -17,6 +17,7 @@ from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose
 from memfit.jobs._reservation import Entry, Wait
+from memfit.jobs._retry import WHOLE
 from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
 from memfit.memory import (
     HOST,
@@ -32,9 +33,6 @@ from memfit.memory import (
     why_tight,
 )
 from memfit.units import format_bytes, format_count
-
-#: A job that is to have so much starts with this share of it: what is free changes by some bytes all the time.
-_ALMOST = 0.97
 
 
 class Admitted(NamedTuple):
@@ -257,7 +255,7 @@ class LocalAdmission:
         if needed := entry.progress.needed.get(kind):
             most = self.budget.most(job.num_devices)[kind]
             needed = min(max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0), most)
-            return Need(round(_ALMOST * needed), most if entry.progress.gets_all else needed)
+            return Need(round(WHOLE * needed), most if entry.progress.gets_all else needed)
         expected = self.forecast.predict(job)
         least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
         if kind == HOST and self.is_shared:

@@ -130,9 +130,9 @@ class Submission(NamedTuple):
 class Traits:
     """What a backend can do."""
 
-    queues_jobs: bool  # true if a submitted job may wait in a queue before it starts
     enforces_memory: bool  # true if a job that takes more than its request ends as ``out_of_memory``
-    is_cluster: bool = False  # true if its nodes preempt jobs, end them at a time limit, and may be lost
+    #: True if jobs wait in a queue for a node whose budget each has alone, and may be preempted or lost there.
+    is_cluster: bool = False
     least_bytes: int = 1  # less is no room for a process here: no reservation and no limit is smaller
 
 

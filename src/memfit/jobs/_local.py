@@ -53,7 +53,7 @@ class LocalBackend(FollowingBackend[_Followed]):
         super().__init__(run, grace_seconds)
         self.enforcer, self.parent = walls, parent
         self._plain: Parent | None = None  # from which the shims of commands are forked that start beside others
-        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, least_bytes=_LEAST)
+        self.traits = Traits(enforces_memory=walls is None, least_bytes=_LEAST)
         for folder in sorted((run.path / "jobs").glob("*")):
             # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_locked(folder / LOCK) or (refresh(folder) and not (folder / OUTCOME).exists() and other_host(folder)):

@@ -17,6 +17,7 @@ from memfit.units import format_bytes, format_count
 #: What a restart counts as: a retry (at most ``retries``), an end from outside memfit, or a job that gave way.
 Restart = Literal["retry", "outside", "aside"]
 #: A job had all that there is from this share of it on; others hold a part of it below that share.
+#: Shares that count as all of a limit: what is free changes by some bytes all the time.
 _ALL, WHOLE = 0.99, 0.97
 _MORE = 1.5  # what a job that ran out of memory gets next, as a multiple of what it had or took
 #: Ends that are no fault of a job, and how many in a row another start follows. On a cluster a checkpoint begins

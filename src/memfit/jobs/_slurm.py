@@ -158,7 +158,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
     """Runs jobs as elements of Slurm arrays. All state lies in the run directory, which nodes share, and in Slurm."""
 
     enforcer = None
-    traits = Traits(queues_jobs=True, enforces_memory=True, is_cluster=True)
+    traits = Traits(enforces_memory=True, is_cluster=True)
     look_seconds = 0.2
 
     def __init__(

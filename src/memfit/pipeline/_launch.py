@@ -224,7 +224,7 @@ def _run_words(
         )
     texts = [one if isinstance(one, str) else one[1] for one in overrides]
     given = [text for text in texts if not text.startswith(("launch.", "slurm."))]
-    given += ["backend=local"] if settings.backend == "slurm" else []
+    given += ["backend=local"] if settings.backend != "local" else []
     given += [f"grace_seconds={grace:g}"] if grace != settings.grace_seconds else []
     return ["memfit", "run", str(path), *(word for text in given for word in ("--set", text))]
 

@@ -87,6 +87,10 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter, _: Parent
         queue.close()
 
 
+#: By the setting ``backend``.
+PLACES = {"local": local_place, "slurm": slurm_place}
+
+
 def read_budget(settings: RunConfig, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
     """Read the budget under the user's own limit: of this host, or of the largest node that Slurm may give one job."""
     memory = settings.memory

@@ -38,7 +38,7 @@ from memfit.jobs import (
 from memfit.masking import mask
 from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._places import local_place, most_at_once, read_budget, slurm_place
+from memfit.pipeline._places import PLACES, most_at_once, read_budget
 from memfit.planning import plan
 from memfit.rundir import Event, EventWriter, Reader, RunDir
 
@@ -167,7 +167,7 @@ class Supervisor:
             # A search's declared sizes are the least that its trials take.
             refuse_tight=not (self.settings.accept_tight or largest_first),
         )
-        is_shared = not self.backend.traits.queues_jobs
+        is_shared = not self.backend.traits.is_cluster
         claims = self.claims if is_shared else None
         admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=claims, is_shared=is_shared)
         admission.budget.read_own = admission.read_own if is_shared else int
@@ -212,8 +212,8 @@ class Supervisor:
         num_devices: int | None = None,
     ) -> None:
         """Write the plan for the largest footprint, and say how many run at once if that changed."""
-        if self.backend.traits.queues_jobs:
-            return  # Slurm decides how many run at once
+        if self.backend.traits.is_cluster:
+            return  # its queue decides how many run at once
         sizes = Counter({HOST: footprint.private_bytes, "a device": footprint.bytes_per_device})
         if all(size <= 1.01 * self._planned[place] for place, size in sizes.items()):
             return
@@ -294,8 +294,7 @@ def supervised(
         psutil.cpu_times_percent()  # the next call counts from here
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
-            place_of = slurm_place if settings.backend == "slurm" else local_place
-            backend, claims = stack.enter_context(place_of(run, settings, events, parent))
+            backend, claims = stack.enter_context(PLACES[settings.backend](run, settings, events, parent))
             show = view(run) if view else lambda: None
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, show, lock, parent)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:

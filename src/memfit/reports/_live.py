@@ -256,7 +256,7 @@ class Room:
 def read_room(state: RunState, *, here: bool = True) -> Room:
     """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
     told, used = state.budget, sum(job.used_bytes for job in state.jobs.values())
-    if told and (not here or told.get("backend") == "slurm"):
+    if told and (not here or told.get("backend")):
         binding = told["binding"]
         said = binding.get("used_bytes") if state.told_bytes is None else state.told_bytes
         return Room(binding["limit_bytes"], max(used, said if fits(said, int) else 0), binding["name"])
@@ -318,9 +318,9 @@ def _footer(state: RunState, rows: Sequence[JobState], room: Room, width: int) -
     free = max(0, room.limit_bytes - room.used_bytes)
     others = max(0, room.used_bytes - used)
     held = f"jobs use {format_bytes(used)} of {format_bytes(reserved)}"
-    if state.budget.get("backend") == "slurm":
+    if queue := state.budget.get("backend"):
         nodes = format_count(len({row.node for row in rows if row.state == "running"}), "node")
-        yield Text(f"{held} that Slurm gave them on {nodes}", style="dim")
+        yield Text(f"{held} that {queue.capitalize()} gave them on {nodes}", style="dim")
         return
     sizes = [min(size, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
     length = max(10, min(_BAR_COLUMNS, width - _BAR_COLUMNS))
