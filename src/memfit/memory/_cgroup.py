@@ -49,16 +49,14 @@ _OWNERS = (
 
 @dataclass(frozen=True)
 class Group:
-    """One group: its path as the kernel names it here, and its directory."""
-
     path: str
     directory: Path
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy. ``groups`` has its own
-    first, then each visible ancestor; ``hidden`` ones lie above the last."""
+    """Where a process is in one hierarchy (``pid`` in its own namespace, 0 if unknown). ``groups``: its own first, then
+    each visible ancestor; ``hidden`` ones lie above the last."""
 
     version: int
     groups: tuple[Group, ...]
@@ -81,7 +79,7 @@ def parse_cgroup(text: str | None) -> dict[str, str]:
 
 
 def parse_limit(text: str | None) -> int | None:
-    """Return the limit that a file holds, or None when it says unlimited or there is no file.
+    """Return the limit that a file holds; None for unlimited or no file.
     >>> parse_limit("2147483648\\n"), parse_limit("max\\n"), parse_limit("9223372036854771712\\n")
     (2147483648, None, None)
     """
@@ -216,7 +214,6 @@ def _source(placement: Placement, group: Group) -> str:
 
 
 def read_group_limits(placement: Placement) -> Iterator[Limit]:
-    """Yield every memory limit of the group of this process and of its ancestors."""
     if placement.version == 1:
         yield from _limits_v1(placement)
         return
@@ -256,7 +253,6 @@ def _limits_v1(placement: Placement) -> Iterator[Limit]:
 
 
 def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
-    """Yield what each group with a swap limit may still use of swap, and the limit's source."""
     for group in placement.groups:
         source = _source(placement, group)
         if placement.version == 2:
@@ -288,7 +284,6 @@ def cpu_quota(root: Path) -> tuple[float, str] | None:
 
 
 def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
-    """Return the directory of the memory group of this process; None where none is visible."""
     placement = locate(root, "memory")
     return placement.groups[0].directory if placement is not None else None
 

@@ -31,9 +31,8 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU or MIG instance; its memory is never added to the host's. ``index`` is the GPU's in NVML (PCI bus order),
-    ``uuid`` what CUDA_VISIBLE_DEVICES takes. ``foreign_bytes`` is in use outside of this process's tree, the driver's
-    own share included."""
+    """One GPU or MIG instance. ``index`` is the GPU's in NVML (PCI bus order), ``uuid`` what CUDA_VISIBLE_DEVICES
+    takes. ``foreign_bytes`` is in use outside of this process's tree, the driver's own share included."""
 
     index: int
     uuid: str
@@ -45,7 +44,7 @@ class Device:
 
 
 class _Handle(NamedTuple):
-    """A device that CUDA could see: its GPU's index, its UUID and its NVML handle."""
+    """A device that CUDA could see; ``gpu`` is its GPU's index."""
 
     gpu: int
     uuid: str
@@ -97,8 +96,7 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
 
 def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
     """Return a reader of device bytes by process, or None on a machine without GPUs. In a container with process
-    numbers of its own, NVML gives the host's numbers and no process is found. With ``has_devices`` there is a GPU: this
-    need not be looked for. Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses."""
+    numbers of its own, NVML gives the host's numbers and no process is found."""
     if nvml is None:
         if not has_devices and not Path("/dev/nvidiactl").exists():
             return None
@@ -134,13 +132,10 @@ def real_nvml() -> Any:
 
 
 def select_visible(devices: Sequence[tuple[int, str]], visible: str | None) -> list[int]:
-    """Return the positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
-
-    As CUDA reads it: the list ends at the first entry that names no device; a UUID may be shortened; naming a device
-    twice hides all. The number of a GPU that is split into MIG instances stands for its first instance.
-
-    Source: CUDA C++ Programming Guide, CUDA environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
-
+    """Return the positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order, as CUDA
+    reads it: the list ends at the first entry that names no device, and naming a device twice hides all. The number of
+    a GPU that is split into MIG instances stands for its first instance. Source: CUDA C++ Programming Guide, CUDA
+    environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
     >>> gpus = [(0, "GPU-8932f937-d72c"), (1, "MIG-41c8e4a7-0d6f"), (1, "MIG-9f1b")]
     >>> select_visible(gpus, None), select_visible(gpus, ""), select_visible(gpus, "1,0")
     ([0, 1, 2], [], [1, 0])

@@ -24,13 +24,9 @@ Scope = Literal["group", "host", "process", "job"]
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit on host memory.
-
-    ``name`` is the file, variable or option that holds it (``memory.max``), ``source`` where it is set (``Slurm job
-    42``). ``headroom_bytes`` may be below 0. It bounds a control ``group``, the ``host``, each ``process`` or this
-    ``job``. ``metric`` says what ``used_bytes`` counts. By ``id`` other runs know that they stand under it too:
-    ``host``, ``hidden``, or the group's device and inode; empty for a limit of this run alone. ``binds`` is False for
-    one that can never be the smallest; ``note`` says why."""
+    """One limit on host memory: ``name`` is the file, variable or option that holds it (``memory.max``), ``source``
+    where it is set (``Slurm job 42``), ``metric`` what ``used_bytes`` counts. By ``id`` other runs know that they stand
+    under it too; empty for a limit of this run alone. ``binds`` is False for one that can never be the smallest."""
 
     name: str
     source: str
@@ -45,15 +41,12 @@ class Limit:
 
 
 def limit(name: str, source: str, limit_bytes: int, used_bytes: int, scope: Scope, **more: Any) -> Limit:
-    """Return a limit with its headroom; ``more`` are its other fields."""
     more.setdefault("id", HOST if scope == "host" else "")
     return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, **more)
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of /proc/self/mountinfo: which part of which file system is seen where."""
-
     root: str
     point: str
     kind: str
@@ -62,8 +55,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Swap:
-    """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on. ``usable_bytes`` is what this
-    process's groups may still use of it, and ``source`` is where that is set."""
+    """Swap space, never used for jobs. ``usable_bytes``: what this process's groups may still use; ``source`` is where
+    that is set."""
 
     total_bytes: int
     free_bytes: int
@@ -127,7 +120,7 @@ def parse_status(text: str | None) -> dict[str, str]:
 
 
 def descends(root: Path, pid: int, ancestor: int) -> bool:
-    """Return True if a process is another one or below it, by the parents in /proc."""
+    """Return True if a process is another one or below it."""
     while pid > 1 and pid != ancestor:
         pid = int(parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0"))
     return pid == ancestor
@@ -183,7 +176,6 @@ def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
 
 
 def read_host(root: Path) -> Host:
-    """Return the host's memory, swap and /dev/shm; refuse a recorded tree without proc/meminfo."""
     text = read_text(root / "proc/meminfo")
     if text is None:
         raise UsageError(

@@ -24,11 +24,8 @@ OUTSIDE = ".outside"
 
 @dataclass(frozen=True)
 class GroupState:
-    """What the kernel says of a group now, its descendants included.
-
-    ``used_bytes`` is non-reclaimable (anonymous, shared, kernel), ``charged_bytes`` has page cache too. ``stalled``: a
-    process waits for memory at its own limit or that of the group above. ``met_wall`` counts charges that met the
-    limit, for page cache too."""
+    """``used_bytes`` is non-reclaimable, ``charged_bytes`` has page cache too. ``stalled``: a process waits for memory
+    at its own limit or that of the group above. ``met_wall`` counts charges that met the limit, for page cache too."""
 
     used_bytes: int
     charged_bytes: int
@@ -40,8 +37,6 @@ class GroupState:
 
 @dataclass(frozen=True)
 class JobGroup:
-    """A control group by its absolute directory; ``version`` is 1 or 2."""
-
     path: Path
     version: int
 
@@ -65,7 +60,6 @@ class JobGroup:
         put(f"{self.path}/cgroup.procs", "0")
 
     def state(self) -> GroupState | None:
-        """Return what the kernel says of it now, or None when it is gone."""
         text = self._text("memory.stat")
         if text is None:
             return None
@@ -93,7 +87,6 @@ class JobGroup:
         )
 
     def used_bytes(self) -> int:
-        """Return its non-reclaimable bytes now; 0 when it is gone."""
         return group_used(self.path, self.version)
 
     def _is_full(self) -> bool:
@@ -108,11 +101,9 @@ class JobGroup:
         return int(text) if text.isdigit() else 0
 
     def wall_bytes(self) -> int:
-        """Return its limit; ``NO_WALL_BYTES`` without one."""
         return parse_limit(self._text("memory.limit_in_bytes" if self.version == 1 else "memory.high")) or NO_WALL_BYTES
 
     def charged_bytes(self) -> int:
-        """Return all that is charged to it now, page cache included; 0 when it is gone."""
         return self._number("memory.usage_in_bytes" if self.version == 1 else "memory.current")
 
     def charged_peak(self) -> int:
@@ -120,8 +111,8 @@ class JobGroup:
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
     def first_met(self) -> str:
-        """Return the nearest of this group and those above it whose hard limit was ever met; empty if none was. The
-        reclaim of page cache counts too, so that this is a hint and no proof."""
+        """Return the nearest of this group and those above it whose hard limit was ever met. The reclaim of page cache
+        counts too, so this is a hint and no proof."""
         for path in (self.path, *self.path.parents):
             if self.version == 1:
                 met, wall = read_text(path / "memory.failcnt") or "0", read_text(path / "memory.limit_in_bytes")
@@ -133,9 +124,8 @@ class JobGroup:
         return ""
 
     def set_wall(self, wall_bytes: int) -> None:
-        """Set the limit, or as near above it as what is used allows; do nothing when the group is gone. Lowering it
-        reclaims page cache first, in this call. On v2 nothing is killed by it: ``memory.max`` stays above what is
-        charged."""
+        """Set the limit, or as near above it as what is used allows. Lowering it reclaims page cache first, in this
+        call. On v2 nothing is killed by it: ``memory.max`` stays above what is charged."""
         with contextlib.suppress(FileNotFoundError):
             if self.version == 1:
                 self._set_wall_v1(wall_bytes)
@@ -182,7 +172,6 @@ class JobGroup:
         return len(seen)
 
     def remove(self) -> bool:
-        """Remove it and its descendants; return False when processes are still in it."""
         for _ in range(40):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 with contextlib.suppress(OSError):  # a process is in it, or has left it this moment

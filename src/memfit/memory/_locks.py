@@ -13,7 +13,6 @@ from memfit.files import AWAY, REFUSED, open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take a lock if nobody else holds it; return False if somebody does."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -50,8 +49,8 @@ def is_locked(path: Path | str) -> bool:
 
 
 def is_lost(descriptor: int) -> bool:
-    """Return True if the server of a network drive has forgotten a lock that this process took on an open file. Only
-    writes through its descriptor fail then. A server that does not answer shows the same. Seen with NFS 4.2."""
+    """Return True if the server of a network drive has forgotten this process's lock: writes through its descriptor
+    fail then. A server that does not answer shows the same. Seen with NFS 4.2."""
     try:
         os.pwrite(descriptor, b"\n", 0)
         os.fsync(descriptor)
@@ -61,7 +60,6 @@ def is_lost(descriptor: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path | str) -> bool:
-    """Return True if an open file is still the one of that name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), Path(path).lstat())
     return False

@@ -25,12 +25,10 @@ SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at one moment, in bytes.
-
-    ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
-    marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
-    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` and
-    ``disk_bytes`` are so far."""
+    """A process tree at one moment, in bytes. ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes``
+    its peak since the sample before. ``shared_bytes`` are mapped file pages, each once (at least this much);
+    ``rss_bytes`` counts them once per process. ``pss_bytes`` is as of the last sweep; 0 before the first.
+    ``cpu_seconds`` and ``disk_bytes`` are so far."""
 
     time: float
     num_processes: int
@@ -67,21 +65,18 @@ class TreeMeter:
     """Measures a process tree each time that ``sample`` is called, usually ten times a second.
 
     **Private bytes** are non-reclaimable: anonymous (swapped included), mapped shared memory, page tables. A page that
-    processes of the tree share counts once, as of the last sweep (see ``Sharing``); a new child counts with what it can
-    have written since its fork. Before the first sweep of a process the figure is an upper bound.
+    processes of the tree share counts once, as of the last sweep (see ``Sharing``). Before the first sweep of a process
+    the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped then or now, whichever are more. So a mapped panel is not taken for private memory, and
-    an allocation of some milliseconds is seen. A spike below an earlier mark, and a process that lived between two
-    samples, show only in the peak of ``group``, which counts page cache too.
+    less the file pages mapped then or now, whichever are more. A spike below an earlier mark, and a process that lived
+    between two samples, show only in the peak of ``group``, which counts page cache too.
 
     **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless
     ``floor_bytes`` is set from the job's control group. ``clear_refs`` is never written: the job would see it.
 
-    ``cpu`` gives the calling thread's CPU seconds, which bound the cost of sweeps to 1 % of one core.
     ``inherited_bytes`` is anonymous memory that the root has by a fork from outside of the tree: what it has not
-    written since is not counted. ``counts_from_birth``: what the tree did before the first sample is part of the
-    measurement."""
+    written since is not counted. ``counts_from_birth``: what the tree did before the first sample counts."""
 
     def __init__(
         self,
@@ -169,9 +164,8 @@ class TreeMeter:
         return sum(stat.cpu_ticks for stat, _ in self._before.values()) / os.sysconf("SC_CLK_TCK")
 
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
-        """Begin a phase; a name may come again, its peaks merge and its seconds add up. With ``exact`` this is the
-        moment of the change. Otherwise the mark was read later, so what happened since the last sample counts for both
-        phases."""
+        """Begin a phase, or go on with one of this name. Without ``exact`` the mark was read later than the change, so
+        what happened since the last sample counts for both phases."""
         taken = self.sample()
         self._phase = name
         begin = PhasePeak(0)
@@ -181,9 +175,9 @@ class TreeMeter:
         self._take(name, begin)
 
     def footprint(self) -> Footprint:
-        """Return the peaks so far, whole and by phase. Parts at the whole peak: ``anonymous`` (swapped and high-water
-        marks included), ``shared_memory``, ``page_tables`` and, given a floor, ``other`` make up the private bytes.
-        Beside them: ``file`` (the shared bytes then) and, given a group, ``charged_peak``."""
+        """Return the peaks so far. ``anonymous`` (swapped and high-water marks included), ``shared_memory``,
+        ``page_tables`` and ``other`` of its parts make up the private bytes; ``file`` and ``charged_peak`` stand beside
+        them."""
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
         whole = self._whole
         return Footprint(
@@ -236,7 +230,6 @@ class TreeMeter:
                 self._held.fork(relative, pid, max(0, inherited - stat.faults * mmap.PAGESIZE), sizes)
 
     def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> int:
-        """Read the proportional sizes; return their sum."""
         with self._sweeps.run():
             rollups: dict[int, Rollup] = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
         if self._root in rollups:

@@ -15,7 +15,7 @@ from memfit.units import KIB
 class Stat:
     """Who a process is; ``pid`` and ``start`` name it for good. ``image`` is the address of its stack, drawn anew by
     every ``exec`` and kept by ``fork``: processes with the same one may share anonymous pages. 0 when the kernel hides
-    it. ``cpu_ticks`` includes children that ended and were waited for."""
+    it."""
 
     pid: int
     parent: int
@@ -38,7 +38,6 @@ class Status:
 
     @property
     def held(self) -> int:
-        """Anonymous memory, in memory or in swap."""
         return self.anonymous + self.swapped
 
     @property
@@ -53,8 +52,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Rollup:
-    """The proportional set size of a process in bytes, whole and by kind; ``held`` is anonymous + swapped.
-    ``shared_dirty`` is what it shares with any process and what was written once: the whole of it, not a part."""
+    """The proportional set size of a process in bytes; ``held`` is anonymous + swapped. ``shared_dirty`` is what it
+    shares with any process and what was written once: the whole of it, not a part."""
 
     pss: int
     held: int
@@ -85,11 +84,9 @@ def parse_stat(text: str) -> Stat | None:
 
 
 def parse_counters(text: str) -> Status | None:
-    """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole.
-
-    Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem: VmHWM is never below the present resident size.
-    Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
-
+    """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole. VmHWM is never below the
+    present resident size. Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
+    Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem.
     >>> text = "\\nVmHWM: 90 kB\\nRssAnon: 10 kB\\nRssFile: 50 kB\\nRssShmem: 8 kB\\nVmPTE: 4 kB\\nVmSwap: 0 kB\\n"
     >>> parse_counters(text)
     Status(anonymous=10240, swapped=0, shared_memory=8192, page_tables=4096, file=51200, high_water=92160)
@@ -170,9 +167,8 @@ def held_bytes(pid: int, without: Collection[int] = (), reader: ProcReader | Non
 
 
 class Tree:
-    """A process and all that descends from it, also after the parents in between died. A process whose parent died
-    before it was seen is found if its session or process group is led by a process of the tree; so start a job in a
-    session of its own."""
+    """A process and all that descends from it. A process whose parent died before it was seen is found if its session
+    or process group is led by a process of the tree; so start a job in a session of its own."""
 
     def __init__(self, pid: int, reader: ProcReader) -> None:
         self._reader = reader
@@ -227,8 +223,7 @@ class Sharing:
 
     A sweep gives the *excess*: the sum over the processes less what is there once, which is at least the largest
     process and at least the sum of PSS. (PSS alone would leave out what is shared with processes outside of the tree.)
-    Between sweeps the excess stays, less what processes gave back since. What a write to a shared page copies shows at
-    the next sweep."""
+    Between sweeps the excess stays, less what processes gave back since."""
 
     def __init__(self) -> None:
         self._excess = 0
@@ -243,7 +238,6 @@ class Sharing:
         self._holdings = {p: _Holding(size, size, min(size, 2 * (size - shares[p]))) for p, size in sizes.items()}
 
     def fork(self, parent: int, child: int, shared_bytes: int, sizes: Mapping[int, int]) -> None:
-        """Note that a new child shares bytes with the process it was forked from."""
         self._excess += shared_bytes
         for pid in (parent, child):
             size = sizes.get(pid, 0)

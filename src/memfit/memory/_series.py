@@ -18,9 +18,9 @@ _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SI
 
 
 class SeriesWriter:
-    """Appends samples to a file: one at each change of the phase, and one in each second. Each line is written at once
-    and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines`` (about 2 MB) keeps every second
-    one, and from then on the time between two lines is twice as long."""
+    """Appends samples to a file: one at each change of the phase, and one in each second, with the highest
+    ``peak_bytes`` since the line before. A full file keeps every second line, and the time between two lines
+    doubles."""
 
     def __init__(self, path: Path, *, max_lines: int = 8192) -> None:
         self._max_lines = max_lines
@@ -33,7 +33,6 @@ class SeriesWriter:
             os.write(self._descriptor, b"\n")  # ends a line that a kill cut
 
     def append(self, sample: Sample) -> None:
-        """Write a sample, or keep it for the next line."""
         self._peak = max(self._peak, sample.peak_bytes)
         self._waiting = replace(sample, peak_bytes=self._peak)
         if sample.phase != self._phase or sample.time >= self._next:
@@ -42,7 +41,6 @@ class SeriesWriter:
             self._thin()
 
     def close(self) -> None:
-        """Write a sample that was kept, and close the file."""
         try:
             self._write()
         finally:

@@ -35,12 +35,9 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
 
 
 def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
-    """Return which of the host's GPUs a process may use, as CUDA_VISIBLE_DEVICES does; None for all ``num_gpus``.
-
-    A cluster may grant GPUs without that variable. If it shows a job no others, Slurm's numbers are not those of here.
-
+    """Return which of the host's GPUs a process may use, as CUDA_VISIBLE_DEVICES does; None for all ``num_gpus``. A
+    cluster may grant GPUs without that variable. If it shows a job no others, Slurm's numbers are not those of here.
     Source: gres.conf(5), ``Flags=no_gpu_env``; cgroup.conf(5), ``ConstrainDevices``.
-
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_GPUS": "3"}, 4), visible_gpus({}, 4)
     ('1', None)
     >>> visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 4), visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 2)
@@ -53,12 +50,8 @@ def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
 
 
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str, id: str) -> tuple[Limit, ...]:
-    """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
-
-    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers; ``id`` is that of its group.
-
-    Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
-
+    """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node. Source:
+    sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
     >>> [one] = read_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_ON_NODE": "4"}, 0, "", "")
     >>> one.limit_bytes == 8000 << 20, one.note
     (True, '2000 MiB x 4 CPUs on this node')
