@@ -49,7 +49,6 @@ _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate
 
 
 def peers_lost(error: BaseException) -> bool:
-    """Return True if an exception of a collective means that another rank is gone or silent."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
@@ -122,8 +121,8 @@ def leave(why: str) -> NoReturn:
 
 @contextmanager
 def joined_group() -> Iterator[int]:
-    """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank. All leave
-    together: a rank that has done its part waits for the others, and one whose peer failed leaves at once."""
+    """Join the group of this job's ranks; yield the rank. All leave together: a rank that has done its part waits for
+    the others, and one whose peer failed leaves at once."""
     group, here, num_gpus = torch.distributed, int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if 0 < num_gpus < here:
         raise UsageError(
@@ -152,8 +151,7 @@ def joined_group() -> Iterator[int]:
 
 
 def torchrun_lacks(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return what torchrun was not given, and needs to begin again when a rank is lost. Seen with torch 2.13 and gloo:
-    of five restarts without the variable none came through, and all 13 with it.
+    """Return what torchrun was not given, and needs to begin again when a rank is lost.
     >>> torchrun_lacks({"TORCHELASTIC_MAX_RESTARTS": "0"}, ["torchrun", "--standalone", "train.py"])
     ['--max-restarts=3', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment']
     """
@@ -185,7 +183,6 @@ def _check_torchrun(env: Mapping[str, str]) -> None:
 
 
 def hang_seconds(env: Mapping[str, str]) -> float | None:
-    """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set."""
     text = env.get(HANG_VARIABLE)
     if text is None:
         return None
@@ -339,8 +336,8 @@ class _Quiet:
 
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
         """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept. A
-        rank that waits for its peers hangs only if all of them wait: then no work is left that takes long. Where some
-        have given no beat yet, they have more time."""
+        rank that waits for its peers hangs only if all of them wait. Where some have given no beat yet, they have more
+        time."""
         passed, self._looked = min(now - self._looked, most), now
         live = self._live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
         for rank, one in live.items():

@@ -45,9 +45,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Longest:
-    """The batch that takes most memory, and how it was found: ``given`` by the user; ``known`` by the batches' own
-    ``longest()``; by the dataset's ``lengths``; the largest of ``all`` batches of a list, or of the ``num_seen``
-    ``sampled``, fewer than planned if drawing them went ``out_of_time``."""
+    """The batch that takes most memory. It was ``given`` by the user, ``known`` by the batches' own ``longest()``,
+    found by the dataset's ``lengths``, or is the largest of ``all`` batches of a list or of the ``num_seen``
+    ``sampled``."""
 
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
@@ -61,8 +61,8 @@ class Longest:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The peaks of one phase of the preflight: non-reclaimable host memory of this process and its loader workers; by
-    device, what tensors took (allocated) and torch's allocator held for them (reserved)."""
+    """The peaks of one phase: non-reclaimable host memory of this process and its loader workers; by device, what
+    tensors took (allocated) and torch's allocator held for them (reserved)."""
 
     host_bytes: int
     allocated_bytes: Mapping[str, int]
@@ -72,9 +72,8 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight found in its phases ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
-    ``longest``, ``num_seen`` and ``out_of_time`` are as in ``Longest``. ``microbatch_size`` is what the longest batch
-    is split into, after ``num_ooms`` failures."""
+    """What a preflight found in its phases, as far as they were tried. ``microbatch_size`` is what the longest batch is
+    split into, after ``num_oom`` failures."""
 
     phases: Mapping[str, PhaseMemory]
     longest: str
@@ -162,13 +161,9 @@ def rehearse(
 ) -> PreflightReport | None:
     """Say before the first step of a loop that is not memfit's whether its largest batch fits; DoesNotFitError if not.
 
-    The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried.
-    Weights, buffers, gradients, modes, numbers in attributes and the random state stay as they were.
-
-    The model is in the mode in which it trains, the optimizer a plain one of torch. ``split`` is how the loop cuts a
-    batch that does not fit. Returns None, and prints one line that says why (of several ranks, rank 0 alone), where
-    there is no verdict: no batch can be taken from the data without losing it, or it raises an error outside of the
-    loop."""
+    The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried;
+    all is put back. The optimizer is a plain one of torch. Returns None, and prints why, where there is no verdict: no
+    batch can be taken from the data without losing it, or it raises an error outside of the loop."""
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
         say_verdict(
             "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"
@@ -207,7 +202,6 @@ def say_verdict(text: str) -> None:
 
 
 def _can_be_read_ahead(batches: Any) -> bool:
-    """Return whether a batch may be taken before the training begins."""
     if callable(getattr(batches, "longest", None)) or _kind_of(batches) == "indexed":
         return True
     return isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)

@@ -36,9 +36,9 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank says of a step before its update. ``sizes`` are its microbatch sizes with -1 for None, ``cost``
-    that of its largest microbatch. ``used`` has a bit for each parameter with a gradient. ``request`` is ``SAVE``, or
-    the number of a signal to stop. ``is_half``: it ran out of memory inside its last update."""
+    """What one rank says of a step before its update. ``sizes`` has -1 for None. ``used`` has a bit for each parameter
+    with a gradient. ``request`` is ``SAVE``, or the number of a signal to stop. ``is_half``: it ran out of memory
+    inside its last update."""
 
     rank: int = 0
     step: int = 0
@@ -58,7 +58,6 @@ class Vote:
     used: bytes = b""
 
     def pack(self, num_bytes: int) -> bytes:
-        """Return it in bytes, of which ``num_bytes`` are for ``used``."""
         text = self.text.encode()[:_TEXT_BYTES]
         numbers = (self.step, self.status, self.is_half, self.request, self.num_batches, self.num_skipped)
         more = (self.num_left, *self.sizes, self.cost, self.num_retries, self.has_new_buffers)
@@ -77,9 +76,9 @@ class Vote:
 class Ranks:
     """The group of ranks that train one model; every rank calls each of its methods at the same place.
 
-    Gradients are summed in ``group``; votes and plain values go by ``side``. ``num_parameters``: how many a vote tells
-    of. ``request`` is what the last vote asked for, ``SAVE`` or the number of a signal; 0 for nothing. ``wants``
-    returns what this rank asks for. ``is_over``: all ranks raise what this one raises."""
+    Gradients are summed in ``group``; votes and plain values go by ``side``. ``request`` is what the last vote asked
+    for (0 for nothing), ``wants`` returns what this rank asks for. ``is_over``: all ranks raise what this one
+    raises."""
 
     def __init__(self, group: Any, num_parameters: int = 0) -> None:
         self.group, self.side = group, _side_group(group)
@@ -137,11 +136,9 @@ class Ranks:
         beat("end")  # until what comes next says so
 
     def ballot(self, **fields: Any) -> Vote:
-        """Return a vote of this rank, with what it asks for."""
         return Vote(self.rank, self.step, request=self.wants(), **fields)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank in order; plain values and tensors."""
         self.settle()
         beat("vote", self.step)
         found: list[Any] = [None] * self.size
@@ -311,11 +308,10 @@ def or_leave(what: str) -> Iterator[None]:
 
 
 def order_sums(model: Any) -> None:
-    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it.
-
-    It puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where
-    a gradient lies: the first step after a resume would differ. So this makes a pass without a model, as if the
-    gradients came from the last weight to the first. ``static_graph=True`` is refused."""
+    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it. It
+    puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where a
+    gradient lies. So this makes a pass without a model, as if the gradients came from the last weight to the first.
+    ``static_graph=True`` is refused."""
     if getattr(model, "static_graph", False):
         raise UsageError(
             "DistributedDataParallel has static_graph=True.",
@@ -357,7 +353,6 @@ def _side_group(group: Any) -> Any:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of tensors of one device and dtype, in order."""
     found: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault((tensor.device, tensor.dtype), []).append(index)

@@ -32,9 +32,8 @@ _ORDER, _COLLATION, _BATCH = -1, -2, -3
 
 
 class KeyedStream:
-    """The random numbers of one training, for a loop that is not memfit's. Another ``seed`` gives another order and
-    draws, of the same distribution. Each rank draws its own numbers in the model; order, items and collation know no
-    rank."""
+    """The random numbers of one training, for a loop that is not memfit's. Each rank draws its own numbers in the
+    model; order, items and collation know no rank."""
 
     version = STREAM
 
@@ -50,9 +49,8 @@ class KeyedStream:
                 device.manual_seed_all(seed)
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches. Its
-        ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own. A loader without
-        an index, with a position of its own, or that gives batches in any order is refused."""
+        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches. A loader
+        without an index, with a position of its own, or that gives batches in any order is refused."""
         _refuse(loader)
         options: dict[str, Any] = {"dataset": _KeyedItems(loader.dataset, self.seed)}
         is_single = loader.batch_size is None and loader.batch_sampler is None
@@ -81,7 +79,7 @@ def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
 
 class KeyedOrder(Sampler[Any]):
     """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch. Indices
-    are numbers, texts, or tuples and lists of them; arrays and tensors become lists."""
+    are numbers, texts, or tuples and lists of them."""
 
     def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
         self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
@@ -147,8 +145,6 @@ def _index(one: Any) -> Any:
 
 
 class _Batch(list[Any]):
-    """The items of a batch, on their way to the collation."""
-
     key: tuple[int, ...] = ()
 
 
@@ -225,8 +221,8 @@ def _refuse(loader: Any) -> None:
 
 
 def deaf_workers(loader: Any) -> Any:
-    """Return a loader whose workers no signal reaches that stops a training: batches would be lost with them. What
-    Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then."""
+    """Return a loader whose workers no signal reaches that stops a training: what Slurm, ``timeout`` or a terminal
+    sends goes to all processes of a job, and batches would be lost. Torch ends them by SIGKILL then."""
     if not getattr(loader, "num_workers", 0):
         return loader
     context: Any = loader.multiprocessing_context or multiprocessing.get_context(multiprocessing.get_start_method())
