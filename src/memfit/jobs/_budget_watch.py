@@ -22,10 +22,8 @@ _SPAN_SECONDS = 300.0
 
 
 class HeldByOthers(NamedTuple):
-    """What this run cannot have now and others may give back: a job waits for it, and no end rests on it.
-
-    ``runs`` is used and reserved by ``num`` other runs, ``outside`` used by processes of no run.
-    """
+    """What this run cannot have now and others may give back: ``runs`` is used and reserved by ``num`` other runs,
+    ``outside`` used by processes of no run. No end of a job rests on it."""
 
     runs: int = 0
     num: int = 0
@@ -33,7 +31,6 @@ class HeldByOthers(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Say who holds how much; empty if nobody does."""
         who = "another run of memfit holds" if self.num == 1 else f"{self.num} other runs of memfit hold"
         found = {who: self.runs, "processes that are not memfit's hold": self.outside}
         return " and ".join(f"{who} {format_bytes(size)}" for who, size in found.items() if size)
@@ -57,11 +54,8 @@ class _Outside:
 
 
 class BudgetWatch:
-    """The last reading of the budget, and what changed since.
-
-    ``in_use`` says what the running jobs use now, by place; ``unused`` what they have reserved beyond that or, if asked
-    for, are expected to take.
-    """
+    """The last reading of the budget, and what changed since. ``in_use`` says what the running jobs use now, by place;
+    ``unused`` what they have reserved beyond that or, if asked for, are expected to take."""
 
     def __init__(
         self,
@@ -89,12 +83,10 @@ class BudgetWatch:
 
     @property
     def now(self) -> Budget:
-        """The last reading."""
         assert self._budget is not None, "the budget was never read"
         return self._budget
 
     def read(self) -> None:
-        """Read the budget."""
         in_use = self.in_use()
         # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
@@ -123,7 +115,6 @@ class BudgetWatch:
 
     @property
     def devices_of_others(self) -> set[str]:
-        """The devices that other runs on this host use."""
         held = self.others.used + self.others.unused
         return {device.uuid for device in self.now.devices if held[device.uuid]}
 

@@ -55,7 +55,6 @@ class Enforcement:
         return Counter({place: entry.reserved[place] + free[place] // num for place in entry.devices})
 
     def relieve(self) -> None:
-        """Grow reservations, hand out grants, and help jobs that wait at their limit."""
         if self.admission.policy.force or not self.admission.is_shared:
             return
         self._review_favour()
@@ -122,7 +121,6 @@ class Enforcement:
         self._say("grow" if place == HOST else "grow_device", job=entry.job.id, **fields, text=text)
 
     def _cap(self) -> None:
-        """Move the limit above all jobs, a second barrier above their own limits."""
         admission, budget = self.admission, self.admission.budget
         self._capped_at = budget.read_at
         if self.walls is None:

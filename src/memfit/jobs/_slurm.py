@@ -76,7 +76,6 @@ class SlurmPlace(Settings):
 
     @property
     def options(self) -> dict[str, str]:
-        """Its first three as options of ``sbatch``."""
         return {"partition": self.partition, "account": self.account, "qos": self.qos}
 
 
@@ -150,7 +149,6 @@ class _Followed(Followed):
 
     @property
     def element(self) -> str:
-        """Its number in Slurm; empty before it has one."""
         return f"{self.array.number}_{self.index}" if self.array.number else ""
 
 
@@ -376,7 +374,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
 
     def close(self) -> None:
-        """Follow no job any more; those that run go on."""
         # A crash of the controller leaves elements that it takes for running although their jobs have ended.
         with suppress(slurm.NoAnswerError, UsageError):
             self._queue = slurm.read_queue(self._names) if self._names else {}

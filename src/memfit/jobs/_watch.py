@@ -54,7 +54,6 @@ class Stop:
         return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
     def read_request(self) -> None:
-        """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
             self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
@@ -76,7 +75,6 @@ class Shim:
         self.is_forked = False
 
     def run(self) -> JobStatus:
-        """Start the job, watch it to its end, and explain that end."""
         self.write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
         started, before = time.time(), Counters.read(self.group)
         first = self.group.state() if self.group else None
