@@ -76,7 +76,10 @@ class JobGroup:
             met_wall = events.get("high", 0) + events.get("max", 0)
             # Near the limit and never held back there: on its way to it.
             stalled = met_wall > 0 and _is_throttled(charged, used, wall)
-            stalled = stalled or (JobGroup(self.path.parent, 2)._is_full() and _any_sleeps(pids))
+            if not stalled:
+                above = JobGroup(self.path.parent, 2)
+                is_full = _is_throttled(above.charged_bytes(), above.used_bytes(), above.wall_bytes())
+                stalled = is_full and _any_sleeps(pids)
         return GroupState(
             used_bytes=used,
             charged_bytes=charged,
@@ -88,10 +91,6 @@ class JobGroup:
 
     def used_bytes(self) -> int:
         return group_used(self.path, self.version)
-
-    def _is_full(self) -> bool:
-        wall, charged = self.wall_bytes(), self.charged_bytes()
-        return charged >= wall - MIB and _is_throttled(charged, self.used_bytes(), wall)
 
     def _text(self, name: str) -> str | None:
         return read_text(f"{self.path}/{name}")
