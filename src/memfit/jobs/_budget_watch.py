@@ -49,7 +49,6 @@ class _Outside:
         self.bytes, self._lowest = size, (self._lowest[0], min(self._lowest[1], size))
 
     def can_go(self, own: int) -> int:
-        """Return what they may give back; ``own`` is what memfit's own processes hold of it."""
         return max(0, self.bytes - max(own, min(self._lowest)))
 
 
@@ -120,7 +119,6 @@ class BudgetWatch:
 
     @property
     def capacity_bytes(self) -> int:
-        """What all jobs of this run may take together."""
         return self._capacity(self._new_of_others, self._kept_bytes)[HOST]
 
     def here(self, num_devices: int) -> dict[str, int]:
@@ -138,7 +136,6 @@ class BudgetWatch:
         return {kind: alone[kind] if alone[kind] > (1 + _NOTABLE) * size else size for kind, size in here.items()}
 
     def held(self, kind: str = HOST) -> HeldByOthers:
-        """Return what others hold of the host, or of all devices."""
         is_host, id = kind == HOST, self.now.binding.id
         ids = [id] if is_host else [device.uuid for device in self.now.devices]
         runs = sum(self.others.used[one] + self.others.unused[one] for one in ids)

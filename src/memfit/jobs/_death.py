@@ -67,7 +67,6 @@ class Counters:
         return {"own": own, "above": {} if self.is_own else dict(self.groups), "host": self.host}
 
     def rise_since(self, before: Counters) -> str:
-        """Return which group's count rose, in words; empty when none did."""
         for name, count in self.groups.items():
             if count > before.groups.get(name, count):
                 return f"the oom_kill counter of {name} rose from {before.groups[name]} to {count}"
@@ -92,7 +91,6 @@ class Death:
 
 
 def explain_death(death: Death) -> tuple[State, str, EndedBy]:
-    """Return the job's final state, its cause in words, and who ended it."""
     state, cause = _explain(death)
     if state == "preempted" and not death.is_asked:
         return state, cause, "platform"

@@ -75,7 +75,6 @@ class Enforcement:
         self._enforce_headroom()
 
     def _grow_all(self) -> int:
-        """Grow and shrink reservations; return what is free on the host then."""
         free, capacity, jobs = self.admission.budget.parts(), self.admission.capacity_bytes(), self.admission.held()
         has_walls, least = self.walls is not None, self.admission.least_bytes
         grown = policy.grow(jobs, free[HOST], capacity, self._favoured, has_walls=has_walls, least=least)

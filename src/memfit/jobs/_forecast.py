@@ -100,7 +100,6 @@ class Forecast:
         return found
 
     def _found_of(self, job: Job) -> Guess | None:
-        """Return what the jobs of its stage say that share the most parameters with it."""
         pairs = _pairs(job) & self._ended_pairs[job.stage]  # the others, such as a seed of its own, decide nothing
         key = (job.stage, pairs)
         if key not in self._found:

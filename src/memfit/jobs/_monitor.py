@@ -106,11 +106,9 @@ class Monitor:
 
     @property
     def peak_bytes(self) -> int:
-        """The non-reclaimable peak so far."""
         return self.footprint().private_bytes
 
     def observe(self) -> None:
-        """Look at its group, follow its events, then take a sample."""
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
         with until_next_look():

@@ -80,7 +80,6 @@ def spawn(
 
 
 def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:
-    """Bring this process under a job's limits, and into its folder."""
     die_with(watcher)  # so that no later attempt runs beside it
     with suppress(OSError):  # a container may forbid it
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
@@ -141,7 +140,6 @@ def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
 
 
 def _has_children() -> bool:
-    """Return True if any child is alive; reap the dead."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

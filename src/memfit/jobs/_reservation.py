@@ -92,7 +92,6 @@ class Entry:
         return [place for place in self.reserved if place != HOST]
 
     def unused(self, *, expected: bool = True) -> Sizes:
-        """Return what it has reserved, or is also expected to take, and does not use yet."""
         return Counter(self.reserved | self.expected if expected else self.reserved) - self.used
 
     def held(self, guess: Guess | None, now: float) -> Held:
@@ -119,7 +118,6 @@ class Entry:
         return self.status.state == "pending" and bool(self.status.pending_reason)
 
     def reserve(self, sizes: Sizes) -> None:
-        """Hold these bytes at each place from its start on."""
         self.reserved, self.expected = sizes, sizes.copy()
         self.by_hint = bool(self.devices) and DEVICE not in self.progress.needed
 

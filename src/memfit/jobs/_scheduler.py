@@ -59,7 +59,6 @@ class Scheduler:
         self._orders: list[Submission] = []
 
     def run(self, **options: Any) -> dict[str, JobStatus]:
-        """Run jobs until the source is done; return the last status of every job that was started, by id."""
         for _ in self.steps(**options):
             self.backend.wait(_TICK_SECONDS)
         return self.statuses
@@ -123,7 +122,6 @@ class Scheduler:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Decide what follows from a job's end: it comes again, or it is done."""
         status, end = entry.status, self._end_of(entry)
         again = what_follows(end)
         if isinstance(again, str):

@@ -60,5 +60,4 @@ def _run(job_dir: Path, forks: bool) -> JobStatus:
 
 
 def run_node(folder: Path) -> int:
-    """Run the part of a job that is for this node; return its exit code."""
     return main(folder / "jobs" / f"node_{os.environ['SLURM_NODEID']}")

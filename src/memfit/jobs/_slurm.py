@@ -67,8 +67,6 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
 
 
 class SlurmPlace(Settings):
-    """Where Slurm runs a job."""
-
     partition: str = ""  # empty: the cluster's default
     account: str = ""  # empty: your default
     qos: str = ""
@@ -98,7 +96,6 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
-        """Return the request for a job's limit on each node (None if unknown), with what its shims take there."""
         if job.target and job.ranks == 1:  # a function of one process has one node, whatever the others have
             options = options.model_copy(update={"nodes": 1})
         ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
@@ -184,7 +181,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
             self._recall(path)
 
     def _recall(self, path: Path) -> None:
-        """Follow the jobs of an array of an earlier supervisor that have not ended."""
+        """Follow the jobs of an earlier supervisor's array that have not ended."""
         found = read_json(path, {"name": str, "number": str, "jobs": [[(str, int)]]})
         if found is None:
             return
@@ -357,7 +354,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         return None, known or (_GONE if followed.element in self._absent else "")
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """Ask a job to checkpoint and end, or end it ``now``; one that Slurm has not started never starts."""
         super().cancel(job_id, now=now, verdict=verdict)
         if (followed := self._live.get(job_id)) is None:
             return

@@ -50,7 +50,6 @@ class Stop:
         self.since = self.since or time.monotonic()
 
     def is_over(self, grace_seconds: float) -> bool:
-        """Return True if the job has to end now: that was asked for, or the grace is over."""
         return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
     def read_request(self) -> None:
@@ -160,7 +159,6 @@ class Shim:
         return "SIGTERM"
 
     def _end_starved(self, monitor: Monitor, now: float) -> None:
-        """End a job that waited too long without a supervisor."""
         if self.unsupervised is None or self.stop.now:
             return
         if reason := self.unsupervised.look(monitor.state, now):

@@ -179,7 +179,6 @@ class Held:
 
     @property
     def left_seconds(self) -> float:
-        """How long it will still run, by similar jobs."""
         return max(0.0, self.guess.seconds - self.age) if self.guess else math.inf
 
 
@@ -287,7 +286,6 @@ def is_safe(jobs: Iterable[tuple[int, int]], capacity: int) -> bool:
 
 
 def most_of(held: Held, capacity: int, *, has_walls: bool = True) -> int:
-    """Return the most that a running job may come to need."""
     now = wanted(held, capacity, has_walls=has_walls)
     if has_peaked(held):
         return now

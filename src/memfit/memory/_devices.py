@@ -44,8 +44,6 @@ class Device:
 
 
 class _Handle(NamedTuple):
-    """A device that CUDA could see; ``gpu`` is its GPU's index."""
-
     gpu: int
     uuid: str
     handle: Any

@@ -152,7 +152,7 @@ class TreeMeter:
         return self._last
 
     def below(self, pid: int) -> set[int]:
-        """Return a process of the tree and all that come from it, as of the last sample."""
+        """Return a process and all that come from it, as of the last sample."""
         found = {pid} & self.pids
         while more := {one for one, (stat, _) in self._before.items() if stat.parent in found} - found:
             found |= more
@@ -281,7 +281,6 @@ class Meter:
 
     @property
     def footprint(self) -> Footprint:
-        """The peaks so far; after the block, the final ones."""
         with self._lock:
             return self._tree.footprint()
 

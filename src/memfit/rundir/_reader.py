@@ -226,7 +226,6 @@ class Reader:
             self._ended, self._known["cpu"] = now, told if fits(told, _CPU) else {}
 
     def _count_wait(self, event: Event, kind: str, now: float) -> None:
-        """Add up for how long jobs could not start, by what they waited for."""
         if kind not in ("wait", "admit", "run", "stop"):
             return
         if self._waiting is not None:

@@ -93,7 +93,6 @@ def release_element(number: str) -> None:
 
 
 def read_largest_node(partition: str = "") -> LargestNode:
-    """Return the most that a node of this partition has; of the default one without a name."""
     where = ("-p", partition) if partition else ()
     return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m|%G").splitlines(), partition)
 
