@@ -137,7 +137,6 @@ class Journal:
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size, seconds=round(seconds, 3))
 
     def resume(self, path: Path, position: tuple[int, int]) -> None:
-        """Record that the training continues from a checkpoint; seconds are counted from here."""
         epoch, step = position
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")

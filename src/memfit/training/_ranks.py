@@ -229,7 +229,6 @@ class GradientSum:
         self._buffers: list[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = []
 
     def used(self) -> bytes:
-        """Return a bit for each parameter, set if it has a gradient."""
         return np.packbits([parameter.grad is not None for parameter in self.parameters]).tobytes()
 
     def reserve(self) -> None:
