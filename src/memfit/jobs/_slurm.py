@@ -181,7 +181,7 @@ class SlurmBackend(FollowingBackend[_Followed]):
             self._recall(path)
 
     def _recall(self, path: Path) -> None:
-        """Follow the jobs of an earlier supervisor's array that have not ended."""
+        """Follow the jobs of an array of an earlier supervisor that have not ended."""
         found = read_json(path, {"name": str, "number": str, "jobs": [[(str, int)]]})
         if found is None:
             return

@@ -25,7 +25,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int:
-    """Return what a job of this footprint reserves on the host.
+    """Return what a job of this footprint reserves on the host: its private peak, and a slack if that was measured.
     >>> reservation_bytes(Footprint(1000), slack=0.1), reservation_bytes(Footprint.declared(1000))
     (1100, 1000)
     """

@@ -55,8 +55,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process is in one hierarchy (``pid`` in its own namespace, 0 if unknown). ``groups``: its own first, then
-    each visible ancestor; ``hidden`` ones lie above the last."""
+    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy. ``groups`` has its own
+    first, then each visible ancestor; ``hidden`` ones lie above the last."""
 
     version: int
     groups: tuple[Group, ...]
@@ -79,7 +79,7 @@ def parse_cgroup(text: str | None) -> dict[str, str]:
 
 
 def parse_limit(text: str | None) -> int | None:
-    """Return the limit that a file holds; None for unlimited or no file.
+    """Return the limit that a file holds, or None when it says unlimited or there is no file.
     >>> parse_limit("2147483648\\n"), parse_limit("max\\n"), parse_limit("9223372036854771712\\n")
     (2147483648, None, None)
     """

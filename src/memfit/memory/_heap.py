@@ -13,8 +13,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def read_heap() -> dict[str, int]:
-    """Return the bytes that the C allocator has given out and holds; empty where it does not tell. Python's own small
-    objects (up to 512 bytes) lie in arenas that do not count here. Source: mallinfo(3), glibc 2.33.
+    """What the C allocator of this process has given out and what it holds, in bytes; empty where it does not tell.
+    Python's own small objects (up to 512 bytes) lie in arenas that do not count here. Source: mallinfo(3), glibc 2.33.
     >>> heap = read_heap()
     >>> not heap or 0 < heap["live_bytes"] <= heap["resident_bytes"]
     True

@@ -55,8 +55,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Swap:
-    """Swap space, never used for jobs. ``usable_bytes``: what this process's groups may still use; ``source`` is where
-    that is set."""
+    """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on. ``usable_bytes`` is what this
+    process's groups may still use of it, and ``source`` is where that is set."""
 
     total_bytes: int
     free_bytes: int
@@ -120,7 +120,7 @@ def parse_status(text: str | None) -> dict[str, str]:
 
 
 def descends(root: Path, pid: int, ancestor: int) -> bool:
-    """Return True if a process is another one or below it."""
+    """Return True if a process is another one or below it, by the parents in /proc."""
     while pid > 1 and pid != ancestor:
         pid = int(parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0"))
     return pid == ancestor

@@ -57,7 +57,7 @@ class Entry:
 
 
 def place_here(root: Path = REAL_ROOT) -> dict[str, Any]:
-    """Return where the jobs of this process run, as an entry has it."""
+    """Return where the jobs of this process run, as an entry has it; ``root`` as in `Budget.read`."""
     placement = locate(root, "memory")
     boot = (read_text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()).strip()
     groups = {group_id(one.directory): str(one.directory) for one in placement.groups} if placement else {}

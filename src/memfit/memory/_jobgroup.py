@@ -110,8 +110,8 @@ class JobGroup:
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
     def first_met(self) -> str:
-        """Return the nearest of this group and those above it whose hard limit was ever met. The reclaim of page cache
-        counts too, so this is a hint and no proof."""
+        """Return the nearest of this group and those above it whose hard limit was ever met; empty if none was. The
+        reclaim of page cache counts too, so that this is a hint and no proof."""
         for path in (self.path, *self.path.parents):
             if self.version == 1:
                 met, wall = read_text(path / "memory.failcnt") or "0", read_text(path / "memory.limit_in_bytes")

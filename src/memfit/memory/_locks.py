@@ -49,8 +49,8 @@ def is_locked(path: Path | str) -> bool:
 
 
 def is_lost(descriptor: int) -> bool:
-    """Return True if the server of a network drive has forgotten this process's lock: writes through its descriptor
-    fail then. A server that does not answer shows the same. Seen with NFS 4.2."""
+    """Return True if the server of a network drive has forgotten a lock that this process took on an open file. Only
+    writes through its descriptor fail then. A server that does not answer shows the same. Seen with NFS 4.2."""
     try:
         os.pwrite(descriptor, b"\n", 0)
         os.fsync(descriptor)

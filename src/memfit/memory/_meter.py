@@ -152,7 +152,7 @@ class TreeMeter:
         return self._last
 
     def below(self, pid: int) -> set[int]:
-        """Return a process and all that come from it, as of the last sample."""
+        """Return a process of the tree and all that come from it, as of the last sample."""
         found = {pid} & self.pids
         while more := {one for one, (stat, _) in self._before.items() if stat.parent in found} - found:
             found |= more
@@ -175,9 +175,9 @@ class TreeMeter:
         self._take(name, begin)
 
     def footprint(self) -> Footprint:
-        """Return the peaks so far. ``anonymous`` (swapped and high-water marks included), ``shared_memory``,
-        ``page_tables`` and ``other`` of its parts make up the private bytes; ``file`` and ``charged_peak`` stand beside
-        them."""
+        """Return the peaks so far, whole and by phase. Parts at the whole peak: ``anonymous`` (swapped and high-water
+        marks included), ``shared_memory``, ``page_tables`` and, given a floor, ``other`` make up the private bytes.
+        Beside them: ``file`` (the shared bytes then) and, given a group, ``charged_peak``."""
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
         whole = self._whole
         return Footprint(

@@ -15,7 +15,7 @@ from memfit.units import KIB
 class Stat:
     """Who a process is; ``pid`` and ``start`` name it for good. ``image`` is the address of its stack, drawn anew by
     every ``exec`` and kept by ``fork``: processes with the same one may share anonymous pages. 0 when the kernel hides
-    it."""
+    it. ``cpu_ticks`` includes children that ended and were waited for."""
 
     pid: int
     parent: int
@@ -52,8 +52,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Rollup:
-    """The proportional set size of a process in bytes; ``held`` is anonymous + swapped. ``shared_dirty`` is what it
-    shares with any process and what was written once: the whole of it, not a part."""
+    """The proportional set size of a process in bytes, whole and by kind; ``held`` is anonymous + swapped.
+    ``shared_dirty`` is what it shares with any process and what was written once: the whole of it, not a part."""
 
     pss: int
     held: int

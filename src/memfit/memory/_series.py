@@ -18,9 +18,9 @@ _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SI
 
 
 class SeriesWriter:
-    """Appends samples to a file: one at each change of the phase, and one in each second, with the highest
-    ``peak_bytes`` since the line before. A full file keeps every second line, and the time between two lines
-    doubles."""
+    """Appends samples to a file: one at each change of the phase, and one in each second. Each line is written at once
+    and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines`` (about 2 MB) keeps every second
+    one, and from then on the time between two lines is twice as long."""
 
     def __init__(self, path: Path, *, max_lines: int = 8192) -> None:
         self._max_lines = max_lines

@@ -117,8 +117,8 @@ def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = 
 
 
 class Walls:
-    """The control groups of one run's jobs, an ``Enforcer`` of theirs; ``parent`` has the run's capacity as its
-    limit."""
+    """The control groups of one run's jobs, an ``Enforcer`` of theirs; ``parent`` is above all of them, with the run's
+    capacity as its limit."""
 
     parent: JobGroup
     permission: Literal["cgroup v1", "cgroup v2"]
@@ -174,8 +174,8 @@ class Walls:
         return group
 
     def cap(self, total_bytes: int) -> None:
-        """Set the limit of all jobs together. What ended jobs left behind stays charged to the parent group and counts
-        in the budget as in use: the limit is higher by that, or it would count twice."""
+        """Set the limit of all jobs together. What ended jobs left behind (files in /dev/shm) stays charged to the
+        parent group and counts in the budget as in use: the limit is higher by that, or it would count twice."""
         with contextlib.suppress(OSError):
             self.parent.set_wall(total_bytes + self.left_bytes())
 

@@ -124,7 +124,7 @@ class FolderTail:
         self._tails: dict[str, tuple[EventTail, int]] = {}
 
     def read(self, *, anew: bool = False) -> list[dict[str, Any]]:
-        """Return the new records, in order of time; ``anew`` trusts no size that NFS remembers."""
+        """The whole records since the last call, in order of time; ``anew`` trusts no size that NFS remembers."""
         records = []
         with until_next_look():
             for path in sorted(self._dir.glob("*.jsonl")):

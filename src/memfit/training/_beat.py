@@ -121,8 +121,8 @@ def leave(why: str) -> NoReturn:
 
 @contextmanager
 def joined_group() -> Iterator[int]:
-    """Join the group of this job's ranks; yield the rank. All leave together: a rank that has done its part waits for
-    the others, and one whose peer failed leaves at once."""
+    """Join the group of this job's ranks, each with its own GPU where the job has any; yield the rank. All leave
+    together: a rank that has done its part waits for the others, and one whose peer failed leaves at once."""
     group, here, num_gpus = torch.distributed, int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if 0 < num_gpus < here:
         raise UsageError(
@@ -336,8 +336,8 @@ class _Quiet:
 
     def hung(self, beats: Mapping[int, Beat], now: float, most: float) -> Beat | None:
         """Return the beat of a rank that hangs; one look adds ``most`` seconds at most: this process may have slept. A
-        rank that waits for its peers hangs only if all of them wait. Where some have given no beat yet, they have more
-        time."""
+        rank that waits for its peers hangs only if all of them wait: then no work is left that takes long. Where some
+        have given no beat yet, they have more time."""
         passed, self._looked = min(now - self._looked, most), now
         live = self._live = {rank: one for rank, one in beats.items() if one.launch == self.launch}
         for rank, one in live.items():

@@ -79,8 +79,8 @@ def alone(what: str, remedy: str) -> UsageError:
 
 
 class Given(NamedTuple):
-    """``model`` is without its wrapper; ``check`` looks at that before each step, and is None if its passes hold
-    collectives."""
+    """A model as it was given: without its wrapper, as the loss gets it, and the group of ranks that train it.
+    ``check`` looks at the wrapper before each step; None if its passes hold collectives."""
 
     model: Any
     called: Any

@@ -115,7 +115,7 @@ class Exactness:
 
     def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
         """Compare the loss of a few units with the losses of two parts of them; None if a loss is not finite. In
-        evaluation mode, where dropout draws nothing."""
+        evaluation mode, where dropout draws nothing. No fault is reported where two units do not fit."""
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:

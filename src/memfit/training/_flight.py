@@ -101,7 +101,7 @@ def _host() -> dict[str, int]:
 
 
 def _owners(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[tuple[str, int], str]:
-    """Return what each storage belongs to."""
+    """Return what each storage belongs to, by its device and address."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owned: list[tuple[str, Any]] = [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():

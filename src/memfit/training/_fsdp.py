@@ -30,8 +30,8 @@ _KEPT = 2
 
 
 class ShardedFolder(CheckpointFolder):
-    """Keeps the checkpoints of a sharded model's fit. ``save_shards`` and ``load_shards`` are called by all ranks, the
-    rest by rank 0."""
+    """Keeps the checkpoints of one fit of a sharded model, ``sharded-<optimizer steps>/`` each, and ``best_model.pt``.
+    ``save_shards`` and ``load_shards`` are called by all ranks, the rest by rank 0."""
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = (), *, step: SafeStep) -> None:
         super().__init__(path, keep_epochs, milestones)

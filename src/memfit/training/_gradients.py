@@ -82,7 +82,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """The arguments of a ``SafeStep`` that its passes need."""
+    """The parts and settings of a ``SafeStep`` that its passes need; it explains each."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer

@@ -44,8 +44,8 @@ class OptimizerGuard:
         self._reserve: list[torch.Tensor] = []
 
     def prepare(self) -> None:
-        """Take the memory of the state that the first step will make, and keep it until then: every pass before that
-        step has as little room as those after it."""
+        """Take the memory of the state that the first step will make, and try that of a step's temporaries. The state's
+        memory is kept until that step: every pass before it has as little room as those after it."""
         groups = self.optimizer.param_groups
         self._try(self._with_gradient() or [[p for p in group["params"] if p.requires_grad] for group in groups])
         for block in self._reserve:
@@ -115,9 +115,9 @@ class OptimizerGuard:
 def _sizes_on(
     optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of the state and of the temporaries that a step allocates on one device. An optimizer that
-    cannot be run without memory (its step reads values, or it holds another one) is taken to need a copy of its largest
-    parameter."""
+    """Return the sizes of the state and of the temporaries that a step allocates on one device, in bytes. An optimizer
+    that cannot be run without memory (its step reads values, or it holds another optimizer) is taken to need a copy of
+    its largest parameter."""
     params = [[p for p in group if p.device == device] for group in params]
     guess = max(p.nbytes for group in params for p in group)
     foreach = any(

@@ -28,8 +28,8 @@ _STEP_EVENT_SECONDS = 0.5
 
 class Journal:
     """Writes the events of one training, and prints the main ones where no run shows them. ``num_epochs`` is None in a
-    loop that does not know how many it will make. Seconds are those of steps and what they waited for, without
-    checkpoints and validation."""
+    loop that does not know how many it will make. Positions are whole epochs, then steps of the next one. Seconds are
+    those of steps and what they waited for; checkpoints and validation are not in them."""
 
     def __init__(self, num_epochs: int | None = None) -> None:
         self.num_epochs = num_epochs
@@ -79,8 +79,8 @@ class Journal:
     def step(
         self, where: Mapping[str, int], loss: torch.Tensor | float | None, device: torch.device | None = None
     ) -> None:
-        """Record a step, at most twice a second, and read as often how busy a GPU was. ``loss`` is None when nothing
-        was counted."""
+        """Record a step, at most twice a second, and read from NVML as often how busy a GPU was. ``where`` has
+        ``epoch``, ``step`` and ``num_steps`` from 1; ``loss`` is None when nothing was counted."""
         now = time.monotonic()
         if now < self._next_step:
             return
@@ -96,7 +96,7 @@ class Journal:
         self._num_samples += num_samples
 
     def pace(self) -> dict[str, float]:
-        """End the epoch's steps; return what is known of ``seconds``, ``wait_share``, ``samples_per_second`` and
+        """End the epoch's steps; return ``seconds``, ``wait_share``, and where known ``samples_per_second``,
         ``device_use``."""
         found = {}
         if self._seconds:
@@ -111,9 +111,9 @@ class Journal:
     # --- epochs
 
     def epoch(self, epoch: int, numbers: Mapping[str, float], pace: Mapping[str, float]) -> None:
-        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows. ``metric`` in
-        ``memory`` names the host's figure; ``phases`` hold the host's bytes at each phase's end, and the devices'
-        peaks."""
+        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows. The event's ``memory``
+        names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its loader workers). Its
+        ``phases`` hold ``host_bytes`` at the end of each phase, and the peaks of its ``devices``."""
         self._leave()
         memory = {"metric": "non_reclaimable", "phases": self._phases}
         self.begin_epoch()

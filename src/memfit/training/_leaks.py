@@ -34,8 +34,8 @@ _Census = tuple[Counter[tuple[str, int]], dict[int, int]]
 
 @dataclass(frozen=True)
 class Leak:
-    """Something that grows from epoch to epoch. ``slope`` is its growth per epoch, in bytes or Python's small objects.
-    ``holders``: tensors that became more, by shape, then containers that became longer, by name."""
+    """Something that grows from epoch to epoch. ``slope`` is its growth per epoch (Theil-Sen), in bytes or Python's
+    small objects. ``holders``: tensors that became more, by shape, then containers that became longer, by name."""
 
     series: str
     slope: float
@@ -49,9 +49,9 @@ class Leak:
 
 
 class LeakDetector:
-    """Names what grows by ``floor_bytes`` or ``floor_objects`` an epoch. An epoch costs three readings of counters.
-    Only where one rises twice in a row is garbage collected and are objects counted. The first epoch is left out:
-    optimizer state and caches come with it."""
+    """Watches what lives at the end of each epoch, and names what grows by ``floor_bytes`` or ``floor_objects`` an
+    epoch. An epoch costs three readings of counters. Only where one rises twice in a row is garbage collected and are
+    objects counted. The first epoch is left out: optimizer state and caches come with it."""
 
     def __init__(self, *, floor_bytes: int = MIB, floor_objects: int = 10_000) -> None:
         self._floor_bytes, self._floor_objects = floor_bytes, floor_objects

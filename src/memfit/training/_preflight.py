@@ -45,9 +45,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Longest:
-    """The batch that takes most memory. It was ``given`` by the user, ``known`` by the batches' own ``longest()``,
-    found by the dataset's ``lengths``, or is the largest of ``all`` batches of a list or of the ``num_seen``
-    ``sampled``."""
+    """The batch that takes most memory, and how it was found: ``given`` by the user; ``known`` by the batches' own
+    ``longest()``; by the dataset's ``lengths``; the largest of ``all`` batches of a list, or of the ``num_seen``
+    ``sampled``, fewer than planned if drawing them went ``out_of_time``."""
 
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
@@ -61,8 +61,8 @@ class Longest:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The peaks of one phase: non-reclaimable host memory of this process and its loader workers; by device, what
-    tensors took (allocated) and torch's allocator held for them (reserved)."""
+    """The peaks of one phase of the preflight: non-reclaimable host memory of this process and its loader workers; by
+    device, what tensors took (allocated) and torch's allocator held for them (reserved)."""
 
     host_bytes: int
     allocated_bytes: Mapping[str, int]

@@ -46,7 +46,7 @@ def tried(what: str, name: str, allow: Collection[str] = ()) -> Iterator[None]:
 def check_loader(loader: DataLoader[Any], allow: Collection[str] = ()) -> None:
     """Draw a few samples of two batches, again and again, under the keys of a ``KeyedStream``; refuse what differs. An
     attribute that only the first draws set (a file that is opened late), or that says what was drawn last, may move. So
-    may the parts in ``allow``, such as ``"collator.counter"``."""
+    may the parts in ``allow``, such as ``"collator.counter"``: they change no batch."""
     keyed = KeyedStream(0).loader(loader)
     parts = {"dataset": loader.dataset, "collator": loader.collate_fn}
     numbers = [_Numbers(part, name) for name, part in parts.items()]
@@ -198,8 +198,8 @@ def _carried_tensors(
     again: Callable[[], object],
     allow: Collection[str],
 ) -> str:
-    """Return the name of an attribute that another pass over the same batch sets to other tensors. What a pass keeps of
-    itself, such as attention weights, is the same again; a hidden state is not."""
+    """Return the name of an attribute that another pass over the same batch sets to other tensors; empty if none. What
+    a pass keeps of itself, such as attention weights, is the same again; a hidden state is not."""
     first = _tensors_of(model)
     changed = [name for name, (*_, now) in first.items() if name not in before or not _same(before[name][2], now)]
     changed = [name for name in changed if name not in allow]
@@ -282,8 +282,8 @@ def _has_grown(was: Any, now: Any) -> bool:
 def check_first_forward(
     model: torch.nn.Module, is_due: Callable[[], bool] = lambda: True, allow: Collection[str] = ()
 ) -> RemovableHandle:
-    """Let ``check_model`` try the first forward pass in training mode for which ``is_due``, until ``remove()`` of the
-    result."""
+    """Let ``check_model`` try the first forward pass in training mode for which ``is_due``, with what it is given.
+    ``remove()`` of the result takes the check back. Refuses at once what ``check_compiled`` refuses."""
 
     def rehearse(module: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and module.training and is_due():

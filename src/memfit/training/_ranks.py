@@ -36,9 +36,9 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank says of a step before its update. ``sizes`` has -1 for None. ``used`` has a bit for each parameter
-    with a gradient. ``request`` is ``SAVE``, or the number of a signal to stop. ``is_half``: it ran out of memory
-    inside its last update."""
+    """What one rank says of a step before its update. ``sizes`` are its microbatch sizes with -1 for None, ``cost``
+    that of its largest microbatch. ``used`` has a bit for each parameter with a gradient. ``request`` is ``SAVE``, or
+    the number of a signal to stop. ``is_half``: it ran out of memory inside its last update."""
 
     rank: int = 0
     step: int = 0
@@ -76,9 +76,9 @@ class Vote:
 class Ranks:
     """The group of ranks that train one model; every rank calls each of its methods at the same place.
 
-    Gradients are summed in ``group``; votes and plain values go by ``side``. ``request`` is what the last vote asked
-    for (0 for nothing), ``wants`` returns what this rank asks for. ``is_over``: all ranks raise what this one
-    raises."""
+    Gradients are summed in ``group``; votes and plain values go by ``side``. ``num_parameters``: how many a vote tells
+    of. ``request`` is what the last vote asked for, ``SAVE`` or the number of a signal; 0 for nothing. ``wants``
+    returns what this rank asks for. ``is_over``: all ranks raise what this one raises."""
 
     def __init__(self, group: Any, num_parameters: int = 0) -> None:
         self.group, self.side = group, _side_group(group)

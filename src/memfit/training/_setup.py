@@ -21,7 +21,7 @@ Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a ``Trainer``."""
+    """The parts and settings of a ``Trainer``, which explains each."""
 
     step: SafeStep
     schedule: torch.optim.lr_scheduler.LRScheduler | None
@@ -40,7 +40,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of ``Trainer.fit``."""
+    """The arguments of ``Trainer.fit``, which explains each."""
 
     train: Any
     valid: Any

@@ -39,8 +39,8 @@ class MicrobatchSizes:
         return self._known.limit
 
     def cut(self, count: int, cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
-        """Return the microbatches of a batch of ``count`` units as ranges, at least one unit each. ``cost(start,
-        stop)`` is that of the units from ``start`` up to ``stop``; more units never cost less."""
+        """Return the microbatches of a batch of ``count`` units as ranges, each as long as its cost allows, one unit at
+        least. ``cost(start, stop)`` is that of the units from ``start`` up to ``stop``; more units never cost less."""
         limit, most = self._limit_now(), self.largest or count
         ranges, start = [], 0
         while start < count:
@@ -72,9 +72,9 @@ class MicrobatchSizes:
         known.failed, known.quiet, known.retries = failed_cost, 0, 0
 
     def succeeded(self, cost: int, num_retries: int = 0) -> bool:
-        """Note a step whose largest microbatch had this cost; return whether the limit changed. Two steps in a row in
-        which the device's allocator emptied its cache count as a failure: the next allocation may find nothing to give
-        back."""
+        """Note a step whose largest microbatch had this cost; return whether the limit changed. ``num_retries``: how
+        often the device's allocator emptied its cache in it. Two such steps in a row count as a failure: the next
+        allocation may find nothing to give back."""
         known = self._known
         known.retries = known.retries + 1 if num_retries else 0
         has_risen = known.limit is not None and cost > known.limit

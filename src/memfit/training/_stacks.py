@@ -41,8 +41,8 @@ class Stack:
 
 
 def register_stack_dump(folder: Path | str) -> None:
-    """Let this process write its threads' stacks to ``<folder>/<pid>.stack`` when it gets SIGUSR2, even if it hangs in
-    C and holds the interpreter's lock. It replaces what SIGUSR2 did before."""
+    """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` when it gets SIGUSR2. It answers
+    even if it hangs in C and holds the interpreter's lock. It replaces what SIGUSR2 did before."""
     file = open(Path(folder, f"{os.getpid()}.stack"), "w")  # noqa: SIM115 - stays open as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
     for old in _dump_files:

@@ -79,7 +79,7 @@ def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
 
 class KeyedOrder(Sampler[Any]):
     """Gives what a sampler, or a batch sampler, gives under the key (seed, epoch), each index with its epoch. Indices
-    are numbers, texts, or tuples and lists of them."""
+    are numbers, texts, or tuples and lists of them; arrays and tensors become lists."""
 
     def __init__(self, sampler: Any, seed: int, *, of_batches: bool = False) -> None:
         self.sampler, self.seed, self.of_batches = sampler, seed, of_batches
@@ -221,8 +221,8 @@ def _refuse(loader: Any) -> None:
 
 
 def deaf_workers(loader: Any) -> Any:
-    """Return a loader whose workers no signal reaches that stops a training: what Slurm, ``timeout`` or a terminal
-    sends goes to all processes of a job, and batches would be lost. Torch ends them by SIGKILL then."""
+    """Return a loader whose workers no signal reaches that stops a training: batches would be lost with them. What
+    Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then."""
     if not getattr(loader, "num_workers", 0):
         return loader
     context: Any = loader.multiprocessing_context or multiprocessing.get_context(multiprocessing.get_start_method())

@@ -28,8 +28,8 @@ _REDUCE_LATER = "reduce metrics after the step, and call the model that the loss
 
 class Team:
     """The part of a step, which is a ``SafeStep``, that all ranks make together. ``parts`` are copied from a whole rank
-    when an update was left half-way. ``counts``: the skipped batches and all batches, of all ranks, that the last vote
-    knew."""
+    when an update was left half-way. A smaller size may be written into ``folder``. ``counts``: the skipped batches and
+    all batches, of all ranks, that the last vote knew."""
 
     heals = True
 

@@ -27,8 +27,8 @@ _SHAPE = {"sizes": list, "is_single": bool}
 
 
 class Together(Team):
-    """The ranks of a model whose passes hold collectives. The smaller size is written into ``folder`` for the next
-    start."""
+    """The ranks of a model whose passes hold collectives. The smaller size is written into ``folder``, that of the run
+    or of the checkpoints, for the next start."""
 
     heals = False
 

@@ -66,9 +66,9 @@ def attempt_twice(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
 
 
 class Validation:
-    """Validates by the user's ``evaluate``, or the mean loss as ``valid_loss``. A batch of the mean loss that does not
-    fit is tried again, then in halves; the size that fitted holds from then on. ``check_stop`` is called between
-    batches."""
+    """Validates the epochs of a fit by the user's ``evaluate``, or the mean loss as ``valid_loss``. A batch of the mean
+    loss that does not fit is tried again, then in halves; the size that fitted holds from then on. ``check_stop`` is
+    called between batches; it raises if the fit should stop."""
 
     def __init__(
         self, setup: Setup, plan: Plan, where: Callable[[], Mapping[str, Any]], check_stop: Callable[[], object]
