@@ -48,9 +48,8 @@ class Admitted(NamedTuple):
 
 
 class LocalAdmission:
-    """Admits jobs under the budget of this host, or one by one under that of a node. ``known`` are footprints measured
-    earlier, each with the stage and the parameters of its job. The jobs share one budget if it ``is_shared``; else each
-    may have it whole, as on a node of a cluster. On this host a queued job counts for nothing."""
+    """Admits jobs under the budget of this host. Where they do not share it (``is_shared``), each may have it whole, as
+    on a node of a cluster. On this host a queued job counts for nothing."""
 
     def __init__(
         self,

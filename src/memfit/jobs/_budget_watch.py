@@ -22,8 +22,8 @@ _SPAN_SECONDS = 300.0
 
 
 class HeldByOthers(NamedTuple):
-    """What this run cannot have now and others may give back: ``runs`` is used and reserved by ``num`` other runs,
-    ``outside`` used by processes of no run. No end of a job rests on it."""
+    """What this run cannot have now and others may give back, so that no job's end rests on it; ``outside`` is of no
+    run."""
 
     runs: int = 0
     num: int = 0
@@ -53,8 +53,7 @@ class _Outside:
 
 
 class BudgetWatch:
-    """The last reading of the budget, and what changed since. ``in_use`` says what the running jobs use now, by place;
-    ``unused`` what they have reserved beyond that or, if asked for, are expected to take."""
+    """The last reading of the budget, and what changed since."""
 
     def __init__(
         self,

@@ -79,8 +79,8 @@ def end_of(pid: int, seconds: float) -> int | None:
 
 
 def stop_targets(pid: int) -> set[int]:
-    """Return who gets the SIGTERM: the job's process and, if that is a shell, what it runs, as a shell passes nothing
-    on. The other processes get none: data loader workers would die while their trainer saves."""
+    """Return who gets the SIGTERM. A shell passes nothing on, so what it runs gets it too. Data loader workers get
+    none: they would die while their trainer saves."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -93,8 +93,8 @@ def stop_targets(pid: int) -> set[int]:
 def start_interpreter(
     words: Sequence[str], descriptor: int, *, env: Mapping[str, str], log: str = os.devnull, safe_path: bool = True
 ) -> int:
-    """Start ``python -m memfit.jobs`` with these words and this descriptor in a session of its own; return its number.
-    With ``safe_path`` it imports nothing from this folder, where a file may be named like one of Python's modules."""
+    """Start ``python -m memfit.jobs`` in a session of its own; return its number. With ``safe_path`` it imports nothing
+    from this folder, where a file may be named like one of Python's modules."""
     command = [sys.executable, *["-P"][: int(safe_path)], "-m", "memfit.jobs", *words]
     streams = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -135,9 +135,9 @@ def fork(run: Callable[[], int]) -> int:
 def fork_job(
     prepare: Callable[[], None], call: Callable[[], int], streams: Sequence[int], seconds: float | None = None
 ) -> tuple[int, bool]:
-    """Fork a process that prepares itself and then calls a function, with these three streams and no other descriptors.
-    Return its number, and True if it came to the function in so many seconds (None for any). An OSError of ``prepare``
-    is raised here."""
+    """Fork a process that prepares itself and calls a function, without other descriptors than these streams. Return
+    its number, and True if it came to the function in so many seconds (None for any). Raise an OSError of
+    ``prepare``."""
     reading, told = os.pipe()
 
     def run() -> int:

@@ -149,7 +149,7 @@ class Enforcer(Protocol):
 
 class Backend(Protocol):
     """The seam: whatever runs jobs implements these. `tests/jobs/contract.py` has what it must pass. The run directory
-    holds the state. A backend object only follows it, so a new one can be made at any time."""
+    holds the state, so a new object can be made at any time."""
 
     @property
     def traits(self) -> Traits:

@@ -217,8 +217,8 @@ class Monitor:
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
     def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
-        """Take in the resident peak of the largest process, which the kernel gives at the end. Mapped files in it do
-        not count: ``most_bytes`` is the most that was charged to its group beside page cache."""
+        """Take in the resident peak of the largest process at its end, without mapped files: ``most_bytes`` is the most
+        that was charged to its group beside page cache."""
         resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
         self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
         seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0

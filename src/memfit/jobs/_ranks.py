@@ -138,8 +138,8 @@ class _Rank:
 
 
 class Agent:
-    """The ranks of one job on this host, generation after generation. Of a job on several nodes the ranks of this node
-    run here, for one generation: who started it on all nodes begins the next."""
+    """The ranks of one job on this host, generation after generation. Of a job on several nodes they run for one
+    generation: who started it on all nodes begins the next."""
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, *, forks: bool = False) -> None:
         self.job, self.job_dir, self.forks = job, job_dir, forks

@@ -33,9 +33,11 @@ _NO_DEVICE = (
 
 @dataclass(frozen=True)
 class Retry:
-    """A job is to be restarted, why, and what it must get: on the host (``HOST``), on each device (``DEVICE``). Where
-    ``needed`` has no entry, the forecast decides. One that ``gets_all`` starts alone, with all that is free then; what
-    others hold is waited for only as far as ``needed`` reaches."""
+    """A job is to be restarted, why, and what it must get: on the host (``HOST``), on each device (``DEVICE``).
+
+    Where ``needed`` has no entry, nothing is known: the forecast decides. One that ``gets_all`` starts alone, with all
+    that is free then; what others hold is waited for only as far as ``needed`` reaches.
+    """
 
     reason: str
     needed: Mapping[str, int] = field(default_factory=dict)
@@ -72,8 +74,10 @@ _KILLED = (-9, 137)  # how a process that was killed by SIGKILL has ended, by it
 
 
 def what_follows(end: End) -> Retry | str:
-    """Return the next start of a job that ended, or why there is none. The first rule that holds decides. No rule that
-    ends a job for good reads a size that nobody knows, or what others hold."""
+    """Return the next start of a job that ended, or why there is none. The first rule that holds decides.
+
+    No rule that ends a job for good reads a size that nobody knows, or what others hold.
+    """
     status, traits, state, num_retries = end.status, end.traits, end.status.state, end.restarts["retry"]
     outside, most = (_OUTSIDE_OF_CLUSTER, _MOST_OF_CLUSTER) if traits.is_cluster else (_OUTSIDE, _MOST_OUTSIDE)
     is_outside, outside_left = state in outside, most - (0 if end.is_forgiven else end.restarts["outside"])

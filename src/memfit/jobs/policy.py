@@ -188,16 +188,16 @@ def likely(guess: Guess | None, used: int) -> Guess | None:
 
 
 def has_peaked(held: Held) -> bool:
-    """Return True if a job stands still, and similar ones had reached their peaks by now: a job that waits for a core
-    at its start stands still as well."""
+    """Return True if a job stands still, and similar ones had peaked by now: one without a core stands still as
+    well."""
     if held.guess is None or held.still < STILL_SECONDS or held.used < _BEGUN * held.guess.size:
         return False
     return held.guess.is_early or held.age >= _LATE_FACTOR * held.guess.peaked + _LATE_SECONDS
 
 
 def wanted(held: Held, capacity: int, *, is_tight: bool = False, has_walls: bool = True) -> int:
-    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses. ``is_tight``:
-    another one waits for memory, so that one that stands still for now keeps no more than it uses."""
+    """Return what a job is to hold. If it ``is_tight``, another one waits for memory, so that one that stands still for
+    now keeps no more than it uses."""
     wider = 1.0 if has_walls else _NO_WALLS
     guess, step = held.guess, min(_LEAST_STEP, int(capacity * _STEP_SHARE))
     known = 0
@@ -349,8 +349,8 @@ def is_measured(held: Held, *, has_walls: bool = True) -> bool:
 
 
 def why_no_core(jobs: Collection[Held], cores: int) -> str:
-    """Return why no job more starts however much memory is free; empty if one may. As many as there are cores always
-    may. Beyond that, more jobs only share what is there once all cores are busy."""
+    """Return why no job more starts however much memory is free; empty if one may. Beyond one for each core, more jobs
+    only share what is there once all cores are busy."""
     expected = [job.guess.cores if job.guess else 0.0 for job in jobs]
     busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
     if sum(job.threads for job in jobs) < cores or busy < _BUSY * cores:

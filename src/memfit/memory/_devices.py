@@ -130,10 +130,13 @@ def real_nvml() -> Any:
 
 
 def select_visible(devices: Sequence[tuple[int, str]], visible: str | None) -> list[int]:
-    """Return the positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order, as CUDA
-    reads it: the list ends at the first entry that names no device, and naming a device twice hides all. The number of
-    a GPU that is split into MIG instances stands for its first instance. Source: CUDA C++ Programming Guide, CUDA
-    environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
+    """Return the positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
+
+    As CUDA reads it: the list ends at the first entry that names no device; a UUID may be shortened; naming a device
+    twice hides all. The number of a GPU that is split into MIG instances stands for its first instance.
+
+    Source: CUDA C++ Programming Guide, CUDA environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
+
     >>> gpus = [(0, "GPU-8932f937-d72c"), (1, "MIG-41c8e4a7-0d6f"), (1, "MIG-9f1b")]
     >>> select_visible(gpus, None), select_visible(gpus, ""), select_visible(gpus, "1,0")
     ([0, 1, 2], [], [1, 0])

@@ -25,10 +25,12 @@ SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at one moment, in bytes. ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes``
-    its peak since the sample before. ``shared_bytes`` are mapped file pages, each once (at least this much);
-    ``rss_bytes`` counts them once per process. ``pss_bytes`` is as of the last sweep; 0 before the first.
-    ``cpu_seconds`` and ``disk_bytes`` are so far."""
+    """A process tree at one moment, in bytes.
+
+    ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
+    marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
+    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` and
+    ``disk_bytes`` are so far."""
 
     time: float
     num_processes: int

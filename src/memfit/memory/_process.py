@@ -84,9 +84,11 @@ def parse_stat(text: str) -> Stat | None:
 
 
 def parse_counters(text: str) -> Status | None:
-    """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole. VmHWM is never below the
-    present resident size. Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
-    Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem.
+    """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole.
+
+    Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem: VmHWM is never below the present resident size.
+    Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
+
     >>> text = "\\nVmHWM: 90 kB\\nRssAnon: 10 kB\\nRssFile: 50 kB\\nRssShmem: 8 kB\\nVmPTE: 4 kB\\nVmSwap: 0 kB\\n"
     >>> parse_counters(text)
     Status(anonymous=10240, swapped=0, shared_memory=8192, page_tables=4096, file=51200, high_water=92160)

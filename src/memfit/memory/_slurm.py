@@ -35,9 +35,12 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
 
 
 def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
-    """Return which of the host's GPUs a process may use, as CUDA_VISIBLE_DEVICES does; None for all ``num_gpus``. A
-    cluster may grant GPUs without that variable. If it shows a job no others, Slurm's numbers are not those of here.
+    """Return which of the host's GPUs a process may use, as CUDA_VISIBLE_DEVICES does; None for all ``num_gpus``.
+
+    A cluster may grant GPUs without that variable. If it shows a job no others, Slurm's numbers are not those of here.
+
     Source: gres.conf(5), ``Flags=no_gpu_env``; cgroup.conf(5), ``ConstrainDevices``.
+
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_GPUS": "3"}, 4), visible_gpus({}, 4)
     ('1', None)
     >>> visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 4), visible_gpus({"SLURM_JOB_GPUS": "2,3"}, 2)

@@ -116,8 +116,8 @@ class EventTail:
 
 
 class FolderTail:
-    """Reads all event files of a folder on from where the last call stopped, or from the ``offsets`` that an earlier
-    one had reached. A file that did not grow stays closed."""
+    """Reads all event files of a folder on from where the last call stopped, or from ``offsets``; one that did not grow
+    stays closed."""
 
     def __init__(self, events_dir: Path, offsets: Mapping[str, int] | None = None) -> None:
         self._dir, self._begin = events_dir, offsets or {}

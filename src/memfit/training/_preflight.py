@@ -162,8 +162,9 @@ def rehearse(
     """Say before the first step of a loop that is not memfit's whether its largest batch fits; DoesNotFitError if not.
 
     The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried;
-    all is put back. The optimizer is a plain one of torch. Returns None, and prints why, where there is no verdict: no
-    batch can be taken from the data without losing it, or it raises an error outside of the loop."""
+    all is put back. The model is in the mode in which it trains, the optimizer a plain one of torch. Returns None, and
+    prints why, where there is no verdict: no batch can be taken from the data without losing it, or it raises an
+    error."""
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
         say_verdict(
             "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"

@@ -308,9 +308,9 @@ def or_leave(what: str) -> Iterator[None]:
 
 def order_sums(model: Any) -> None:
     """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it. It
-    puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where a
-    gradient lies. So this makes a pass without a model, as if the gradients came from the last weight to the first.
-    ``static_graph=True`` is refused."""
+    puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on that:
+    the first step after a resume would differ. So this makes a pass without a model, as if the gradients came from the
+    last weight to the first. ``static_graph=True`` is refused."""
     if getattr(model, "static_graph", False):
         raise UsageError(
             "DistributedDataParallel has static_graph=True.",
