@@ -105,7 +105,7 @@ class FakeBackend:
         'completed'
     """
 
-    traits = Traits(enforces_memory=False, is_cluster=True)
+    traits = Traits(enforces_memory=False)
 
     def __init__(self, scripts: Mapping[str, FakeJob]) -> None:
         self.enforcer = self

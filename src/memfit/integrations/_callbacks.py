@@ -9,12 +9,9 @@ from collections.abc import Set
 def steers_by_count(
     kind: type, flags: Set[str], parts: Set[str], *, always: Set[str] = frozenset(), never: Set[str] = frozenset()
 ) -> bool:
-    """Return whether the methods of a class set attributes of their own, and steer a training; its bases are not looked
-    at.
-
-    ``flags`` steer when they are set (``should_stop``), ``parts`` wherever they are named (``optimizer``). ``always``:
-    attributes that no checkpoint can hold, whoever sets them. ``never``: those of the framework that steer nothing.
-
+    """Return whether the methods of a class set attributes of their own, and steer a training. ``flags`` steer when
+    they are set (``should_stop``), ``parts`` wherever they are named (``optimizer``). ``always``: attributes that no
+    checkpoint can hold, whoever sets them. ``never``: those of the framework that steer nothing.
     >>> class Patience:
     ...     def on_log(self, control):
     ...         self.seen += 1

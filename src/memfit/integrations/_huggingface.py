@@ -176,7 +176,6 @@ class MemfitCallback(transformers.TrainerCallback):
             self.session.journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
 
     def _close_epoch(self) -> None:
-        """Record the epoch that is over, with its evaluation."""
         if self._epoch >= 0:
             self.session.journal.epoch(self._epoch + 1, self._numbers, self.session.journal.pace())
         self._numbers, self._losses, self._epoch = {}, [0.0, 0.0], -1
@@ -189,7 +188,6 @@ def steps_of(loader: Any, args: Any) -> int | None:
 
 
 def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: bool) -> None:
-    """Refuse what cannot be resumed, or not exactly."""
     args, config = trainer.args, getattr(trainer.accelerator, "dataloader_config", None)
     found = [
         *refused_ranks(trainer.accelerator),

@@ -29,7 +29,6 @@ class Recovery:
         self._num_items: Any = None
 
     def open(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any] | None) -> None:
-        """Begin a training, with the sizes that a checkpoint has."""
         args, backward = self.trainer.args, self.trainer.accelerator.backward
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         counts = (None, self._num_labels, samples_in)
@@ -81,7 +80,6 @@ class Recovery:
 
 
 def not_recoverable(trainer: Any) -> list[tuple[str, bool, str]]:
-    """Return what cannot be recovered, as ``refuse`` needs it."""
     args = trainer.args
     is_stateful = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
     is_endless = args.gradient_accumulation_steps > 1 and not hasattr(trainer.train_dataset, "__len__")

@@ -174,7 +174,6 @@ def running_means(trainer: Any, module: LightningModule) -> dict[str, Any]:
 
 
 def put_means(trainer: Any, module: LightningModule, means: Mapping[str, Any]) -> None:
-    """Let the metrics of the epoch go on from what ``running_means`` gave."""
     named = dict(module.named_modules())
     for key, (fields_of, sync, is_tensor, state) in means["results"].items():
         meta = _Metadata(**fields_of)

@@ -76,8 +76,7 @@ def notifier_of(settings: NotifySettings, run: RunDir, events: EventWriter) -> N
 
 
 class Notifier(threading.Thread):
-    """Tells people of a run, from a thread of its own; each message is sent by a process that may fail or hang. A
-    message that could not be sent is noted in ``events``, without its ``address``."""
+    """Tells people of a run, from a thread of its own; each message is sent by a process that may fail or hang."""
 
     def __init__(self, run: RunDir, events: EventWriter, address: str, every_seconds: float) -> None:
         super().__init__(name="notifier", daemon=True)

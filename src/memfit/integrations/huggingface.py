@@ -236,7 +236,6 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         super()._issue_warnings_after_load(load_result)
 
     def _rehearse(self, loader: Any) -> None:
-        """Say whether the largest batch fits, or refuse it."""
         model = self.model_wrapped if self.memfit.session.ranks is None else self.model  # no peer is waited for here
 
         def loss(batch: Any) -> torch.Tensor:

@@ -36,11 +36,8 @@ from memfit.units import format_bytes, format_count
 
 
 class Admitted(NamedTuple):
-    """A job may start, and why. ``note`` is what the log must say of that.
-
-    ``reserved`` is in bytes by place; nothing on the host of a cluster's node that a job of unknown size has to itself.
-    ``is_measured`` is false if nothing is known of its size.
-    """
+    """A job may start, and why. ``note`` is what the log must say of that. Nothing is ``reserved`` on the host of a
+    cluster's node that a job of unknown size has to itself."""
 
     reserved: Sizes
     why: str
@@ -49,12 +46,8 @@ class Admitted(NamedTuple):
 
 
 class LocalAdmission:
-    """Admits jobs under the budget of this host, or one by one under that of a node.
-
-    ``known`` are footprints measured earlier, each with the stage and the parameters of its job. The jobs share one
-    budget if it ``is_shared``; else each may have it whole, as on a node of a cluster. On this host a queued job counts
-    for nothing.
-    """
+    """Admits jobs under the budget of this host. Where they do not share it (``is_shared``), each may have it whole, as
+    on a node of a cluster. On this host a queued job counts for nothing."""
 
     def __init__(
         self,
@@ -76,7 +69,6 @@ class LocalAdmission:
         self.least_bytes = 1
 
     def held(self) -> list[Held]:
-        """Return the running jobs as the policy sees them."""
         now = self.now()
         return [entry.held(self.forecast.guess(entry.job), now) for entry in self._sharing() if not entry.is_queued]
 
@@ -85,7 +77,6 @@ class LocalAdmission:
         return held_bytes(os.getpid(), {entry.status.pid or 0 for entry in self.running.values()})
 
     def in_use(self) -> Sizes:
-        """Return what the running jobs use now, by place."""
         return sum((entry.used for entry in self._sharing()), Counter[str]())
 
     def unused(self, expected: bool = True) -> Sizes:
@@ -157,7 +148,6 @@ class LocalAdmission:
         return expected if expected is not None and expected.method == "measured" else None
 
     def why_none_starts(self) -> Wait | None:
-        """Return why no job at all may start now; None when one may."""
         most = self.policy.max_parallel
         if most is not None and len(self.running) >= most:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
@@ -175,7 +165,6 @@ class LocalAdmission:
 
     @property
     def is_alone(self) -> bool:
-        """True when a job that starts now would run alone."""
         return all(self.is_shared and entry.is_queued for entry in self.running.values())
 
     def likeness(self, entry: Entry) -> Hashable:

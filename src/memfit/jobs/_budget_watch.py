@@ -22,10 +22,8 @@ _SPAN_SECONDS = 300.0
 
 
 class HeldByOthers(NamedTuple):
-    """What this run cannot have now and others may give back: a job waits for it, and no end rests on it.
-
-    ``runs`` is used and reserved by ``num`` other runs, ``outside`` used by processes of no run.
-    """
+    """What this run cannot have now and others may give back, so that no job's end rests on it; ``outside`` is of no
+    run."""
 
     runs: int = 0
     num: int = 0
@@ -33,7 +31,6 @@ class HeldByOthers(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Say who holds how much; empty if nobody does."""
         who = "another run of memfit holds" if self.num == 1 else f"{self.num} other runs of memfit hold"
         found = {who: self.runs, "processes that are not memfit's hold": self.outside}
         return " and ".join(f"{who} {format_bytes(size)}" for who, size in found.items() if size)
@@ -52,16 +49,11 @@ class _Outside:
         self.bytes, self._lowest = size, (self._lowest[0], min(self._lowest[1], size))
 
     def can_go(self, own: int) -> int:
-        """Return what they may give back; ``own`` is what memfit's own processes hold of it."""
         return max(0, self.bytes - max(own, min(self._lowest)))
 
 
 class BudgetWatch:
-    """The last reading of the budget, and what changed since.
-
-    ``in_use`` says what the running jobs use now, by place; ``unused`` what they have reserved beyond that or, if asked
-    for, are expected to take.
-    """
+    """The last reading of the budget, and what changed since."""
 
     def __init__(
         self,
@@ -89,12 +81,10 @@ class BudgetWatch:
 
     @property
     def now(self) -> Budget:
-        """The last reading."""
         assert self._budget is not None, "the budget was never read"
         return self._budget
 
     def read(self) -> None:
-        """Read the budget."""
         in_use = self.in_use()
         # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
@@ -123,13 +113,11 @@ class BudgetWatch:
 
     @property
     def devices_of_others(self) -> set[str]:
-        """The devices that other runs on this host use."""
         held = self.others.used + self.others.unused
         return {device.uuid for device in self.now.devices if held[device.uuid]}
 
     @property
     def capacity_bytes(self) -> int:
-        """What all jobs of this run may take together."""
         return self._capacity(self._new_of_others, self._kept_bytes)[HOST]
 
     def here(self, num_devices: int) -> dict[str, int]:
@@ -147,7 +135,6 @@ class BudgetWatch:
         return {kind: alone[kind] if alone[kind] > (1 + _NOTABLE) * size else size for kind, size in here.items()}
 
     def held(self, kind: str = HOST) -> HeldByOthers:
-        """Return what others hold of the host, or of all devices."""
         is_host, id = kind == HOST, self.now.binding.id
         ids = [id] if is_host else [device.uuid for device in self.now.devices]
         runs = sum(self.others.used[one] + self.others.unused[one] for one in ids)

@@ -32,7 +32,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def load_target(target: str) -> Any:
-    """Return the object that ``module:name`` names."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise UsageError(
@@ -179,7 +178,6 @@ def main(folder: Path, place: str = "") -> int:
 
 
 def raise_error_of(job_dir: Path) -> None:
-    """Raise the memfit error that a job left in its folder, if it left one."""
     error = read_json(job_dir / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)

@@ -36,11 +36,8 @@ _STOPPING = (-signal.SIGTERM, -signal.SIGINT)  # the signals with which a platfo
 
 @dataclass(frozen=True)
 class Counters:
-    """The kernel's counts of OOM kills: by group, and on the whole host (``oom_kill`` in /proc/vmstat).
-
-    If ``is_own``, the one group is the job's own, and its count is proof both ways. Else they are the group that the
-    job runs in and those above.
-    """
+    """The kernel's counts of OOM kills: by group, and on the whole host (``oom_kill`` in /proc/vmstat). If ``is_own``,
+    the one group is the job's own, and its count is proof both ways."""
 
     groups: Mapping[str, int] = field(default_factory=dict)
     is_own: bool = False
@@ -66,12 +63,10 @@ class Counters:
         return cls(above, host=host)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, for the evidence."""
         own = next(iter(self.groups.values())) if self.is_own else None
         return {"own": own, "above": {} if self.is_own else dict(self.groups), "host": self.host}
 
     def rise_since(self, before: Counters) -> str:
-        """Return which group's count rose, in words; empty when none did."""
         for name, count in self.groups.items():
             if count > before.groups.get(name, count):
                 return f"the oom_kill counter of {name} rose from {before.groups[name]} to {count}"
@@ -80,8 +75,6 @@ class Counters:
 
 @dataclass(frozen=True)
 class Death:
-    """The evidence of a job's end."""
-
     returncode: int  # as in ``subprocess``: negative for a signal
     stopped_by: str | None  # the signal that the job's watcher or the platform sent it, or None
     counters_before: Counters
@@ -98,7 +91,6 @@ class Death:
 
 
 def explain_death(death: Death) -> tuple[State, str, EndedBy]:
-    """Return the job's final state, its cause in words, and who ended it."""
     state, cause = _explain(death)
     if state == "preempted" and not death.is_asked:
         return state, cause, "platform"
@@ -165,7 +157,6 @@ def _shortage(death: Death) -> str:
 
 
 def _explain_stop(death: Death, where: str) -> tuple[State, str]:
-    """Say how a job ended that was asked to."""
     if death.starved:
         return "out_of_memory", death.starved
     if death.returncode == 0:

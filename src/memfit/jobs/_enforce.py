@@ -55,7 +55,6 @@ class Enforcement:
         return Counter({place: entry.reserved[place] + free[place] // num for place in entry.devices})
 
     def relieve(self) -> None:
-        """Grow reservations, hand out grants, and help jobs that wait at their limit."""
         if self.admission.policy.force or not self.admission.is_shared:
             return
         self._review_favour()
@@ -76,7 +75,6 @@ class Enforcement:
         self._enforce_headroom()
 
     def _grow_all(self) -> int:
-        """Grow and shrink reservations; return what is free on the host then."""
         free, capacity, jobs = self.admission.budget.parts(), self.admission.capacity_bytes(), self.admission.held()
         has_walls, least = self.walls is not None, self.admission.least_bytes
         grown = policy.grow(jobs, free[HOST], capacity, self._favoured, has_walls=has_walls, least=least)
@@ -122,7 +120,6 @@ class Enforcement:
         self._say("grow" if place == HOST else "grow_device", job=entry.job.id, **fields, text=text)
 
     def _cap(self) -> None:
-        """Move the limit above all jobs, a second barrier above their own limits."""
         admission, budget = self.admission, self.admission.budget
         self._capped_at = budget.read_at
         if self.walls is None:

@@ -28,7 +28,6 @@ _JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(Non
 
 
 def write_outcome(folder: Path, status: JobStatus) -> None:
-    """Write how a job ended, which replaces its status."""
     write_atomic(folder / OUTCOME, json.dumps(status.to_dict()) + "\n")
     (folder / STATUS).unlink(missing_ok=True)
 

@@ -29,7 +29,6 @@ class Followed:
     ended_since: float | None = None
 
     def read_status(self) -> None:
-        """Read its status file if that has changed."""
         path = self.folder / STATUS
         with suppress(OSError):
             changed = path.stat().st_mtime_ns
@@ -125,7 +124,6 @@ class FollowingBackend(ABC, Generic[F]):
 
 
 def runs_already(job_id: str) -> UsageError:
-    """Return the error for a job that is submitted while it runs."""
     return UsageError(
         f"job {job_id} is running already.",
         rule="a job never runs twice at once.",

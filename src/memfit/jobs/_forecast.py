@@ -18,17 +18,14 @@ _Key = tuple[str, ...]
 
 
 class Forecast:
-    """The measured footprints of a run's jobs, as a forecast for other jobs of the same stage.
-
-    The first of these that is known counts:
+    """The measured footprints of a run's jobs, as a forecast for others of the same stage. The first that is known
+    counts:
 
     1. what an earlier job with the same parameters took;
     2. the job's declared size, if it is not one for the whole stage;
     3. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
 
-    ``slack`` is the share that is added to what was measured, ``has_walls`` whether jobs wait at their limits: without
-    walls they fail there, so that they get the most that similar ones took. ``guess`` is what the policy needs of a
-    forecast. Where the third rule counts, it takes the jobs that ended and share the most parameters.
+    Without walls jobs fail at their limits, so that they get the most that similar ones took.
     """
 
     def __init__(self, slack: float = 0.0) -> None:
@@ -103,7 +100,6 @@ class Forecast:
         return found
 
     def _found_of(self, job: Job) -> Guess | None:
-        """Return what the jobs of its stage say that share the most parameters with it."""
         pairs = _pairs(job) & self._ended_pairs[job.stage]  # the others, such as a seed of its own, decide nothing
         key = (job.stage, pairs)
         if key not in self._found:

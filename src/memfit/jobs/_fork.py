@@ -31,7 +31,6 @@ _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def thread_env(threads: int) -> dict[str, str]:
-    """Return the variables that give each numerical library this number of threads."""
     return dict.fromkeys(_THREADS, str(threads))
 
 
@@ -80,11 +79,8 @@ def end_of(pid: int, seconds: float) -> int | None:
 
 
 def stop_targets(pid: int) -> set[int]:
-    """Return who gets the SIGTERM: the job's process and, if that is a shell, what it runs.
-
-    A shell dies at once and passes nothing on. The other processes get none: data loader workers would die while their
-    trainer saves.
-    """
+    """Return who gets the SIGTERM. A shell passes nothing on, so what it runs gets it too. Data loader workers get
+    none: they would die while their trainer saves."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -97,10 +93,8 @@ def stop_targets(pid: int) -> set[int]:
 def start_interpreter(
     words: Sequence[str], descriptor: int, *, env: Mapping[str, str], log: str = os.devnull, safe_path: bool = True
 ) -> int:
-    """Start ``python -m memfit.jobs`` with these words and this descriptor in a session of its own; return its number.
-
-    With ``safe_path`` it imports nothing from this folder, where a file may be named like one of Python's modules.
-    """
+    """Start ``python -m memfit.jobs`` in a session of its own; return its number. With ``safe_path`` it imports nothing
+    from this folder, where a file may be named like one of Python's modules."""
     command = [sys.executable, *["-P"][: int(safe_path)], "-m", "memfit.jobs", *words]
     streams = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -141,11 +135,9 @@ def fork(run: Callable[[], int]) -> int:
 def fork_job(
     prepare: Callable[[], None], call: Callable[[], int], streams: Sequence[int], seconds: float | None = None
 ) -> tuple[int, bool]:
-    """Fork a process that prepares itself and then calls a function.
-
-    It has these three streams and no other descriptors. Return its number, and True if it came to the function in so
-    many seconds (None for any). An OSError of ``prepare`` is raised here.
-    """
+    """Fork a process that prepares itself and calls a function, without other descriptors than these streams. Return
+    its number, and True if it came to the function in so many seconds (None for any). Raise an OSError of
+    ``prepare``."""
     reading, told = os.pipe()
 
     def run() -> int:
@@ -190,7 +182,6 @@ def fork_program(
 
 
 def close_all_but(descriptor: int) -> None:
-    """Close all descriptors beside the standard streams and this one."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 

@@ -128,8 +128,6 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a backend can do."""
-
     enforces_memory: bool  # true if a job that takes more than its request ends as ``out_of_memory``
     #: True if jobs wait in a queue for a node whose budget each has alone, and may be preempted or lost there.
     is_cluster: bool = False
@@ -150,10 +148,8 @@ class Enforcer(Protocol):
 
 
 class Backend(Protocol):
-    """The seam: whatever runs jobs implements these. `tests/jobs/contract.py` has what it must pass.
-
-    The run directory holds the state. A backend object only follows it, so a new one can be made at any time.
-    """
+    """The seam: whatever runs jobs implements these. `tests/jobs/contract.py` has what it must pass. The run directory
+    holds the state, so a new object can be made at any time."""
 
     @property
     def traits(self) -> Traits:
@@ -195,8 +191,6 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """How jobs are admitted."""
-
     max_parallel: int | None = None  # the most jobs at once; None for as many as fit, while they leave cores idle
     on_failure: OnFailure = "continue"  # when a job fails, ``stop`` stops the run and ``continue`` goes on
     slack: float = DEFAULT_SLACK  # the share that is reserved on top of a measured footprint

@@ -36,11 +36,9 @@ class _Followed(Followed):
 
 
 class LocalBackend(FollowingBackend[_Followed]):
-    """Runs jobs as processes of this host. All state lies in the run directory.
-
-    ``walls`` makes a control group for each job that has a grant; without it, RLIMIT_DATA limits the job's processes.
-    Functions are forked from ``parent``; without it, each starts in a new interpreter.
-    """
+    """Runs jobs as processes of this host. ``walls`` makes a control group for each job that has a grant; without it,
+    RLIMIT_DATA limits the job's processes. Functions are forked from ``parent``; without it, each starts in a new
+    interpreter."""
 
     def __init__(
         self,
@@ -180,7 +178,6 @@ def _has_shim(followed: _Followed) -> bool:
 
 
 def _read_running(followed: _Followed) -> None:
-    """Read a running job's status from its file, if that has changed, and from its group."""
     wanted_more = followed.status.wants_more  # its shim may not have seen that
     followed.read_status()
     known, state = followed.status, followed.group.state() if followed.group is not None else None

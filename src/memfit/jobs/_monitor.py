@@ -54,8 +54,6 @@ _AT_WALL = 0.9  # a refusal counts from this part of the limit on; below it the 
 
 @dataclass
 class Monitor:
-    """A running job under observation."""
-
     run: RunDir
     job: Mapping[str, Any]  # ``job.json``
     known: JobStatus  # what is known of it, without its memory
@@ -104,16 +102,13 @@ class Monitor:
         self.meter.counts_from_birth = True
 
     def note(self, **fields: Any) -> None:
-        """Take in what became known of the job."""
         self.known = replace(self.known, **fields)
 
     @property
     def peak_bytes(self) -> int:
-        """The non-reclaimable peak so far."""
         return self.footprint().private_bytes
 
     def observe(self) -> None:
-        """Look at its group, follow its events, then take a sample."""
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
         with until_next_look():
@@ -222,10 +217,8 @@ class Monitor:
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
     def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
-        """Take in the resident peak of the largest process, which the kernel gives at the end.
-
-        Mapped files in it do not count. ``most_bytes`` is the most that was charged to its group beside page cache.
-        """
+        """Take in the resident peak of the largest process at its end, without mapped files: ``most_bytes`` is the most
+        that was charged to its group beside page cache."""
         resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
         self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
         seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0
@@ -233,7 +226,6 @@ class Monitor:
             self.sample = None  # more than half of its life was not seen: what it took is not known
 
     def footprint(self) -> Footprint:
-        """Return the peaks so far."""
         found = self.meter.footprint()
         reported = Counter[str]()
         for (_, uuid), (_, peak) in self._reports.items():
@@ -261,7 +253,6 @@ class Monitor:
         return found
 
     def status(self) -> JobStatus:
-        """Return the status of the job while it runs."""
         footprint = self.footprint()
         is_measured = self.sample is not None or self.last_peak_bytes > 0  # without /proc by its end alone
         return replace(

@@ -57,10 +57,8 @@ def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int) -> Path
 
 
 class NodesShim(Shim):
-    """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most.
-
-    Where the job is a group of ranks and one of them is lost, all begin again in another step of the same allocation.
-    """
+    """Starts a shim on each node, and is one job to the supervisor: the peak is that of the node that took most. If a
+    rank is lost, all begin again in another step of the same allocation."""
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop, *, forks: bool = False) -> None:
         self.order, self.generation, self.headway = job, 0, Headway(CANARY_VARIABLE in job["env"])
@@ -68,7 +66,6 @@ class NodesShim(Shim):
         super().__init__(self._make_step(job_dir), job_dir, stop)
 
     def _make_step(self, job_dir: Path) -> dict[str, Any]:
-        """Return the job that starts the shims of this generation."""
         self._look_at, self._lost_at = 0.0, math.inf
         self.folder = make_nodes(job_dir, self.order, self.generation)
         # Ranks leave by themselves once one is lost, and say what they saw.
@@ -98,7 +95,6 @@ class NodesShim(Shim):
         return replace(status, state=end.state, cause=cause, ended_by=end.ended_by, evidence=end.evidence)
 
     def follow(self, pid: int, monitor: Monitor) -> tuple[int, str | None]:
-        """Follow one generation after another."""
         while True:
             returncode, stopped_by = super().follow(pid, monitor)
             self._take_logs()
@@ -140,7 +136,6 @@ class NodesShim(Shim):
         return [path for path in found if path.exists()]
 
     def _ends(self) -> dict[str, JobStatus]:
-        """Return how the nodes' parts ended that have ended."""
         found = outlast(lambda: [read_record(path) for path in self._files(OUTCOME)])
         return {end.job_id: end for end in found if end is not None}
 

@@ -22,13 +22,9 @@ _FIRST_TORCH = (2, 10)  # the first torch that knows this setting; an earlier on
 def choose(
     rooms: Mapping[str, Lendable], num_devices: int, held: Container[str], *, is_unknown: bool = False
 ) -> list[str] | Wait:
-    """Return the devices of a job, those with the most room; or why it gets none.
-
-    CUDA gives a process one MIG instance at most, so a job that needs several devices gets whole GPUs.
-    One of unknown size gets devices that are not ``held`` by other jobs.
-
-    Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".
-    """
+    """Return the devices of a job, those with the most room; or why it gets none. CUDA gives a process one MIG instance
+    at most, so a job that needs several devices gets whole GPUs. One of unknown size gets devices that are not ``held``
+    by other jobs. Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES."""
     devices, here, why = [place for place in rooms if place != HOST], "are here", ""
     if num_devices > 1 and any(place.startswith("MIG-") for place in devices):
         devices = [place for place in devices if not place.startswith("MIG-")]
@@ -44,14 +40,10 @@ def choose(
 def device_env(
     job: Job, given: Sequence[str], most: Sizes, devices: Sequence[Device], *, env: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables that show a job its devices alone, and have its torch refuse to take more of them.
-
-    torch takes one fraction for all devices of a process; what other processes and the driver take of a device does
-    not count against it.
-    ``most`` is what the job may take of each device that it is ``given``; nothing stands for all.
-
-    Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h.
-    """
+    """Return the variables that show a job its devices alone, and have its torch refuse to take more of them than
+    ``most``. torch takes one fraction for all devices of a process; what other processes and the driver take of a
+    device does not count against it. Nothing ``given`` stands for all. Source: torch 2.13,
+    c10/cuda/CUDAAllocatorConfig.h."""
     found = {"CUDA_VISIBLE_DEVICES": ",".join(given)}
     fraction = min([1.0, *(most[one.uuid] / one.total_bytes for one in devices if one.uuid in most)])
     own = job.cuda_allocator or next(filter(None, map(env.get, _ALLOCATOR)), "")

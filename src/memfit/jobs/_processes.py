@@ -44,11 +44,9 @@ def spawn(
     forks: bool = False,
     patience_seconds: float = 30.0,
 ) -> tuple[int, bool]:
-    """Start the process of a job (``job.json``) in its group; its program runs when this returns.
-
-    With ``forks`` the process of a function is forked from this one, unless it comes to nothing in
-    ``patience_seconds``; then it gets a new interpreter. Return its number, and True if it was forked.
-    """
+    """Start the process of a job in its group; its program runs when this returns. With ``forks`` a function's process
+    is forked from this one, and gets a new interpreter if that comes to nothing. Return its number, and True if it was
+    forked."""
     if job["attempt"] > 1:
         for name in (RESULT, ERROR):
             (job_dir / name).unlink(missing_ok=True)
@@ -82,7 +80,6 @@ def spawn(
 
 
 def _enter(job: Mapping[str, Any], group: JobGroup | None, watcher: int, inherited_bytes: int) -> None:
-    """Bring this process under a job's limits, and into its folder."""
     die_with(watcher)  # so that no later attempt runs beside it
     with suppress(OSError):  # a container may forbid it
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
@@ -143,7 +140,6 @@ def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
 
 
 def _has_children() -> bool:
-    """Return True if any child is alive; reap the dead."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -152,10 +148,8 @@ def _has_children() -> bool:
 
 
 def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/dev/shm")) -> None:
-    """Remove what dead processes left in /dev/shm under names that hold their numbers.
-
-    What is older than ``since`` (Unix seconds) belongs to an earlier process of the same number.
-    """
+    """Remove what dead processes left in /dev/shm under names that hold their numbers. What is older than ``since``
+    (Unix seconds) is of an earlier process."""
     ours = {str(pid) for pid in pids}
     try:
         names = [entry.name for entry in os.scandir(folder)]

@@ -138,11 +138,8 @@ class _Rank:
 
 
 class Agent:
-    """The ranks of one job on this host, generation after generation.
-
-    Of a job on several nodes (``_nodes.make_nodes``) the ranks of this node run here, for one generation: who started
-    it on all nodes begins the next.
-    """
+    """The ranks of one job on this host, generation after generation. Of a job on several nodes they run for one
+    generation: who started it on all nodes begins the next."""
 
     def __init__(self, job: Mapping[str, Any], job_dir: Path, *, forks: bool = False) -> None:
         self.job, self.job_dir, self.forks = job, job_dir, forks
@@ -252,7 +249,6 @@ class Agent:
                 os.close(one)
 
     def _follow(self, ranks: Sequence[_Rank], folder: Path, generation: int) -> list[_Rank]:
-        """Wait until all ranks have ended; return them in the order of their ends."""
         ended: list[_Rank] = []
         poll, failed, was_asked = select.poll(), float("inf"), False
         begins = _BEGINS | {_START} if generation else _BEGINS
@@ -289,7 +285,6 @@ class Agent:
         return ended
 
     def _code(self, ended: Sequence[_Rank]) -> int:
-        """Return the exit code of a generation: that of its cause, negative for a signal."""
         codes = {one.code or 0 for one in ended}
         if codes <= {0, _STOPPED}:
             return max(codes)
@@ -382,7 +377,6 @@ def _send(ranks: Sequence[_Rank], number: signal.Signals) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))

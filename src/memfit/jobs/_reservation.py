@@ -18,8 +18,6 @@ _CPU_SECONDS = 1.0  # the CPU use of a running job is measured over so long at l
 
 
 class Wait(NamedTuple):
-    """Why a job is not started now."""
-
     on: str  # ``memory``, ``device``, ``cores``, ``tight``, ``max_parallel``, ``measuring`` or ``others``
     reason: str  # the same in words
     detail: str = ""  # the arithmetic behind it
@@ -29,8 +27,6 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a job has come, over all its attempts."""
-
     # what it must get at its next start, on the host and on each device; no entry where nothing is known
     needed: dict[str, int] = field(default_factory=dict)
     gets_all: bool = False  # its next start gets all that is free
@@ -89,20 +85,16 @@ class Entry:
 
     @property
     def used(self) -> Sizes:
-        """What it uses now, by place."""
         return Counter({HOST: self.status.used_bytes, **self.status.device_used_bytes})
 
     @property
     def devices(self) -> list[str]:
-        """Its devices, by UUID."""
         return [place for place in self.reserved if place != HOST]
 
     def unused(self, *, expected: bool = True) -> Sizes:
-        """Return what it has reserved, or is also expected to take, and does not use yet."""
         return Counter(self.reserved | self.expected if expected else self.reserved) - self.used
 
     def held(self, guess: Guess | None, now: float) -> Held:
-        """Return it as the policy sees it."""
         stalled, saved = self.progress.stalled_since, self.status.checkpointed or self.status.started
         return Held(
             self.job.id,
@@ -126,7 +118,6 @@ class Entry:
         return self.status.state == "pending" and bool(self.status.pending_reason)
 
     def reserve(self, sizes: Sizes) -> None:
-        """Hold these bytes at each place from its start on."""
         self.reserved, self.expected = sizes, sizes.copy()
         self.by_hint = bool(self.devices) and DEVICE not in self.progress.needed
 

@@ -59,7 +59,6 @@ class Scheduler:
         self._orders: list[Submission] = []
 
     def run(self, **options: Any) -> dict[str, JobStatus]:
-        """Run jobs until the source is done; return the last status of every job that was started, by id."""
         for _ in self.steps(**options):
             self.backend.wait(_TICK_SECONDS)
         return self.statuses
@@ -72,12 +71,9 @@ class Scheduler:
         still_running: Collection[str] = (),
         stopped: Callable[[str], str] = lambda job_id: "",
     ) -> Iterator[None]:
-        """Run jobs until the source is done; yield whenever all is decided for now, so that the caller waits.
-
-        ``stop`` lets a signal handler stop the run. ``on_tick`` is called at least ten times a second. Jobs of
+        """Run jobs until the source is done; yield whenever all is decided for now, so that the caller waits. Jobs of
         ``still_running`` count as started when they are handed over: their memory is in use already. ``stopped`` says
-        why a queued job must not start any more.
-        """
+        why a queued job must not start any more."""
         while True:
             self._poll()
             self._take_in(still_running)
@@ -94,7 +90,6 @@ class Scheduler:
             yield
 
     def _take_in(self, still_running: Collection[str]) -> None:
-        """Ask the source for jobs."""
         if self._stop_level or self.source.is_done:
             return
         found = [Entry(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
@@ -127,7 +122,6 @@ class Scheduler:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Decide what follows from a job's end: it comes again, or it is done."""
         status, end = entry.status, self._end_of(entry)
         again = what_follows(end)
         if isinstance(again, str):
@@ -141,7 +135,6 @@ class Scheduler:
         self._waiting.insert(0, entry)
 
     def _end_of(self, entry: Entry) -> End:
-        """Return how an attempt ended, with all that decides what follows."""
         progress, budget, num = entry.progress, self.admission.budget, entry.job.num_devices
         budget.read()  # what it had may be another's already
         guess = self.admission.forecast.guess(entry.job)
@@ -303,7 +296,6 @@ class Scheduler:
         self.statuses[entry.job.id] = entry.status
 
     def _drop(self, entry: Entry, state: State, cause: str) -> None:
-        """End a queued job without another start."""
         self._waiting.remove(entry)
         if entry.job.id not in self.statuses:
             entry.status = replace(entry.status, attempt=0)

@@ -23,10 +23,7 @@ from memfit.rundir import OUTCOME, JobStatus, read_record
 
 def main(job_dir: Path, lock: int | None = None, *, forks: bool = False) -> int:
     """Run the job whose folder this is, as its ``job.json`` says; return its exit code, or 128 + n for signal n.
-
-    Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0).
-    ``lock`` is the descriptor of the job's lock. With ``forks`` the job is forked from this process.
-    """
+    Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0)."""
     if lock is None and (lock := lock_file(job_dir / LOCK)) is None:
         return 0
     os.set_inheritable(lock, False)  # or the lock would live as long as any process of the job
@@ -63,5 +60,4 @@ def _run(job_dir: Path, forks: bool) -> JobStatus:
 
 
 def run_node(folder: Path) -> int:
-    """Run the part of a job that is for this node; return its exit code."""
     return main(folder / "jobs" / f"node_{os.environ['SLURM_NODEID']}")

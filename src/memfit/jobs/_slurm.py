@@ -67,8 +67,6 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
 
 
 class SlurmPlace(Settings):
-    """Where Slurm runs a job."""
-
     partition: str = ""  # empty: the cluster's default
     account: str = ""  # empty: your default
     qos: str = ""
@@ -76,7 +74,6 @@ class SlurmPlace(Settings):
 
     @property
     def options(self) -> dict[str, str]:
-        """Its first three as options of ``sbatch``."""
         return {"partition": self.partition, "account": self.account, "qos": self.qos}
 
 
@@ -99,7 +96,6 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, limit_bytes: int | None, options: SlurmOptions) -> _Request:
-        """Return the request for a job's limit on each node (None if unknown), with what its shims take there."""
         if job.target and job.ranks == 1:  # a function of one process has one node, whatever the others have
             options = options.model_copy(update={"nodes": 1})
         ranks, cpus = max(1, job.ranks // options.nodes), math.ceil(job.threads / job.ranks)
@@ -150,7 +146,6 @@ class _Followed(Followed):
 
     @property
     def element(self) -> str:
-        """Its number in Slurm; empty before it has one."""
         return f"{self.array.number}_{self.index}" if self.array.number else ""
 
 
@@ -359,7 +354,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         return None, known or (_GONE if followed.element in self._absent else "")
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """Ask a job to checkpoint and end, or end it ``now``; one that Slurm has not started never starts."""
         super().cancel(job_id, now=now, verdict=verdict)
         if (followed := self._live.get(job_id)) is None:
             return
@@ -376,7 +370,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
 
     def close(self) -> None:
-        """Follow no job any more; those that run go on."""
         # A crash of the controller leaves elements that it takes for running although their jobs have ended.
         with suppress(slurm.NoAnswerError, UsageError):
             self._queue = slurm.read_queue(self._names) if self._names else {}

@@ -28,11 +28,9 @@ def stop(
     now: bool = False,
     on_tick: Callable[[Sequence[str]], None] = lambda left: None,
 ) -> list[JobStatus]:
-    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has; return the last statuses.
-
-    The live supervisor is asked too, so that it starts no more jobs; a later one starts a queued job again. Asking
-    twice never ends a job sooner. ``on_tick`` gets the ids of the jobs that still run, ten times a second.
-    """
+    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has; return the last statuses. The live
+    supervisor is asked too, so that it starts no more jobs; a later one starts a queued job again. ``on_tick`` gets the
+    ids of the jobs that still run."""
     check_owner(run.path)
     live = liveness(run)
     asked, supervisor = [one for one in live.jobs if job_id in (None, one)], None

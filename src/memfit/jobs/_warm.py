@@ -129,7 +129,6 @@ class Parent:
                 os.waitpid(self.pid, 0)
 
     def _ask(self, question: Mapping[str, Any], *descriptors: int) -> dict[str, Any]:
-        """Return the answer; empty when the process has ended."""
         with self._lock:
             try:
                 socket.send_fds(self._connection, [json.dumps(question).encode()], descriptors)
@@ -143,7 +142,6 @@ class Parent:
 
 
 def serve(descriptor: int, run_pid: int) -> int:
-    """Answer until the other side closes the socket."""
     die_with(run_pid)
     close_all_but(descriptor)  # what the run itself has inherited
     sys.dont_write_bytecode = True  # as in a new interpreter

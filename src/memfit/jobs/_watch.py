@@ -50,11 +50,9 @@ class Stop:
         self.since = self.since or time.monotonic()
 
     def is_over(self, grace_seconds: float) -> bool:
-        """Return True if the job has to end now: that was asked for, or the grace is over."""
         return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
     def read_request(self) -> None:
-        """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
             self.now = read_own(self._file).strip() == b"now" or self.now
             self.is_asked = True
@@ -76,7 +74,6 @@ class Shim:
         self.is_forked = False
 
     def run(self) -> JobStatus:
-        """Start the job, watch it to its end, and explain that end."""
         self.write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
         started, before = time.time(), Counters.read(self.group)
         first = self.group.state() if self.group else None
@@ -162,7 +159,6 @@ class Shim:
         return "SIGTERM"
 
     def _end_starved(self, monitor: Monitor, now: float) -> None:
-        """End a job that waited too long without a supervisor."""
         if self.unsupervised is None or self.stop.now:
             return
         if reason := self.unsupervised.look(monitor.state, now):

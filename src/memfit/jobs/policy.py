@@ -140,12 +140,10 @@ def guess_from(
     *,
     has_walls: bool = True,
 ) -> Guess | None:
-    """Return what a job is thought to need, given similar ones that ended; None without any.
-
-    ``running`` is what similar ones use that still run and stand still: small ones end first, and would speak for all.
-    ``slack`` is a share on top, ``usual`` by how much similar jobs differ as a share, None if nobody knows. Without
-    walls a job fails where it needs more, so that it gets the most.
-    """
+    """Return what a job is thought to need, given similar ones that ended; None without any. ``running`` is what
+    similar ones use that still run and stand still: small ones end first, and would speak for all. ``usual`` is by how
+    much similar jobs differ as a share, None if nobody knows. Without walls a job fails where it needs more, so that it
+    gets the most."""
     if not similar:
         return None
     mean = statistics.fmean(one.peak for one in similar)
@@ -181,7 +179,6 @@ class Held:
 
     @property
     def left_seconds(self) -> float:
-        """How long it will still run, by similar jobs."""
         return max(0.0, self.guess.seconds - self.age) if self.guess else math.inf
 
 
@@ -191,20 +188,16 @@ def likely(guess: Guess | None, used: int) -> Guess | None:
 
 
 def has_peaked(held: Held) -> bool:
-    """Return True if a job stands still, and similar ones had reached their peaks by now.
-
-    A job that waits for a core at its start stands still as well.
-    """
+    """Return True if a job stands still, and similar ones had peaked by now: one without a core stands still as
+    well."""
     if held.guess is None or held.still < STILL_SECONDS or held.used < _BEGUN * held.guess.size:
         return False
     return held.guess.is_early or held.age >= _LATE_FACTOR * held.guess.peaked + _LATE_SECONDS
 
 
 def wanted(held: Held, capacity: int, *, is_tight: bool = False, has_walls: bool = True) -> int:
-    """Return what a job is to hold: what it will need by what is known, and a margin above what it uses.
-
-    ``is_tight``: another one waits for memory, so that one that stands still for now keeps no more than it uses.
-    """
+    """Return what a job is to hold. If it ``is_tight``, another one waits for memory, so that one that stands still for
+    now keeps no more than it uses."""
     wider = 1.0 if has_walls else _NO_WALLS
     guess, step = held.guess, min(_LEAST_STEP, int(capacity * _STEP_SHARE))
     known = 0
@@ -268,9 +261,7 @@ def _in_order(jobs: Iterable[Held], first: str | None) -> list[Held]:
 
 def walls(jobs: Collection[Held], free: int, capacity: int, first: str = "", *, least: int = 1) -> dict[str, int]:
     """Return each job's limit: what it holds and a part of what is free, for a burst. Together they stay within both.
-
-    While some wait at their limits, one of them alone gets a part. None is below the ``least`` that a process needs.
-    """
+    While some wait at their limits, one of them alone gets a part."""
     if len(jobs) == 1:
         return {job.id: max(least, job.used, job.reserved, capacity) for job in jobs}
     waiting = _in_order((job for job in jobs if job.stalled is not None and not job.is_leaving), first)
@@ -295,7 +286,6 @@ def is_safe(jobs: Iterable[tuple[int, int]], capacity: int) -> bool:
 
 
 def most_of(held: Held, capacity: int, *, has_walls: bool = True) -> int:
-    """Return the most that a running job may come to need."""
     now = wanted(held, capacity, has_walls=has_walls)
     if has_peaked(held):
         return now
@@ -320,10 +310,8 @@ def start(
     has_walls: bool = True,
 ) -> int | str:
     """Return what a waiting job holds from its start on, which may be more than the room; or why it must not start yet.
-
-    ``need`` is None if nothing is known of it; ``guess`` says what an exception would need, if similar ones ended.
-    ``room`` is free for it beside what the running ``jobs`` hold, ``capacity`` is for all together.
-    """
+    ``need`` is None if nothing is known of it. ``room`` is free beside what the running ``jobs`` hold, ``capacity`` is
+    for all together."""
     size = first_size(jobs, capacity, has_walls=has_walls) if need is None else need.wanted
     if not jobs:  # the slack is for jobs beside it
         return min(size, max(need.least if need else 0, room))
@@ -361,10 +349,8 @@ def is_measured(held: Held, *, has_walls: bool = True) -> bool:
 
 
 def why_no_core(jobs: Collection[Held], cores: int) -> str:
-    """Return why no job more starts however much memory is free; empty if one may.
-
-    As many as there are cores always may. Beyond that, more jobs only share what is there once all cores are busy.
-    """
+    """Return why no job more starts however much memory is free; empty if one may. Beyond one for each core, more jobs
+    only share what is there once all cores are busy."""
     expected = [job.guess.cores if job.guess else 0.0 for job in jobs]
     busy = sum(guess if job.cores is None else job.cores for job, guess in zip(jobs, expected, strict=True))
     if sum(job.threads for job in jobs) < cores or busy < _BUSY * cores:

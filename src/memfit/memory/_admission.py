@@ -46,9 +46,8 @@ def why_tight(upper_bytes: int, limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class Lendable:
-    """What is available at one place for one more job, as a sum that can be shown: ``headroom_bytes`` free as measured
-    now, less the reserve, less what running jobs have reserved and do not use yet. ``where`` is the place in words,
-    such as ``on GPU 0``; empty for the host."""
+    """What one more job may take at one place, on the host or on a GPU (``where``). ``unused_bytes`` is what running
+    jobs have reserved and do not use yet."""
 
     headroom_bytes: int
     reserve_bytes: int
@@ -80,9 +79,8 @@ def bounds_of(
     others: Mapping[str, int] = _NOTHING,
     reserve_bytes: int | None = None,
 ) -> list[tuple[str, str, Lendable]]:
-    """Return for each limit its place, its id (a device's uuid), and what is available under it. By place: ``in_use``
-    are bytes that the reading counts as taken and that are free (negative: taken since), ``unused`` what running jobs
-    have reserved and do not use yet. ``others``: bytes that other runs will take, by the limit's id."""
+    """Return for each limit its place, its id (a device's uuid), and what is available under it. ``in_use``: bytes, by
+    place, that the reading counts as taken and that are free (negative: taken since). ``others``: by the limit's id."""
     kept = budget.reserve_bytes if reserve_bytes is None else reserve_bytes
     limits = [one for one in budget.limits if one.binds] or [budget.binding]
     found = [(HOST, one.id, one.headroom_bytes, one.limit_bytes, kept, "") for one in limits]
@@ -107,9 +105,8 @@ def rooms_of(budget: Budget, in_use: Mapping[str, int] = _NOTHING, **more: Any) 
 
 
 def keep_cache(budget: Budget, room: Lendable, mapped_bytes: int) -> Lendable:
-    """Return the room beside the page cache of the files that jobs map, such as a panel. Page cache is never the cause
-    of a kill. But jobs that fill a limit without it read their panel from the disk again and again: three folds of 3 s
-    that mapped 176 MiB took 8 minutes under 900 MiB. The reserve counts towards it."""
+    """Return the room beside the page cache of the files that jobs map. Page cache is never the cause of a kill, but
+    jobs that fill a limit without it read their panel from the disk again and again."""
     cache = min(mapped_bytes, int(_CACHE_SHARE * budget.binding.limit_bytes))
     return replace(room, reserve_bytes=max(room.reserve_bytes, cache))
 
@@ -117,8 +114,7 @@ def keep_cache(budget: Budget, room: Lendable, mapped_bytes: int) -> Lendable:
 def count_fitting(
     rooms: Mapping[str, Lendable], needed_bytes: int, num_devices: int = 0, needed_device_bytes: int = 1
 ) -> int:
-    """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs. Both sizes
-    are at least 1.
+    """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs.
     >>> rooms = {HOST: Lendable(100, 0, 0), "GPU-a": Lendable(90, 0, 0), "GPU-b": Lendable(20, 0, 0)}
     >>> count_fitting(rooms, 30), count_fitting(rooms, 10, 1, 30), count_fitting(rooms, 10, 2, 10)
     (3, 3, 2)

@@ -156,9 +156,8 @@ class Budget:
 
 
 def default_reserve_of(binding: Limit, swap: Swap) -> tuple[int, str]:
-    """Return the reserve when the user names none, and its arithmetic in words. It covers the supervisor, what the
-    kernel charges in batches per CPU, and what is measured late. Without usable swap the share doubles. It stays within
-    an eighth of the limit, so that a small container can still be used."""
+    """Return the reserve, and its arithmetic in words. It covers the supervisor, what the kernel charges in batches per
+    CPU, and what is measured late. An eighth of the limit is the most, so that a small container can be used."""
     percent, why = (2, "swap can be used") if swap.usable_bytes else (4, "no swap can be used")
     share, ceiling = binding.limit_bytes * percent // 100, binding.limit_bytes // 8
     wanted = min(max(share, 256 * MIB), 4 * GIB)
@@ -210,7 +209,6 @@ def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str
 
 
 def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the CPUs that can be used at once, at least 1, and the source of that."""
     allowed = parse_status(read_text(root / "proc/self/status")).get("Cpus_allowed_list", "")
     counts = [(parse_cpu_list(allowed), "affinity") if allowed else (os.cpu_count() or 1, "the operating system")]
     if quota := _cgroup.cpu_quota(root):
@@ -221,7 +219,6 @@ def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permission, str]:
-    """Return which groups can be made here, and what holds for jobs, in words."""
     base = find_base(root, placement)
     if isinstance(base, str):
         return "none", (

@@ -49,8 +49,6 @@ _OWNERS = (
 
 @dataclass(frozen=True)
 class Group:
-    """One group: its path as the kernel names it here, and its directory."""
-
     path: str
     directory: Path
 
@@ -216,7 +214,6 @@ def _source(placement: Placement, group: Group) -> str:
 
 
 def read_group_limits(placement: Placement) -> Iterator[Limit]:
-    """Yield every memory limit of the group of this process and of its ancestors."""
     if placement.version == 1:
         yield from _limits_v1(placement)
         return
@@ -256,7 +253,6 @@ def _limits_v1(placement: Placement) -> Iterator[Limit]:
 
 
 def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
-    """Yield what each group with a swap limit may still use of swap, and the limit's source."""
     for group in placement.groups:
         source = _source(placement, group)
         if placement.version == 2:
@@ -288,7 +284,6 @@ def cpu_quota(root: Path) -> tuple[float, str] | None:
 
 
 def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
-    """Return the directory of the memory group of this process; None where none is visible."""
     placement = locate(root, "memory")
     return placement.groups[0].directory if placement is not None else None
 

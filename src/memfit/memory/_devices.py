@@ -31,9 +31,8 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU or MIG instance; its memory is never added to the host's. ``index`` is the GPU's in NVML (PCI bus order),
-    ``uuid`` what CUDA_VISIBLE_DEVICES takes. ``foreign_bytes`` is in use outside of this process's tree, the driver's
-    own share included."""
+    """One GPU or MIG instance. ``index`` is the GPU's in NVML (PCI bus order), ``uuid`` what CUDA_VISIBLE_DEVICES
+    takes. ``foreign_bytes`` is in use outside of this process's tree, the driver's own share included."""
 
     index: int
     uuid: str
@@ -45,8 +44,6 @@ class Device:
 
 
 class _Handle(NamedTuple):
-    """A device that CUDA could see: its GPU's index, its UUID and its NVML handle."""
-
     gpu: int
     uuid: str
     handle: Any
@@ -97,8 +94,7 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
 
 def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
     """Return a reader of device bytes by process, or None on a machine without GPUs. In a container with process
-    numbers of its own, NVML gives the host's numbers and no process is found. With ``has_devices`` there is a GPU: this
-    need not be looked for. Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses."""
+    numbers of its own, NVML gives the host's numbers and no process is found."""
     if nvml is None:
         if not has_devices and not Path("/dev/nvidiactl").exists():
             return None

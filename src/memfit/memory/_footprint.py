@@ -19,11 +19,8 @@ Sizes = Counter[str]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The peaks of one phase, in bytes; device memory (by UUID) is never added to the host's.
-
-    ``private_bytes`` is what admission counts: non-reclaimable memory (anonymous, shared, kernel) of the process tree,
-    high-water marks between two samples included. ``shared_bytes`` are mapped file pages, such as a panel.
-    ``pss_bytes`` comes from sweeps; 0 when none fell into the phase."""
+    """The peaks of one phase, in bytes. ``private_bytes`` is the non-reclaimable memory of the process tree, high-water
+    marks between two samples included. ``pss_bytes`` is 0 when no sweep fell into the phase."""
 
     private_bytes: int
     shared_bytes: int = 0

@@ -24,13 +24,9 @@ Scope = Literal["group", "host", "process", "job"]
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit on host memory.
-
-    ``name`` is the file, variable or option that holds it (``memory.max``), ``source`` where it is set (``Slurm job
-    42``). ``headroom_bytes`` may be below 0. It bounds a control ``group``, the ``host``, each ``process`` or this
-    ``job``. ``metric`` says what ``used_bytes`` counts. By ``id`` other runs know that they stand under it too:
-    ``host``, ``hidden``, or the group's device and inode; empty for a limit of this run alone. ``binds`` is False for
-    one that can never be the smallest; ``note`` says why."""
+    """One limit on host memory: ``name`` is the file, variable or option that holds it (``memory.max``), ``source``
+    where it is set (``Slurm job 42``), ``metric`` what ``used_bytes`` counts. By ``id`` other runs know that they stand
+    under it too; empty for a limit of this run alone. ``binds`` is False for one that can never be the smallest."""
 
     name: str
     source: str
@@ -45,15 +41,12 @@ class Limit:
 
 
 def limit(name: str, source: str, limit_bytes: int, used_bytes: int, scope: Scope, **more: Any) -> Limit:
-    """Return a limit with its headroom; ``more`` are its other fields."""
     more.setdefault("id", HOST if scope == "host" else "")
     return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, **more)
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of /proc/self/mountinfo: which part of which file system is seen where."""
-
     root: str
     point: str
     kind: str
@@ -183,7 +176,6 @@ def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
 
 
 def read_host(root: Path) -> Host:
-    """Return the host's memory, swap and /dev/shm; refuse a recorded tree without proc/meminfo."""
     text = read_text(root / "proc/meminfo")
     if text is None:
         raise UsageError(

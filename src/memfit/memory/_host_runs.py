@@ -39,12 +39,9 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of this user; its ``pid`` is only valid while its supervisor is ``alive``.
-
-    ``used`` is what its jobs use by place, ``unused`` what they have reserved beyond that. ``group`` is the folder of
-    its parent control group. ``boot`` is the boot_id of its kernel, as a container has a host name of its own; empty
-    from an earlier memfit. ``groups``: its memory group and each visible one above, by id; ``sees_root``: up to the
-    root."""
+    """One run of this user; its ``pid`` is only valid while its supervisor is ``alive``. ``boot`` is the boot_id of its
+    kernel, as a container has a host name of its own. ``group`` is the folder of its jobs' parent control group;
+    ``groups`` are the ids of its own memory group and each visible one above, with ``sees_root`` up to the root."""
 
     run: Path
     host: str
@@ -87,9 +84,8 @@ class Others:
 
 
 class Claims:
-    """This run's entry in its user's list, from now until ``close``. If the list cannot be used, the run goes on
-    without an entry, ``problem`` says why, and each change tries again. ``patience_seconds``: how long to wait for
-    another supervisor's decision."""
+    """This run's entry in its user's list, until ``close``. If the list cannot be used, the run goes on without an
+    entry, ``problem`` says why, and each change tries again."""
 
     def __init__(
         self, run: Path, *, folder: Path | None = None, patience_seconds: float = _PATIENCE_SECONDS, **place: Any
@@ -104,7 +100,6 @@ class Claims:
         self._put()
 
     def others(self) -> Others:
-        """Return what all other live runs of this user on this host use and have reserved."""
         found, mine = Others(), self._entry
         for _, one in _read_all(self._folder):
             if one.run == mine.run or not claim_counts(HOST, mine, one) or not (one.alive or _is_orphaned(one.run)):
@@ -130,8 +125,7 @@ class Claims:
                 os.close(lock)
 
     def write(self, *, used: Sizes, unused: Sizes, group: str | None = None) -> None:
-        """Bring the own entry up to date; costs nothing when nothing changed. A later start removes what is left in
-        ``group``."""
+        """Bring the entry up to date. A later start removes what is left in ``group``."""
         group = self._entry.group if group is None else group
         self._entry = replace(self._entry, used=used.copy(), unused=unused.copy(), group=group)
         self._put()

@@ -24,11 +24,8 @@ OUTSIDE = ".outside"
 
 @dataclass(frozen=True)
 class GroupState:
-    """What the kernel says of a group now, its descendants included.
-
-    ``used_bytes`` is non-reclaimable (anonymous, shared, kernel), ``charged_bytes`` has page cache too. ``stalled``: a
-    process waits for memory at its own limit or that of the group above. ``met_wall`` counts charges that met the
-    limit, for page cache too."""
+    """``used_bytes`` is non-reclaimable, ``charged_bytes`` has page cache too. ``stalled``: a process waits for memory
+    at its own limit or that of the group above. ``met_wall`` counts charges that met the limit, for page cache too."""
 
     used_bytes: int
     charged_bytes: int
@@ -40,8 +37,6 @@ class GroupState:
 
 @dataclass(frozen=True)
 class JobGroup:
-    """A control group by its absolute directory; ``version`` is 1 or 2."""
-
     path: Path
     version: int
 
@@ -65,7 +60,6 @@ class JobGroup:
         put(f"{self.path}/cgroup.procs", "0")
 
     def state(self) -> GroupState | None:
-        """Return what the kernel says of it now, or None when it is gone."""
         text = self._text("memory.stat")
         if text is None:
             return None
@@ -82,7 +76,10 @@ class JobGroup:
             met_wall = events.get("high", 0) + events.get("max", 0)
             # Near the limit and never held back there: on its way to it.
             stalled = met_wall > 0 and _is_throttled(charged, used, wall)
-            stalled = stalled or (JobGroup(self.path.parent, 2)._is_full() and _any_sleeps(pids))
+            if not stalled:
+                above = JobGroup(self.path.parent, 2)
+                is_full = _is_throttled(above.charged_bytes(), above.used_bytes(), above.wall_bytes())
+                stalled = is_full and _any_sleeps(pids)
         return GroupState(
             used_bytes=used,
             charged_bytes=charged,
@@ -93,12 +90,7 @@ class JobGroup:
         )
 
     def used_bytes(self) -> int:
-        """Return its non-reclaimable bytes now; 0 when it is gone."""
         return group_used(self.path, self.version)
-
-    def _is_full(self) -> bool:
-        wall, charged = self.wall_bytes(), self.charged_bytes()
-        return charged >= wall - MIB and _is_throttled(charged, self.used_bytes(), wall)
 
     def _text(self, name: str) -> str | None:
         return read_text(f"{self.path}/{name}")
@@ -108,11 +100,9 @@ class JobGroup:
         return int(text) if text.isdigit() else 0
 
     def wall_bytes(self) -> int:
-        """Return its limit; ``NO_WALL_BYTES`` without one."""
         return parse_limit(self._text("memory.limit_in_bytes" if self.version == 1 else "memory.high")) or NO_WALL_BYTES
 
     def charged_bytes(self) -> int:
-        """Return all that is charged to it now, page cache included; 0 when it is gone."""
         return self._number("memory.usage_in_bytes" if self.version == 1 else "memory.current")
 
     def charged_peak(self) -> int:
@@ -133,9 +123,8 @@ class JobGroup:
         return ""
 
     def set_wall(self, wall_bytes: int) -> None:
-        """Set the limit, or as near above it as what is used allows; do nothing when the group is gone. Lowering it
-        reclaims page cache first, in this call. On v2 nothing is killed by it: ``memory.max`` stays above what is
-        charged."""
+        """Set the limit, or as near above it as what is used allows. Lowering it reclaims page cache first, in this
+        call. On v2 nothing is killed by it: ``memory.max`` stays above what is charged."""
         with contextlib.suppress(FileNotFoundError):
             if self.version == 1:
                 self._set_wall_v1(wall_bytes)
@@ -182,7 +171,6 @@ class JobGroup:
         return len(seen)
 
     def remove(self) -> bool:
-        """Remove it and its descendants; return False when processes are still in it."""
         for _ in range(40):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 with contextlib.suppress(OSError):  # a process is in it, or has left it this moment

@@ -13,7 +13,6 @@ from memfit.files import AWAY, REFUSED, open_regular
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take a lock if nobody else holds it; return False if somebody does."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -61,7 +60,6 @@ def is_lost(descriptor: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path | str) -> bool:
-    """Return True if an open file is still the one of that name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), Path(path).lstat())
     return False

@@ -67,21 +67,18 @@ class TreeMeter:
     """Measures a process tree each time that ``sample`` is called, usually ten times a second.
 
     **Private bytes** are non-reclaimable: anonymous (swapped included), mapped shared memory, page tables. A page that
-    processes of the tree share counts once, as of the last sweep (see ``Sharing``); a new child counts with what it can
-    have written since its fork. Before the first sweep of a process the figure is an upper bound.
+    processes of the tree share counts once, as of the last sweep (see ``Sharing``). Before the first sweep of a process
+    the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped then or now, whichever are more. So a mapped panel is not taken for private memory, and
-    an allocation of some milliseconds is seen. A spike below an earlier mark, and a process that lived between two
-    samples, show only in the peak of ``group``, which counts page cache too.
+    less the file pages mapped then or now, whichever are more. A spike below an earlier mark, and a process that lived
+    between two samples, show only in the peak of ``group``, which counts page cache too.
 
     **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless
     ``floor_bytes`` is set from the job's control group. ``clear_refs`` is never written: the job would see it.
 
-    ``cpu`` gives the calling thread's CPU seconds, which bound the cost of sweeps to 1 % of one core.
     ``inherited_bytes`` is anonymous memory that the root has by a fork from outside of the tree: what it has not
-    written since is not counted. ``counts_from_birth``: what the tree did before the first sample is part of the
-    measurement."""
+    written since is not counted. ``counts_from_birth``: what the tree did before the first sample counts."""
 
     def __init__(
         self,
@@ -169,9 +166,8 @@ class TreeMeter:
         return sum(stat.cpu_ticks for stat, _ in self._before.values()) / os.sysconf("SC_CLK_TCK")
 
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
-        """Begin a phase; a name may come again, its peaks merge and its seconds add up. With ``exact`` this is the
-        moment of the change. Otherwise the mark was read later, so what happened since the last sample counts for both
-        phases."""
+        """Begin a phase, or go on with one of this name. Without ``exact`` the mark was read later than the change, so
+        what happened since the last sample counts for both phases."""
         taken = self.sample()
         self._phase = name
         begin = PhasePeak(0)
@@ -236,7 +232,6 @@ class TreeMeter:
                 self._held.fork(relative, pid, max(0, inherited - stat.faults * mmap.PAGESIZE), sizes)
 
     def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> int:
-        """Read the proportional sizes; return their sum."""
         with self._sweeps.run():
             rollups: dict[int, Rollup] = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
         if self._root in rollups:
@@ -288,7 +283,6 @@ class Meter:
 
     @property
     def footprint(self) -> Footprint:
-        """The peaks so far; after the block, the final ones."""
         with self._lock:
             return self._tree.footprint()
 

@@ -38,7 +38,6 @@ class Status:
 
     @property
     def held(self) -> int:
-        """Anonymous memory, in memory or in swap."""
         return self.anonymous + self.swapped
 
     @property
@@ -170,9 +169,8 @@ def held_bytes(pid: int, without: Collection[int] = (), reader: ProcReader | Non
 
 
 class Tree:
-    """A process and all that descends from it, also after the parents in between died. A process whose parent died
-    before it was seen is found if its session or process group is led by a process of the tree; so start a job in a
-    session of its own."""
+    """A process and all that descends from it. A process whose parent died before it was seen is found if its session
+    or process group is led by a process of the tree; so start a job in a session of its own."""
 
     def __init__(self, pid: int, reader: ProcReader) -> None:
         self._reader = reader
@@ -227,8 +225,7 @@ class Sharing:
 
     A sweep gives the *excess*: the sum over the processes less what is there once, which is at least the largest
     process and at least the sum of PSS. (PSS alone would leave out what is shared with processes outside of the tree.)
-    Between sweeps the excess stays, less what processes gave back since. What a write to a shared page copies shows at
-    the next sweep."""
+    Between sweeps the excess stays, less what processes gave back since."""
 
     def __init__(self) -> None:
         self._excess = 0
@@ -243,7 +240,6 @@ class Sharing:
         self._holdings = {p: _Holding(size, size, min(size, 2 * (size - shares[p]))) for p, size in sizes.items()}
 
     def fork(self, parent: int, child: int, shared_bytes: int, sizes: Mapping[int, int]) -> None:
-        """Note that a new child shares bytes with the process it was forked from."""
         self._excess += shared_bytes
         for pid in (parent, child):
             size = sizes.get(pid, 0)

@@ -33,7 +33,6 @@ class SeriesWriter:
             os.write(self._descriptor, b"\n")  # ends a line that a kill cut
 
     def append(self, sample: Sample) -> None:
-        """Write a sample, or keep it for the next line."""
         self._peak = max(self._peak, sample.peak_bytes)
         self._waiting = replace(sample, peak_bytes=self._peak)
         if sample.phase != self._phase or sample.time >= self._next:
@@ -42,7 +41,6 @@ class SeriesWriter:
             self._thin()
 
     def close(self) -> None:
-        """Write a sample that was kept, and close the file."""
         try:
             self._write()
         finally:

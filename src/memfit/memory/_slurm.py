@@ -53,12 +53,8 @@ def visible_gpus(env: Mapping[str, str], num_gpus: int) -> str | None:
 
 
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str, id: str) -> tuple[Limit, ...]:
-    """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
-
-    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers; ``id`` is that of its group.
-
-    Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
-
+    """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node. Source:
+    sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
     >>> [one] = read_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_ON_NODE": "4"}, 0, "", "")
     >>> one.limit_bytes == 8000 << 20, one.note
     (True, '2000 MiB x 4 CPUs on this node')

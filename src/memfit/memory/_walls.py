@@ -47,10 +47,8 @@ def find_base(
 
     v1: below its own group. v2: below the nearest group, from its own upward, that has the memory controller, may be
     written, and holds no process but this one and its descendants (the root may). A group with a limit is never left:
-    its jobs would escape that limit. ``may_write`` stands in for the kernel's answer in tests.
-
-    Source: Linux Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint", "Delegation Containment".
-    """
+    its jobs would escape that limit. Source: Linux Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
+    Constraint", "Delegation Containment"."""
     if placement is None:
         return "no control group with a memory controller is visible"
     if placement.read_only:
@@ -77,7 +75,6 @@ def find_base(
 
 
 def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callable[[Path], bool]) -> Base | str:
-    """Return the group as a base, or why it cannot be one."""
     name, directory = f"cgroup v2 {group.path}", group.directory
     if "memory" not in (read_text(directory / "cgroup.controllers") or "").split():
         return f"{name} has no memory controller"
@@ -107,9 +104,8 @@ def why_no_walls(*, root: Path = REAL_ROOT) -> str:
 
 
 def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = REAL_ROOT) -> list[str] | None:
-    """Return the words that start a command in a delegated group of its own; None without a user manager. An ordinary
-    user's session lies in a group that only root may change; systemd's user manager gives one that the user may.
-    Source: systemd-run(1); systemd.resource-control(5), Delegate=."""
+    """Return the words that start a command in a delegated group of its own; None without a user manager. Only root may
+    change the group of an ordinary user's session. Source: systemd-run(1); systemd.resource-control(5), Delegate=."""
     env = os.environ if env is None else env
     folders = [str(root / folder.lstrip("/")) for folder in env.get("PATH", "").split(os.pathsep) if folder]
     runtime = env.get("XDG_RUNTIME_DIR", "")
@@ -135,13 +131,9 @@ class Walls:
 
     @classmethod
     def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
-        """Make the parent group ``memfit-<name>``, or take over the one that a dead supervisor left.
-
-        On v2, this process and its descendants move to a leaf beside the parent group until ``close`` if they are in
-        the way.
-
-        The name differs from that of all other runs on the host, and ``pid`` is the process below whose group to build.
-        Returns None where no groups can be made; ``why_no_walls`` says why."""
+        """Make the parent group ``memfit-<name>``, or take over the one that a dead supervisor left; None where no
+        groups can be made. On v2, this process and its descendants move to a leaf beside it until ``close`` if they are
+        in the way. The name differs from that of all other runs on the host."""
         base = find_base(root, locate(root, "memory", pid))
         if isinstance(base, str):
             return None
@@ -167,11 +159,9 @@ class Walls:
             self._live[job_id] = group
 
     def find(self, job_id: str) -> JobGroup | None:
-        """Return the group of a job that was granted a limit and has not ended."""
         return self._live.get(job_id)
 
     def _make(self, job_id: str) -> JobGroup:
-        """Return the group of a job, made now or, for one that runs, as it is."""
         group = JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
         try:
             group.path.mkdir()
@@ -195,7 +185,6 @@ class Walls:
         return left if left >= _LEAST_LEFT else 0
 
     def forget(self, job_id: str) -> None:
-        """Count a job as ended; its group stays."""
         self._live.pop(job_id, None)
 
     def close(self) -> None:

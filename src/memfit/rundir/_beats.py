@@ -73,7 +73,6 @@ class Beat:
 
 
 def is_further(best: Mapping[str, Any], training: str, at: Any) -> bool:
-    """Return whether a checkpoint of a training is further than its best before."""
     return at > best[training] if training in best else len(best) < _MOST_TRAININGS
 
 

@@ -14,7 +14,6 @@ CANARY_STEPS, CANARY_BATCHES = 5, 5
 
 
 def is_canary() -> bool:
-    """Return whether this process belongs to a canary."""
     return bool(os.environ.get(CANARY_VARIABLE))
 
 

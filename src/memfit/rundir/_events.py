@@ -56,11 +56,8 @@ def left_something(event: Event) -> bool:
 
 
 class EventWriter:
-    """Appends one process's events to a file of its own, a line each.
-
-    Every line reaches the kernel in one write before ``write`` returns, so it survives SIGKILL of the writer. The
-    writer of a supervisor says in ``scope`` what it runs.
-    """
+    """Appends one process's events to a file of its own, a line each. Every line reaches the kernel in one write before
+    ``write`` returns, so it survives SIGKILL of the writer."""
 
     def __init__(self, events_dir: Path, job_id: str | None = None, scope: Scope = "") -> None:
         self.job_id, self.scope = job_id, scope
@@ -119,10 +116,8 @@ class EventTail:
 
 
 class FolderTail:
-    """Reads all event files of a folder on from where the last call stopped; a file that did not grow stays closed.
-
-    It begins at the ``offsets`` that an earlier one had reached, by file name.
-    """
+    """Reads all event files of a folder on from where the last call stopped, or from ``offsets``; one that did not grow
+    stays closed."""
 
     def __init__(self, events_dir: Path, offsets: Mapping[str, int] | None = None) -> None:
         self._dir, self._begin = events_dir, offsets or {}
@@ -141,7 +136,6 @@ class FolderTail:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """How many bytes of each file were read, by its name."""
         return {name: tail.offset for name, (tail, _) in self._tails.items()}
 
 

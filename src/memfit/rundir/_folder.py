@@ -202,10 +202,8 @@ class RunDir:
 
 
 def _stamp(parent: Path) -> str:
-    """Return the time for a new run's name: now in UTC, or the second after the newest run's where that is later.
-
-    So the newest run sorts last, whatever the clock was set to, and whatever time zone older names are in.
-    """
+    """Return the time for a new run's name: now in UTC, or the second after the newest run's where that is later. So
+    the newest run sorts last, whatever the clock was set to."""
     now = time.strftime(_STAMP, time.gmtime())
     known = [found[1] for path in parent.iterdir() if (found := _RUN_NAME.fullmatch(path.name))]
     for newest in sorted((stamp for stamp in known if stamp > now), reverse=True):

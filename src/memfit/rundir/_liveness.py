@@ -18,8 +18,6 @@ SUPERVISOR = "supervisor.lock"
 
 @dataclass(frozen=True)
 class Liveness:
-    """Who keeps a run going now."""
-
     run: RunDir
     supervisor: int | None  # the process that starts its jobs, where that can be seen from here
     is_hidden: bool  # it has one that cannot be seen: on another host, in another container or of another user
@@ -42,7 +40,6 @@ class Liveness:
 
 
 def liveness(run: RunDir) -> Liveness:
-    """Return who keeps a run going now."""
     lock = run.path / SUPERVISOR
     supervisor = next((pid for pid in _lock_owners(lock) if _holds(pid, lock)), None)
     return Liveness(run, supervisor, supervisor is None and is_locked(lock))

@@ -9,7 +9,6 @@ _SETTINGS = {"workers": "num_workers", "prefetch": "prefetch_factor", "persisten
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the samples of a batch; None where a loader does not say it."""
     own, of_sampler = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
     return int(own or of_sampler or 0) or None
 

@@ -111,7 +111,6 @@ class Reader:
         return new
 
     def state(self) -> RunState:
-        """Return the run as it stands after the events that were read, and by its files now."""
         now, told = self._now(), {one: state for stage in self._stages.values() for one, state in stage.units.items()}
         outcome = read_json(self.run.path / "outcome.json", _OUTCOME) or {}
         ended = self._ended
@@ -135,7 +134,6 @@ class Reader:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """How many bytes of each event file were read, by its name."""
         return self._events.offsets
 
     @cached_property
@@ -228,7 +226,6 @@ class Reader:
             self._ended, self._known["cpu"] = now, told if fits(told, _CPU) else {}
 
     def _count_wait(self, event: Event, kind: str, now: float) -> None:
-        """Add up for how long jobs could not start, by what they waited for."""
         if kind not in ("wait", "admit", "run", "stop"):
             return
         if self._waiting is not None:
@@ -282,7 +279,6 @@ class Reader:
         return job
 
     def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
-        """What a job returned, from its manifest."""
         path = self.run.manifest_path(stage, job_id)
         result = (read_json(path) or {}).get("result") if self.header.get("kind") == "stages" else None
         return result if isinstance(result, dict) else {}
@@ -311,7 +307,6 @@ def read(run: RunDir, *, now: Callable[[], float] = time.time) -> RunState:
 
 
 def _is_understood(event: Event) -> bool:
-    """Return whether an event has the fields of its kind."""
     if not event_time(event) or not fits(event, {"kind": str, "job": (str, _NONE)}):
         return False
     return fits(event, _FIELDS.get(event["kind"], {}))

@@ -30,16 +30,12 @@ class NoAnswerError(Exception):
 
 
 class Element(NamedTuple):
-    """One element of a job array, as Slurm shows it."""
-
     state: str  # such as ``PENDING``, ``RUNNING``, ``OUT_OF_MEMORY``
     reason: str = ""  # why it waits, such as ``Resources``; empty for others
     nodes: str = ""  # where it runs
 
 
 class LargestNode(NamedTuple):
-    """The most memory, and the most GPUs, that a node of a partition has."""
-
     partition: str
     memory: Amount
     num_gpus: int
@@ -76,7 +72,6 @@ def parse_queue(lines: Sequence[str]) -> dict[str, Element]:
 
 
 def find_job(name: str) -> str:
-    """Return the number of the job of this name; empty if there is none."""
     return next((number.partition("_")[0] for number in read_queue([name])), "")
 
 
@@ -98,7 +93,6 @@ def release_element(number: str) -> None:
 
 
 def read_largest_node(partition: str = "") -> LargestNode:
-    """Return the most that a node of this partition has; of the default one without a name."""
     where = ("-p", partition) if partition else ()
     return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m|%G").splitlines(), partition)
 

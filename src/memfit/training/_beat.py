@@ -49,7 +49,6 @@ _BETWEEN_STEPS = frozenset({"begin", "load", "data", "save", "sealed", "validate
 
 
 def peers_lost(error: BaseException) -> bool:
-    """Return True if an exception of a collective means that another rank is gone or silent."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
@@ -152,8 +151,8 @@ def joined_group() -> Iterator[int]:
 
 
 def torchrun_lacks(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return what torchrun was not given, and needs to begin again when a rank is lost. Seen with torch 2.13 and gloo:
-    of five restarts without the variable none came through, and all 13 with it.
+    """Return what torchrun was not given, and needs to begin again when a rank is lost. Without the variable, none of
+    five restarts came through (torch 2.13, gloo).
     >>> torchrun_lacks({"TORCHELASTIC_MAX_RESTARTS": "0"}, ["torchrun", "--standalone", "train.py"])
     ['--max-restarts=3', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment']
     """
@@ -185,7 +184,6 @@ def _check_torchrun(env: Mapping[str, str]) -> None:
 
 
 def hang_seconds(env: Mapping[str, str]) -> float | None:
-    """Return what ``MEMFIT_HANG_SECONDS`` says; None if it is not set."""
     text = env.get(HANG_VARIABLE)
     if text is None:
         return None

@@ -276,9 +276,8 @@ class CheckpointFolder:
             path.unlink()
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest whole checkpoint, or None in a folder without any; it becomes the latest. Damaged files on
-        the way are named by a ``CheckpointWarning``. If there is no whole one, that is a ``DamagedError``: starting
-        over silently would hide the loss."""
+        """Return the newest whole checkpoint; it becomes the latest. If all are damaged, that is a ``DamagedError``:
+        starting over silently would hide the loss."""
         damaged: list[DamagedError] = []
         taken = self._try(self.path / LATEST, damaged)
         for position, path in self._files().items():
@@ -305,7 +304,6 @@ class CheckpointFolder:
         return path, taken[1]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the content of a checkpoint that ``newest`` found."""
         return load_checkpoint(path)
 
     def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:

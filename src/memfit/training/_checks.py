@@ -33,7 +33,6 @@ _RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"
 
 
 def _ranked(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return the names and classes of the parts of a model that several ranks train."""
     found = [(name, kind) for name, one in model.named_modules() for kind in _classes(one) if kind in _RANK_CLASSES]
     return found + [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
 
@@ -75,7 +74,6 @@ def _check(name: str, value: Any, kind: Any) -> None:
 
 
 def alone(what: str, remedy: str) -> UsageError:
-    """Return the refusal of what would keep a rank from making its gradients alone."""
     rule = "a rank makes its gradients alone, and again when memory runs out; then memfit sums those of all ranks."
     return UsageError(what, rule=rule, remedy=remedy)
 

@@ -65,7 +65,6 @@ def autocast(model: torch.nn.Module, precision: Precision | None) -> AbstractCon
 
 
 def choose_precision(precision: Precision | None, device: torch.device) -> Precision:
-    """Return the precision with ``None`` and ``"auto"`` decided for a device."""
     known = [*_DTYPES, "auto"]
     if precision is not None and precision not in known:
         raise UsageError(
@@ -92,8 +91,6 @@ def to_device(batch: Any, device: str | torch.device) -> Any:
 
 @dataclass(frozen=True)
 class PlacedLoss:
-    """The user's loss, run on the model's device under autocast to ``dtype``."""
-
     loss: Callable[[Any, Any], Any]
     device: torch.device
     moves: bool

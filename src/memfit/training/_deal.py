@@ -67,7 +67,6 @@ class DealtOrder(Sampler[list[Any]]):
                 yield chunk[start:stop]
 
     def pieces(self, num_samples: int) -> list[tuple[int, int]]:
-        """Return the own parts of a global batch of so many samples."""
         length = self.loader.batch_size or 1
         start, stop = part_of(
             num_samples - (num_samples % length if self.loader.drop_last else 0), self.rank, self.size

@@ -221,7 +221,6 @@ class Fit:
         progress.end_epoch(self.journal.pace())
 
     def _step(self) -> bool:
-        """Make the next optimizer step; return False at the epoch's end."""
         began = time.perf_counter()
         beat("data")
         batches, num_batches = self.data.take(self.batches_per_step)

@@ -31,7 +31,6 @@ _RECORD_NAME = re.compile(r"oom_(\d+)\.json")
 
 
 def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> None:
-    """Write the event ``oom`` and the flight record, with an event of its own."""
     first_line = text.partition("\n")[0]
     size = f", microbatch size {where['microbatch_size']}" if where.get("microbatch_size") else ""
     told = f"is out of {kind} memory in phase {where.get('phase')}, {place(where)}{size}: {first_line}"
@@ -50,11 +49,9 @@ def write_flight_record(
     where: Mapping[str, Any],
     folder: Path | None = None,
 ) -> Path | None:
-    """Write what is alive now as ``oom_<n>.json`` into the job's folder of the run, or into ``folder``.
-
-    The largest tensors are those that Python knows: what autograd saved for itself is the difference to a device's
-    ``allocated_bytes``. On CUDA the allocator's snapshot lies beside it, for https://pytorch.org/memory_viz. It never
-    raises, and returns None if nothing was written."""
+    """Write what is alive now as ``oom_<n>.json`` into the job's folder of the run, or into ``folder``. The largest
+    tensors are those that Python knows: what autograd saved for itself is the difference to a device's
+    ``allocated_bytes``. It never raises, and returns None if nothing was written."""
     try:
         current = current_run()
         if folder is None and current is not None:
@@ -90,7 +87,6 @@ def write_flight_record(
 
 
 def _or_reason(read: Callable[[], Any]) -> Any:
-    """Return a part of the record, or why it is missing."""
     try:
         return read()
     except Exception as error:
@@ -159,7 +155,6 @@ def _largest_tensors(owners: Mapping[tuple[str, int], str]) -> dict[str, Any]:
 
 
 def _last_events(events_dir: Path) -> list[dict[str, Any]]:
-    """Return the newest events that this process recorded."""
     lines: list[bytes] = []
     for path in sorted(events_dir.glob(f"{socket.gethostname()}-{os.getpid()}-*.jsonl")):
         with open(path, "rb") as file:

@@ -27,8 +27,6 @@ from memfit.training._split import BySample, Split, is_opaque, leaves, rebuild
 
 @dataclass
 class Batch:
-    """A loader batch on its way through a step."""
-
     content: Any
     count: int
     versions: list[tuple[str, torch.Tensor, int]]
@@ -60,10 +58,8 @@ class _Place:
 @dataclass(frozen=True)
 class Local:
     """Sums over this process's batches; the gradients of the summed loss, divided by ``divisor``, lie in the weights.
-
-    ``batches`` are those that were not skipped; ``alloc_retries`` is the devices' count before the passes began;
-    ``is_skipped``: no batch is left, on any rank. ``used`` has a bit for each parameter with a gradient, for the ranks.
-    """
+    ``is_skipped``: no batch is left, on any rank. ``used`` has a bit for each parameter with a gradient, for the
+    ranks."""
 
     loss_sum: float = 0.0
     weight: float = 0.0
@@ -306,7 +302,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Return the kinds of what a loss returned, in few words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -57,7 +57,6 @@ class OptimizerGuard:
         return sum(size for _, size in self._state)
 
     def try_memory(self) -> None:
-        """Try the memory of a step over the parameters that have a gradient now."""
         self._try(self._with_gradient())
 
     def step(self, call: Callable[[], Any] | None = None) -> None:
@@ -137,7 +136,6 @@ def _sizes_on(
 
 @functools.cache
 def _base_names() -> frozenset[str]:
-    """Return the attributes that every optimizer has."""
     return frozenset(vars(torch.optim.Optimizer([torch.empty(1, device="meta")], {})).keys() | {"step"})
 
 
@@ -164,7 +162,6 @@ def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], 
 
 
 def _meta(state: Any) -> Any:
-    """Return a copy of part of a state without the memory of its tensors."""
 
     def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

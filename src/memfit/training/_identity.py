@@ -47,9 +47,8 @@ def check_environment(path: Path, saved: Mapping[str, Any]) -> None:
 def refuse_changed(
     path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuse a checkpoint made with other settings; return of each allowed one what it was and is. ``allow`` names
-    settings that may differ; the training goes on with those of now. A name before a comma allows all that begins with
-    it. None: the caller has no such argument."""
+    """Refuse a checkpoint made with other settings; return of each allowed one what it was and is. A name in ``allow``
+    before a comma allows all that begins with it. None: the caller has no such argument."""
     saved, now = ({name: _plain(value) for name, value in one.items()} for one in (saved, now))
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     if "optimizer" in differing:  # another type has other settings: they say nothing more

@@ -91,7 +91,6 @@ class Journal:
                 self._device_uses.append(torch.cuda.utilization(device) / 100)
 
     def took(self, seconds: float, wait_seconds: float, num_samples: int = 0) -> None:
-        """Add the time of a step, or of a wait without one."""
         self._seconds += seconds
         self._wait_seconds += wait_seconds
         self._num_samples += num_samples
@@ -128,7 +127,6 @@ class Journal:
             print(f"memfit: {leak}", file=sys.stderr)
 
     def early_stop(self, epoch: int, why: str, **fields: Any) -> None:
-        """Record that the training ends after this epoch, before its last one."""
         record("early_stop", epoch=epoch, num_epochs=self.num_epochs, **fields)
         say(f"stops early after epoch {epoch} of {self.num_epochs}: {why}")
 
@@ -139,7 +137,6 @@ class Journal:
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size, seconds=round(seconds, 3))
 
     def resume(self, path: Path, position: tuple[int, int]) -> None:
-        """Record that the training continues from a checkpoint; seconds are counted from here."""
         epoch, step = position
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")

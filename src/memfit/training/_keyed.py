@@ -204,7 +204,6 @@ class TrainingData:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return what must not change between a checkpoint and its resume."""
         facts: dict[str, Any] = {"steps per epoch in batches": len(self.batches)}
         if isinstance(self.batches, DataLoader):
             facts |= {"batch_size": self.batches.batch_size, "sampler": type(self.batches.sampler).__name__}
@@ -336,7 +335,6 @@ class TrainingData:
         self._state = state
 
     def worker_pids(self) -> list[int]:
-        """Return the worker processes that live on between epochs."""
         iterator = getattr(self._loader, "_iterator", None)
         return [worker.pid for worker in workers_in(iterator) if worker.is_alive()]
 

@@ -289,7 +289,6 @@ class Loop:
             return batches[number]
 
     def _rehearse(self, loader: Any) -> None:
-        """Say once whether the largest batch fits."""
         session, loss_of, is_tried, self._is_tried = self.session, self._loss_of, self._is_tried, True
         if is_tried or "rehearsal" in session.allow or (loss_of is None and session.keeper is None):
             return

@@ -77,7 +77,6 @@ class LoopParts:
         return {name: one for name, one in self.parts.items() if isinstance(one, torch.nn.Module)}
 
     def wrappers(self) -> list[Any]:
-        """Return the models as the loop calls them."""
         return list(self.models().values())
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -165,7 +164,6 @@ class LoopParts:
         return remade(loader, batch_sampler=_Rest(loader.batch_sampler, count))
 
     def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
-        """Return what is left of an epoch in a known order."""
         order.skip(num_samples)
         return loader
 
@@ -208,7 +206,6 @@ def order_of(loader: Any) -> KeyedOrder | None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the length of a loader or of data; None if it has none."""
     try:
         return len(loader)
     except Exception:  # some say it by another type than TypeError

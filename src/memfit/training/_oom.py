@@ -46,11 +46,9 @@ _FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.MULTILINE)
 
 
 def classify_oom(error: BaseException) -> OomKind | None:
-    """Return which memory was short when ``error`` was raised, or None if it is no failed allocation.
-
-    The type decides first, then the rows of `memfit.refusals`. An error that torch relays from a worker or a replica is
-    judged by what was raised there. The death of a ``DataLoader`` worker is none: who is killed raises nothing.
-
+    """Return which memory was short when ``error`` was raised, or None if it is no failed allocation. An error that
+    torch relays from a worker or a replica is judged by what was raised there. The death of a ``DataLoader`` worker is
+    none.
     >>> classify_oom(MemoryError()), classify_oom(ValueError("no room for zoom, out of memory"))
     (<OomKind.HOST: 'host'>, None)
     """
@@ -96,8 +94,6 @@ def _is_pinning(error: BaseException, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Failed:
-    """An allocation that failed: in which memory, and with which text."""
-
     kind: OomKind
     text: str
 
@@ -109,10 +105,8 @@ class Failed:
 def attempt(
     action: Callable[[], T], write_record: Callable[[str, OomKind], object] = lambda text, kind: None
 ) -> T | Failed:
-    """Return what ``action`` returns, or ``Failed`` once all that it held is freed.
-
-    ``write_record(text, kind)`` is called while what filled the memory still lives.
-    """
+    """Return what ``action`` returns, or ``Failed`` once all that it held is freed. ``write_record`` is called before
+    that."""
     try:
         return action()
     except Exception as error:
@@ -145,8 +139,6 @@ def release(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Cleanup:
-    """The result of a clean-up."""
-
     num_objects: int  # unreachable ones that were found
     host_bytes: int  # by how much the heap's live bytes fell
     reserved_bytes: int  # of torch's cache, that went back to the driver, over all devices
@@ -173,10 +165,8 @@ def _reserved_bytes() -> int:
 
 
 def device_bytes() -> dict[str, dict[str, int]]:
-    """Return what torch holds on each device now and held at its peak, in bytes, by ``cuda:0`` and the like.
-
-    Devices that this process does not use are left out, also those that other ranks use.
-    """
+    """Return what torch holds on each device now and held at its peak, in bytes. Devices that this process does not use
+    are left out, also those that other ranks use."""
     return {
         f"{backend.__name__.rpartition('.')[2]}:{index}": {
             "allocated_bytes": backend.memory_allocated(index),
@@ -190,7 +180,6 @@ def device_bytes() -> dict[str, dict[str, int]]:
 
 
 def reset_device_peaks() -> None:
-    """Let the peaks of ``device_bytes`` begin anew."""
     for backend in _backends():
         for index in _own_devices(backend):
             backend.reset_peak_memory_stats(index)

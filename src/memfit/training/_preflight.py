@@ -72,9 +72,8 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight found in its phases ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
-    ``longest``, ``num_seen`` and ``out_of_time`` are as in ``Longest``. ``microbatch_size`` is what the longest batch
-    is split into, after ``num_ooms`` failures."""
+    """What a preflight found in its phases, as far as they were tried. ``microbatch_size`` is what the longest batch is
+    split into, after ``num_oom`` failures."""
 
     phases: Mapping[str, PhaseMemory]
     longest: str
@@ -162,13 +161,10 @@ def rehearse(
 ) -> PreflightReport | None:
     """Say before the first step of a loop that is not memfit's whether its largest batch fits; DoesNotFitError if not.
 
-    The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried.
-    Weights, buffers, gradients, modes, numbers in attributes and the random state stay as they were.
-
-    The model is in the mode in which it trains, the optimizer a plain one of torch. ``split`` is how the loop cuts a
-    batch that does not fit. Returns None, and prints one line that says why (of several ranks, rank 0 alone), where
-    there is no verdict: no batch can be taken from the data without losing it, or it raises an error outside of the
-    loop."""
+    The batch goes forward and backward twice, whole, and the memory of the optimizer's state and of its step is tried;
+    all is put back. The model is in the mode in which it trains, the optimizer a plain one of torch. Returns None, and
+    prints why, where there is no verdict: no batch can be taken from the data without losing it, or it raises an
+    error."""
     if not isinstance(batches, Longest) and not _can_be_read_ahead(batches):
         say_verdict(
             "no verdict whether the largest batch fits: the data are a stream, and reading ahead would lose samples"
@@ -207,7 +203,6 @@ def say_verdict(text: str) -> None:
 
 
 def _can_be_read_ahead(batches: Any) -> bool:
-    """Return whether a batch may be taken before the training begins."""
     if callable(getattr(batches, "longest", None)) or _kind_of(batches) == "indexed":
         return True
     return isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)

@@ -108,11 +108,9 @@ def _item(loader: Any, keys: Any) -> None:
 
 
 def check_model(model: torch.nn.Module, forward: Callable[[], object], allow: Collection[str] = ()) -> None:
-    """Call ``forward`` without gradients, put back random state, buffers and attributes, and refuse what moves unsaved.
-
-    Where something moves that no checkpoint holds, it is called again from another value. What it sets whatever was
-    there before (the height of a picture, a loss for the log) is no state. Neither is a table that has grown and kept
-    what it held, nor what a metric of torchmetrics counts."""
+    """Call ``forward`` without gradients, put all back, and refuse what moves unsaved. Where something moves that no
+    checkpoint holds, it is called again from another value. What it sets whatever was there before (the height of a
+    picture) is no state. Neither is a table that has grown, nor what a metric of torchmetrics counts."""
     cells = [cell for cell in _cells_of(model) if cell.name not in allow]
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
     held = _tensors_of(model)

@@ -142,7 +142,6 @@ def seed_rank(seed: int, rank: int) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Put the global generators back afterwards."""
     before = read_rng()
     try:
         yield
@@ -195,7 +194,6 @@ class Stopper:
             signal.signal(number, self._note)
 
     def close(self) -> None:
-        """Put back the handlers that were there before."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             if handler is not None:  # None: it was not installed from Python, and cannot be put back from here

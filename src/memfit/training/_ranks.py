@@ -58,7 +58,6 @@ class Vote:
     used: bytes = b""
 
     def pack(self, num_bytes: int) -> bytes:
-        """Return it in bytes, of which ``num_bytes`` are for ``used``."""
         text = self.text.encode()[:_TEXT_BYTES]
         numbers = (self.step, self.status, self.is_half, self.request, self.num_batches, self.num_skipped)
         more = (self.num_left, *self.sizes, self.cost, self.num_retries, self.has_new_buffers)
@@ -137,11 +136,9 @@ class Ranks:
         beat("end")  # until what comes next says so
 
     def ballot(self, **fields: Any) -> Vote:
-        """Return a vote of this rank, with what it asks for."""
         return Vote(self.rank, self.step, request=self.wants(), **fields)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank in order; plain values and tensors."""
         self.settle()
         beat("vote", self.step)
         found: list[Any] = [None] * self.size
@@ -232,7 +229,6 @@ class GradientSum:
         self._buffers: list[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = []
 
     def used(self) -> bytes:
-        """Return a bit for each parameter, set if it has a gradient."""
         return np.packbits([parameter.grad is not None for parameter in self.parameters]).tobytes()
 
     def reserve(self) -> None:
@@ -311,11 +307,10 @@ def or_leave(what: str) -> Iterator[None]:
 
 
 def order_sums(model: Any) -> None:
-    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it.
-
-    It puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on where
-    a gradient lies: the first step after a resume would differ. So this makes a pass without a model, as if the
-    gradients came from the last weight to the first. ``static_graph=True`` is refused."""
+    """Let a ``DistributedDataParallel`` add gradients in the same order from the first step on; all ranks call it. It
+    puts them into other buckets after its first backward pass, and the sum over more than two ranks depends on that:
+    the first step after a resume would differ. So this makes a pass without a model, as if the gradients came from the
+    last weight to the first. ``static_graph=True`` is refused."""
     if getattr(model, "static_graph", False):
         raise UsageError(
             "DistributedDataParallel has static_graph=True.",
@@ -357,7 +352,6 @@ def _side_group(group: Any) -> Any:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of tensors of one device and dtype, in order."""
     found: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault((tensor.device, tensor.dtype), []).append(index)

@@ -21,12 +21,10 @@ Count = Callable[[Any], float] | None
 
 
 class StepRecovery(SafeStep):
-    """Makes the gradients of a step that another loop takes; what does not fit is split smaller and repeated.
-
-    As long as everything fits, the gradients have the bytes that the loop would have made. ``loss(batch)`` is what the
-    loop would go backward from, by ``backward(loss)``. ``evaluated`` is the same loss in the model's present mode, to
-    compare a batch's with those of its parts. ``counts`` are what the loss may be a mean over: the first is taken under
-    which a batch's loss is that of its parts. ``dtype`` is that of the loop's autocast."""
+    """Makes the gradients of a step that another loop takes; what does not fit is split smaller and repeated. As long
+    as everything fits, they have the bytes that the loop would have made. ``loss(batch)`` is what the loop would go
+    backward from; ``evaluated`` is the same in the model's present mode. ``counts`` are what the loss may be a mean
+    over: the first is taken under which a batch's loss is that of its parts."""
 
     #: The loop has divided its losses already.
     divisor = 1.0

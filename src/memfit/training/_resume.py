@@ -44,7 +44,6 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch under way, counted from 1."""
         return len(self.history) + 1
 
     @property

@@ -59,7 +59,6 @@ class SealedFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the only training that writes here."""
         with ExitStack() as stack:
             self.lead(lambda: stack.enter_context(hold(self.path)))
             yield
@@ -133,9 +132,8 @@ class SealedFolder:
                 shutil.rmtree(path)
 
     def newest(self) -> Sealed | None:
-        """Return the newest whole checkpoint, or None if there is none; DamagedError if all are damaged: starting over
-        silently would hide the loss. One that a kill left without its seal is removed. Damaged ones on the way are
-        named by a ``CheckpointWarning``."""
+        """Return the newest whole checkpoint; DamagedError if all are damaged: starting over silently would hide the
+        loss. One that a kill left without its seal is removed."""
         found: Sealed | None = self.lead(self._newest)
         return found
 

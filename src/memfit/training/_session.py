@@ -67,16 +67,9 @@ class Resumed:
 
 
 class Session:
-    """One training: its position, its keeper, its parts.
-
-    Args:
-        parts: What is saved and loaded, and whose settings must not change.
-        keeper: Where checkpoints are kept; None: the training is watched alone.
-        stream: Makes its random numbers functions of seed and position; None: they stay as they are.
-        every: A checkpoint after so many optimizer steps; 0: the framework says when.
-        keep: The newest checkpoints that stay; 0: the framework removes them.
-        allow: Names of parts that may move, or of settings that may differ.
-    """
+    """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
+    ``stream`` makes its random numbers functions of seed and position. ``every``: a checkpoint after so many optimizer
+    steps; ``keep``: the newest checkpoints that stay. With 0, the framework decides both."""
 
     def __init__(
         self,
@@ -109,7 +102,6 @@ class Session:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What was sealed with the checkpoint that this training goes on from."""
         return {} if self.resumed is None or self.resumed.sealed is None else self.resumed.sealed.facts
 
     def __enter__(self) -> Session:
@@ -249,7 +241,6 @@ class Session:
     # --- steps
 
     def beat(self, place: str) -> None:
-        """Say that this rank lives, and what it begins."""
         if self.keeper is not None:
             beat(place, self.position.step)
 
@@ -268,7 +259,6 @@ class Session:
         return self.meet()
 
     def meet(self) -> Due:
-        """Hear after a step what all ranks ask for."""
         step, every = self.position.step, self.every
         self._stopper.vote(step)
         return self.due(is_time=every > 0 and step // every > self.saved.step // every)
@@ -322,14 +312,9 @@ class Session:
 
 
 class Course:
-    """The batches of a loader in its own order, pass by pass; a pass may begin behind some of them.
-
-    It keeps what began the pass, and where a stream was after each of its last batches: a framework fetches ahead.
-
-    Args:
-        parts: Say where a loader's stream is, and how its first batches are left out.
-        runs_forward: Whether a stream that exports no position is read up to where it was.
-    """
+    """The batches of a loader in its own order, pass by pass; a pass may begin behind some of them. It keeps what began
+    the pass, and where a stream was after each of its last batches: a framework fetches ahead. ``runs_forward``: a
+    stream that exports no position is read up to where it was."""
 
     def __init__(self, loader: Any, parts: LoopParts, *, runs_forward: bool = False) -> None:
         self.loader, self.parts, self.source, self.runs_forward = loader, parts, parts.source(loader), runs_forward

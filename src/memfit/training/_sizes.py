@@ -25,11 +25,9 @@ class _Known:
 
 
 class MicrobatchSizes:
-    """Finds the largest cost of a microbatch that fits, by halving on failure and by bounded trials upward.
-
-    After ``wait`` quiet steps a larger cost is tried once: twice as much, or half way to the smallest that failed. A
-    trial that fails doubles the wait. All is counted in steps, so that a resumed run decides as the uninterrupted one.
-    ``largest`` is the most units (samples, groups) of a microbatch."""
+    """Finds the largest cost of a microbatch that fits, by halving on failure and by bounded trials upward. After
+    ``wait`` quiet steps a larger cost is tried once: twice as much, or half way to the smallest that failed. A trial
+    that fails doubles the wait. All is counted in steps, so that a resumed run decides as the uninterrupted one."""
 
     def __init__(self, largest: int | None = None) -> None:
         self.largest = largest

@@ -13,8 +13,6 @@ from memfit.training._process import read_rng, write_rng
 
 
 class Snapshot:
-    """Random state, buffers and the gradient scaler, as they were."""
-
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
     ) -> None:

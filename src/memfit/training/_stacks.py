@@ -20,12 +20,10 @@ _dump_files: list[IO[str]] = []
 
 @dataclass(frozen=True)
 class Stack:
-    """What a process is doing, as far as it and ``/proc`` tell.
-
-    ``text``: the stacks of all its Python threads as ``faulthandler`` writes them. ``state``: the kernel's letter for
-    its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended), empty if it is gone. ``wchan``: the
-    kernel function that this thread sleeps in. ``num_threads``: all its threads, not only Python's. ``is_forked``: it
-    runs the same command line as its parent."""
+    """What a process is doing. ``text``: the stacks of all its Python threads as ``faulthandler`` writes them.
+    ``state``: the kernel's letter for its main thread, empty if it is gone. ``wchan``: the kernel function that this
+    thread sleeps in. ``num_threads``: all, not only Python's. ``is_forked``: it runs the same command line as its
+    parent."""
 
     text: str = ""
     state: str = ""
@@ -95,7 +93,6 @@ def _read(pid: int, name: str) -> str:
 
 
 def likely_cause(stacks: Mapping[int, Stack]) -> str:
-    """Return in one sentence what holds most of these processes up, and where."""
     causes = {pid: _cause_of(stack) for pid, stack in stacks.items()}
     cause, count = Counter(causes.values()).most_common(1)[0]
     places = Counter(stack.frames[0] for pid, stack in stacks.items() if causes[pid] == cause and stack.frames)

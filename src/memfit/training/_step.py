@@ -322,7 +322,6 @@ class SafeStep(Gradients):
         return length
 
     def _update(self) -> bool:
-        """Step the optimizer; return whether the scaler skipped that."""
         scaler = self.scaler
         if scaler is None:
             self.guard.step()

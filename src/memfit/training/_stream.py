@@ -32,9 +32,8 @@ _ORDER, _COLLATION, _BATCH = -1, -2, -3
 
 
 class KeyedStream:
-    """The random numbers of one training, for a loop that is not memfit's. Another ``seed`` gives another order and
-    draws, of the same distribution. Each rank draws its own numbers in the model; order, items and collation know no
-    rank."""
+    """The random numbers of one training, for a loop that is not memfit's. Each rank draws its own numbers in the
+    model; order, items and collation know no rank."""
 
     version = STREAM
 
@@ -50,9 +49,8 @@ class KeyedStream:
                 device.manual_seed_all(seed)
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches. Its
-        ``sampler`` is a ``KeyedOrder``, or its ``batch_sampler`` where the old one had one of its own. A loader without
-        an index, with a position of its own, or that gives batches in any order is refused."""
+        """Return a loader that gives the same samples under keys, by workers that no stop signal reaches. A loader
+        without an index, with a position of its own, or that gives batches in any order is refused."""
         _refuse(loader)
         options: dict[str, Any] = {"dataset": _KeyedItems(loader.dataset, self.seed)}
         is_single = loader.batch_size is None and loader.batch_sampler is None
@@ -147,8 +145,6 @@ def _index(one: Any) -> Any:
 
 
 class _Batch(list[Any]):
-    """The items of a batch, on their way to the collation."""
-
     key: tuple[int, ...] = ()
 
 

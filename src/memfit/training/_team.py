@@ -89,7 +89,6 @@ class Team:
         return self._take_over(local, votes)
 
     def begin_part(self, *, is_last: bool) -> None:
-        """Begin a microbatch; ``is_last`` of the step."""
         beat("microbatch", self.ranks.step)
 
     def cut(self, todo: Sequence[Batch]) -> None:

@@ -50,12 +50,10 @@ class Together(Team):
             self._step.sizes.agree([self._step.sizes.numbers(), found["sizes"]])
 
     def forget_size(self) -> None:
-        """Remove what was written down: a checkpoint has it now."""
         if self.folder is not None and self.ranks.rank == 0:
             (self.folder / _NAME).unlink(missing_ok=True)
 
     def local(self, batches: Sequence[Batch]) -> Local | Failure:
-        """Make the gradients, with all ranks in each pass."""
         self._has_begun = False
         local: Local | Failure = self._step.local(batches)
         if not isinstance(local, Failure):

@@ -53,7 +53,6 @@ def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
 
 
 def attempt_twice(step: SafeStep, phase: str, where: Mapping[str, Any], action: Callable[[], T], remedy: str) -> T:
-    """Return the result of a phase's first or second try, or raise a ``JobFailedError``."""
     for _ in range(2):
         result = attempt_phase(step, phase, where, action)
         if not isinstance(result, Failed):
