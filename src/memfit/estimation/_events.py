@@ -59,7 +59,6 @@ class Peak:
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:
-    """Return the peak of each phase, in order of appearance."""
     sizes: dict[int, int] = {}
     alive: dict[Part, int] = {}
     peaks: dict[Phase, Peak] = {}

@@ -155,7 +155,6 @@ class _Case:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The names of matrix products that have adapters."""
         if not self.setup.lora_rank:
             return ()
         names = sorted({linear.name for linear, _ in self.linears})
@@ -181,13 +180,11 @@ class _Case:
 
     @property
     def num_beside(self) -> int:
-        """Parameters outside of blocks."""
         in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
         return self.anatomy.num_parameters - in_blocks
 
     @property
     def num_weights(self) -> int:
-        """Numbers in matrix products of blocks."""
         return sum(count * one.num_weights for one, count in self.linears)
 
     @property
@@ -197,7 +194,6 @@ class _Case:
 
     @property
     def num_largest(self) -> int:
-        """Numbers of the largest weight that is trained."""
         if rank := self.setup.lora_rank:
             every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
         else:
@@ -219,7 +215,6 @@ class _Case:
 
     @property
     def load(self) -> Interval | None:
-        """What loading the weights takes."""
         largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
         unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
@@ -316,7 +311,6 @@ class _Case:
         return ((self.setup.target_len or source) if stack.is_target else source), source
 
     def block_kept(self, stack: Stack) -> Interval:
-        """What one block keeps for its backward pass."""
         block, (tokens, source) = stack.block, self._tokens(stack)
         count = self.setup.batch * tokens
         value = upper = 0.0
@@ -331,7 +325,6 @@ class _Case:
         return found.times(1, _ABOVE_KEPT[not self.anatomy.is_exact])
 
     def _checkpoint(self, stack: Stack) -> Interval:
-        """What one block keeps through the whole forward pass."""
         whole, block = self.block_kept(stack), stack.block
         count = self.setup.batch * self._tokens(stack)[0]
         entry = Interval(count * block.width * self.held)
@@ -409,7 +402,6 @@ class _Case:
 
     @cached_property
     def always(self) -> _Moment:
-        """What lives from the first step to the last."""
         tokens = sum(self._tokens(stack)[0] for stack in self.anatomy.stacks)
         inputs = self.setup.batch * tokens * 16  # ids and labels
         return {
@@ -425,7 +417,6 @@ class _Case:
         return {**always, "communication": always["communication"] + communication, **others}  # type: ignore[dict-item]
 
     def moments(self) -> dict[Phase, list[_Moment]]:
-        """What lives at each moment that may be the highest of its phase."""
         setup, stacks = self.setup, self.anatomy.stacks
         _, gathered, reduced = self.communication
         widths = [setup.batch * self._tokens(stack)[0] * stack.block.width for stack in stacks]

@@ -37,7 +37,6 @@ def limit_time(seconds: float, allowed: float | None = None) -> Iterator[None]:
 
 
 def share_time(share: float) -> contextlib.AbstractContextManager[None]:
-    """Give the traces within the block a share of the time that is left."""
     return limit_time(max(0.0, time_left()) * share, limit_seconds())
 
 
@@ -47,7 +46,6 @@ def time_left() -> float:
 
 
 def limit_seconds() -> float:
-    """Return the seconds of CPU time that `limit_time` allows."""
     return _limit.get()[1]
 
 

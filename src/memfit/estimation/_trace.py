@@ -258,7 +258,6 @@ class _Watch:
     is_backward: bool = False  # autograd's engine is running
 
     def follow(self, program: Program) -> None:
-        """Name what a program is made of, before it runs."""
         self._learn(program.model)
         self.log.claim(find_tensors(program.batch), "inputs")
         if program.optimizer is not None:
@@ -267,7 +266,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Put hooks into torch until the end of the block."""
         engine = getattr(torch.autograd, _ENGINE)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +329,6 @@ class _Watch:
             self.log.claim(tree_leaves(state), "optimizer")
 
     def claim_all(self) -> None:
-        """Name the blocks that live between phases."""
         owned = (one for _, module in self.modules.values() for one in module.parameters(recurse=False))
         self.log.claim((one.grad for one in owned), "gradients")
         for optimizer in self.optimizers.values():
