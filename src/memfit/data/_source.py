@@ -249,7 +249,6 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
 
 
 def check_named(part: str, schema: pa.Schema, names: Iterable[str]) -> None:
-    """Refuse a part of a source that does not hold each of some columns once."""
     for name in names:
         if (count := schema.names.count(name)) != 1:
             raise DataError(
@@ -260,7 +259,6 @@ def check_named(part: str, schema: pa.Schema, names: Iterable[str]) -> None:
 
 
 def is_of(kind: pa.DataType, *names: str) -> bool:
-    """Tell whether a column's decoded values are of one of pyarrow.types' kinds."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
@@ -319,7 +317,6 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
 
 
 def decode_assets(column: pa.Array, name: str) -> pa.Array:
-    """Return a column's asset codes as text (Arrow ``large_string``)."""
     column = _plain(column)
     _refuse_nulls(column, name)
     return column.cast(pa.large_string())
