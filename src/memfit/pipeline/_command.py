@@ -179,12 +179,10 @@ def check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
 
 
 def config_of_command(command: Sequence[str], stage: str = "cmd") -> dict[str, Any]:
-    """Return the config whose only stage is a command."""
     return {"experiment": _name_of(command), "stages": {stage: {"run": list(command)}}}
 
 
 def check_command(command: Sequence[str], combinations: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a command whose program or script is not there."""
     for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
         if shutil.which(program) is None:
             path = Path(program)

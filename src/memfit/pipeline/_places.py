@@ -71,7 +71,6 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
 
 @contextmanager
 def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter, _: Parent | None) -> Place:
-    """Make the backend that queues jobs with Slurm."""
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,
@@ -166,7 +165,6 @@ def _check_nodes(settings: RunConfig, name: str, asked: SlurmOptions, largest: M
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
-    """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
     return {
         name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
         for name, one in settings.stages.items()

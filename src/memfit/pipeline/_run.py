@@ -225,7 +225,6 @@ def _go_on(
 
 
 def write_order(order: Order, run: RunDir) -> None:
-    """Write the resolved config and the graph."""
     write_config(order, run.path / "config.yaml")
     kept = ("name", "needs", "after", "each", "holds", "in_order")
     stages = [{name: getattr(stage, name) for name in kept} for stage in order.stages]
@@ -355,7 +354,6 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
 
 
 def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> list[dict[str, Any]]:
-    """Return a table for each stage with units and results: a row for each unit."""
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", anew=None)

@@ -123,7 +123,6 @@ class Supervisor:
     _num_parallel: int = field(default=0)
 
     def tick(self) -> None:
-        """Do what is due while jobs run."""
         self.show()
         self.lock.look()
         if time.monotonic() >= self._look_at:
