@@ -98,12 +98,10 @@ class Trial:
 
 
 def folder_of(run: RunDir) -> Path:
-    """Return the folder of a study's records in its run directory."""
     return run.path / "trials"
 
 
 def write_trial(run: RunDir, trial: Trial) -> None:
-    """Write a trial's record, by rename."""
     write_json(folder_of(run) / f"{trial.name}.json", trial.to_dict())
 
 
