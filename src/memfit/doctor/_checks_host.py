@@ -43,7 +43,6 @@ def check_walls(case: Case) -> Iterator[Check]:
 
 
 def check_limits(case: Case) -> Iterator[Check]:
-    """The limits of a process: how many there may be, and open files."""
     workers, limits = case.workers[0], case.limits
     wanted = case.command.num_processes * (1 + workers) * (case.threads + _OTHER_THREADS)
     bounds = [(limits.get("processes", (None, None))[0], "RLIMIT_NPROC (ulimit -u)")]
@@ -66,7 +65,6 @@ def check_limits(case: Case) -> Iterator[Check]:
 
 
 def check_folders(case: Case) -> Iterator[Check]:
-    """Whether the folders for temporary files and for runs lie in memory."""
     reason = "files there are memory, charged to the group that wrote them"
     temp, runs = case.cwd / (case.env.get("TMPDIR") or "/tmp"), case.cwd / case.setup.runs_dir
     for name, path, remedy in (
@@ -79,7 +77,6 @@ def check_folders(case: Case) -> Iterator[Check]:
 
 
 def check_shm(case: Case) -> Iterator[Check]:
-    """Whether /dev/shm holds the batches that workers keep ready."""
     shm, usable, (workers, origin) = case.budget.shm, case.budget.lendable_bytes, case.workers
     reason = (
         "workers hand batches over through /dev/shm: when it is full they die of a bus error; files there are "
