@@ -282,7 +282,6 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
-    """Return what the events of a trace make torch's allocator take from a device with this capacity."""
     allocator = Allocator(settings or AllocatorSettings(), capacity_bytes)
     peaks: dict[Phase, int] = {}
     current, reserved = None, 0

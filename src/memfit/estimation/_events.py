@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, get_args
 
 from memfit.estimation._interval import Interval
 
-#: What the bytes of a block are for.
 Part = Literal[
     "weights",  # parameters
     "buffers",  # what a module holds beside its parameters

@@ -16,7 +16,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
-from memfit.estimation._families import Anatomy, Attention, Block, Kept, Linear, Stack, check_names, find_anatomy
+from memfit.estimation._families import Anatomy, Attention, Kept, Linear, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup, find_lora_targets, list_assumptions
@@ -170,9 +170,6 @@ class _Case:
             )
         return tuple(name for hits in found.values() for name in hits)
 
-    def _adapted(self, block: Block) -> list[Linear]:
-        return [linear for linear in block.linears if linear.name in self.targets]
-
     @cached_property
     def num_adapters(self) -> int:
         adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
@@ -318,7 +315,7 @@ class _Case:
             low, high = self._kept_bytes(kept)
             value += count * kept.width * low
             upper += count * kept.width * high
-        ranks = len(self._adapted(block)) * count * self.setup.lora_rank * self.compute
+        ranks = sum(one.name in self.targets for one in block.linears) * count * self.setup.lora_rank * self.compute
         found = Interval(ceil(value), ceil(max(value, upper))) + Interval(ranks, 2 * ranks)
         for one in block.attentions:
             found += self._attention_kept(one, tokens, source if one.is_crossed else tokens)

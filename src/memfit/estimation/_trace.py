@@ -169,9 +169,8 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         reals = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
-        if (tensors and len(reals) == len(tensors) and all(map(_is_whole, reals))) or (
-            not tensors and _makes_few_numbers(func, args, kwargs)
-        ):
+        are_whole = not any(one.is_floating_point() or one.is_complex() for one in reals)
+        if are_whole and len(reals) == len(tensors) if tensors else _makes_few_numbers(func, args, kwargs):
             return self._compute(func, args, kwargs, reals)
         if not reals:
             return func(*args, **kwargs)
@@ -227,10 +226,6 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.longest = max(self.longest, *tensor.shape)
             self._log.claim([tensor], "inputs")
         return tensor
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _makes_few_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
