@@ -60,7 +60,6 @@ Array = npt.NDArray[Any]
 BUILD_VERSION = 1
 
 Facts = Mapping[str, Any]  # ``dtype`` and ``shape`` of an array, as a manifest has them
-#: The types of a panel's values.
 _FLOATS = ("float16", "float32", "float64")
 #: What a panel takes beside its arrays: labels and the manifest.
 _SLACK_BYTES = 1 << 20

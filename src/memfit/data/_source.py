@@ -330,17 +330,14 @@ def decode_numbers(column: pa.Array) -> npt.NDArray[Any]:
     return numpy_of(column)
 
 
-# pyarrow's own ``to_numpy`` and ``pa.array`` import pandas where it is installed: half a second without Ctrl-C.
-
-
-def dtype_of(kind: pa.DataType) -> np.dtype[Any]:
-    """Return NumPy's type for Arrow's integers and floats; before version 22, Arrow's own method needs pandas."""
-    return np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind)))
+# pyarrow's own ``to_numpy`` and ``pa.array`` import pandas where it is installed: half a second without Ctrl-C. Before
+# version 22, so does its method for a dtype of NumPy.
 
 
 def numpy_of(column: pa.Array) -> npt.NDArray[Any]:
     """The values of a column of integers or floats, a view where none is missing; missing ones are NaN."""
-    kind, length = dtype_of(column.type), len(column)
+    name, length = str(column.type), len(column)
+    kind = np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(name, name))
     if not length:
         return np.empty(0, kind)
     values: npt.NDArray[Any] = np.ndarray(length, kind, column.buffers()[1], column.offset * kind.itemsize)
