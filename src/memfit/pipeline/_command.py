@@ -36,8 +36,6 @@ _SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which stages and units of a workload to run."""
-
     until: str | None = None  # the last stage; None for all
     anew: str | None = None  # the stage that runs again, valid or not, with all stages that read it
     skip: tuple[str, ...] = ()  # stages that count as passed
@@ -133,10 +131,7 @@ def expand_range(name: str, text: str) -> Sequence[str]:
 
 
 def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_range) -> tuple[str, list[Any]]:
-    """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture.
-
-    ``read`` takes the name and an unquoted value, and returns the values that it stands for.
-    """
+    """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture."""
     given, (name, equals, text) = text, text.partition("=")
     if not equals or not name:
         raise _bad(f"--param {given} is not name=values", "write for example --param fold=1..5")

@@ -256,11 +256,7 @@ def setting_of(params: Mapping[str, Any], dotted: str, who: str) -> Any:
 
 
 def list_units(stage: StageSpec, facts: Mapping[str, Any]) -> list[Any]:
-    """Return the units that settings or a result list for a stage; a whole number n stands for 1 to n.
-
-    >>> list_units(StageSpec("fold", path=["folds"]), {"folds": 3})
-    [1, 2, 3]
-    """
+    """Return the units that settings or a result list for a stage; a whole number n stands for 1 to n."""
     found: Any = facts
     for part in stage.path:
         found = found.get(part) if isinstance(found, Mapping) else None

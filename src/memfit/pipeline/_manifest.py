@@ -23,7 +23,6 @@ from memfit.masking import mask
 _SAMPLED_BYTES = 64 << 20  # of larger raw data a sample is read
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
-#: How the files of each kind of output end.
 ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
 _ONLY = "value"  # the name of an array that is saved alone
 _OUTPUT = {"name": str, "kind": str, "path": str, "bytes": int, "sha256": str}

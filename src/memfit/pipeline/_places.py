@@ -28,10 +28,7 @@ _MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 
 @contextmanager
 def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None) -> Place:
-    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can.
-
-    ``parent`` is the process from which functions are forked.
-    """
+    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can."""
     for entry in sweep_entries():
         with suppress(OSError), ExitStack() as held:
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)

@@ -139,7 +139,6 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 
 
 def start_folder(run: RunDir) -> contextlib.chdir[Path]:
-    """Return what makes the folder of a run's start the current one, in a ``with`` block."""
     cwd = Path(run.header.get("cwd") or ".")
     if not cwd.is_dir():
         raise UsageError(
