@@ -132,7 +132,6 @@ def find_shortage(new: bytes) -> str:
 
 
 def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkpoint]) -> Diagnosis:
-    """The diagnosis by logs, other witnesses, and the checkpoints that were kept."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]

@@ -37,7 +37,6 @@ from memfit.units import format_bytes
 
 _MOST_APART = 0.15  # a larger difference between trace and formula gets a note
 _MOST_SAMPLES = 1 << 14
-#: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
 )  # fmt: skip

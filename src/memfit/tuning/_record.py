@@ -124,9 +124,4 @@ def read_trials(run: RunDir) -> list[Trial]:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a trial.
-
-    >>> name_of(17)
-    'trial_0017'
-    """
     return f"trial_{number:04d}"
