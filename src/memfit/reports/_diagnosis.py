@@ -48,7 +48,6 @@ def view_diagnosis(diagnosis: Diagnosis, remedies: Sequence[Remedy], *, verbose:
 
 
 def _titled(title: str, parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield parts below a title; nothing without parts."""
     if parts:
         yield from (Note(f"\n{title}", "bold"), Inset(parts, 2))
 
@@ -69,7 +68,6 @@ def _costs(one: Remedy, sign: str) -> Part:
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis and its first piece of evidence in one line."""
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""
@@ -77,7 +75,6 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
 
 
 def view_fix(fix: Fix) -> Iterator[Part]:
-    """Yield where the corrected file is, its diff, the reasons and its checks."""
     if not fix.edits:
         why = "" if any(check.verdict != "ok" for check in fix.checks) else f": nothing in {fix.path} causes it"
         yield Note(f"\nno file was written{why}", "bold")
@@ -109,7 +106,6 @@ def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
 
 
 def _terms(one: Remedy) -> str:
-    """What a remedy costs and saves."""
     saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
     return (
         f"costs {one.cost}{saves}" + {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
@@ -133,7 +129,6 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
 
 
 def _block(parts: Iterable[Part]) -> str:
-    """Return parts as a block of plain text in Markdown."""
     file = io.StringIO()
     to_text(parts, Console(file=file, width=_MOST_WIDTH))
     return "\n```text\n{}\n```".format(file.getvalue().strip().replace("```", "'''"))

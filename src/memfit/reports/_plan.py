@@ -168,7 +168,6 @@ def _matrix(stage: StagePlan) -> Iterator[Table]:
 
 
 def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield an answer of ``memfit.planning.ask``."""
     yield _verdict(answer)
     if answer["data"]:
         yield Note(answer["data"]["text"])
@@ -239,7 +238,6 @@ def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:
 
 
 def view_budget(budget: Budget) -> Iterator[Part]:
-    """Yield the smallest limit and its source, all limits as a table, and what else may be used here."""
     binding, left = budget.binding, budget.headroom_bytes
     verdict = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much is in use"
     whole, source = format_bytes(binding.limit_bytes), _short(binding.source)

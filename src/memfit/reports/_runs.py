@@ -37,7 +37,6 @@ class Overview:
 
     @property
     def used_bytes(self) -> int:
-        """What its jobs use now."""
         return sum(row.used_bytes for row in self.running)
 
     @property
@@ -46,7 +45,6 @@ class Overview:
         return sum(max(row.reserved_bytes or 0, row.used_bytes) for row in self.running)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; every size is in bytes."""
         return {
             "run": str(self.run.path),
             "supervisor": self.supervisor,
