@@ -15,7 +15,6 @@ _DOCKER_BYTES = 64 * MIB  # Docker's default. Source: docker run reference, --sh
 
 
 def check_budget(case: Case) -> Iterator[Check]:
-    """Which limit is the smallest, and whether anything is left of it."""
     budget, binding = case.budget, case.budget.binding
     free, limit = budget.lendable_bytes, binding.limit_bytes
     finding = f"{format_bytes(free)} is free of {format_bytes(limit)}, by {binding.name}; "

@@ -99,7 +99,6 @@ class UnitSource:
         return list(self._running)
 
     def given_up(self, job_id: str) -> str:
-        """Return why a job of this graph that has not started yet must not start any more; empty if it may."""
         return self.graph.why_given_up
 
     def num_like(self, job_id: str) -> int:

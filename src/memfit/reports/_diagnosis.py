@@ -53,14 +53,12 @@ def _titled(title: str, parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _all(remedies: Sequence[Remedy]) -> Iterator[Part]:
-    """Yield every remedy with its cost, and what would not help."""
     costs = [_costs(one, f"{number}. ") for number, one in enumerate((one for one in remedies if one.helps), 1)]
     yield from _titled("what to do, the cheapest in speed first", costs)
     yield from _titled("would change nothing here", [_costs(one, "- ") for one in remedies if not one.helps])
 
 
 def _costs(one: Remedy, sign: str) -> Part:
-    """Return a remedy with its setting and its reason below; of one that helps also what it costs."""
     setting = [Note(one.setting, "cyan")] if one.helps and one.setting else []
     reason = [Note(one.reason, "dim")] if one.reason else []
     title = f"{sign}{one.title}" + (f" ({_terms(one)})" if one.helps else "")
@@ -95,7 +93,6 @@ def view_checks(checks: Sequence[Check], *, reasons: bool = False) -> Iterator[P
 
 
 def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
-    """Yield whether each setting was in force, and what shows it."""
     from memfit.diagnosis import is_any_shown
 
     yield from view_checks(checks)

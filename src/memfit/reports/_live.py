@@ -232,7 +232,6 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
 
 
 def _has_output(state: RunState, seconds: float) -> bool:
-    """Whether a running job wrote into its logs in the last seconds."""
     logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
     return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)
 
@@ -335,7 +334,6 @@ def _progress(name: str, states: Sequence[str]) -> str:
 
 
 def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
-    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
     ranks, none = job.ranks if job.shown == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
         does, *sizes = explain_rank(rank, job)

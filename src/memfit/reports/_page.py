@@ -247,6 +247,7 @@ def _bar(job: JobState, seen: _Seen) -> Bar:
 
 
 def _ranks(seen: _Seen) -> Iterator[Part]:
+    """Yield a table of the ranks of jobs of several."""
     rows = list[list[Cell]]()
     for job in [job for job in seen.state.jobs.values() if job.ranks][:_MOST_TOLD]:
         rows += [[job.name, str(rank["rank"]), *explain_rank(rank, job)] for rank in job.ranks]

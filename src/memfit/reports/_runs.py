@@ -37,6 +37,7 @@ class Overview:
 
     @property
     def used_bytes(self) -> int:
+        """What its jobs use now."""
         return sum(row.used_bytes for row in self.running)
 
     @property
@@ -173,7 +174,6 @@ def _below(root: Path) -> list[RunDir]:
 
 
 def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
-    """Yield runs: who supervises each, and what its jobs do and hold."""
     for one in found:
         counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
         if one.problem:

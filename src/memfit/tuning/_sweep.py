@@ -124,7 +124,6 @@ class Sweep:
         return 1 if active is None else self.settings.num_slots * active.source.num_like(job_id)
 
     def given_up(self, job_id: str) -> str:
-        """Return why a job that has not started yet must not start any more; empty if it may."""
         active = self._active.get(job_id.partition(".")[0])
         return "" if active is None else active.source.given_up(job_id)
 
