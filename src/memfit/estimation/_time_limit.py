@@ -16,7 +16,6 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf,
 
 
 def out_of_time(what: str) -> OutOfTimeError:
-    """Return the error that says ``what`` took too long, and what to do."""
     return OutOfTimeError(
         what,
         rule="a trace runs every operation of two training steps; a loop over time steps has many. "

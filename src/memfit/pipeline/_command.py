@@ -251,7 +251,6 @@ def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
 
 
 def _no_range(name: str, text: str, low: str, high: str) -> UsageError:
-    """Return the error for what resembles a range, with the range that may be meant."""
     is_whole = re.fullmatch(r"-?\d+", low) and re.fullmatch(r"-?\d+", high)
     meant = f"{name}={low}..{high}" if is_whole else f"list the values: {name}={low},{high}"
     if not is_whole and re.fullmatch(r"[-+.\deE]+", high):
